@@ -1,0 +1,82 @@
+# Every target first sets up .venv when it is missing, or when the lock file or pyproject.toml changed.
+# Choose another Python with `make PYTHON=python3.12 ...`; pass flags on with `make train ARGS="--steps 50"`.
+
+# The first Python on the PATH that is new enough; python3 when none is, and the check below says so.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3; do \
+	"$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && break; done; echo "$$p")
+BIN := .venv/bin
+READY := .venv/.installed
+ARGS ?=
+
+# One thread per rank: several ranks share the cores, and more threads would only fight for them.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+.PHONY: help train test test-fast lab notebooks bench gpu-check lint format lock clean
+
+help: ## list the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+train: $(READY) ## train a small Llama on 4 ranks, on real text that is already on this machine
+	$(BIN)/minipar train $(ARGS)
+
+test: lint ## everything that proves the project: style, layers, all tests, all notebooks
+	$(BIN)/pytest $(ARGS)
+
+test-fast: $(READY) ## the tests without the slow ones and the notebooks; under 3 minutes
+	$(BIN)/pytest -m "not slow and not notebook" $(ARGS)
+
+lab: $(READY) ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab notebooks/ $(ARGS)
+
+notebooks: $(READY) ## execute the notebooks again and normalise them
+	$(BIN)/python -m minipar.lab.publish notebooks/ $(ARGS)
+
+bench: $(READY) ## compare our data parallel with PyTorch's own
+	$(BIN)/minipar bench ddp $(ARGS)
+
+gpu-check: $(READY) ## the tests that need a GPU, alone
+	$(BIN)/pytest -m gpu $(ARGS)
+
+lint: $(READY) ## check style and the direction of imports
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --quiet --check
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY) ## put the code into the project's style
+	$(BIN)/ruff check --quiet --fix-only
+	$(BIN)/ruff format
+
+# Resolves pyproject.toml afresh, but for the pins that are moved by hand: torch, and the packages that
+# only some platforms need (their lines carry a marker). torch's local version (+cpu) and its CUDA wheels
+# are left out, so that one file serves all. Read `git diff` afterwards and bring environment.yml along.
+# Held back: soupsieve 3 asks for Python 3.11.5, and distributions ship 3.11.2.
+lock: HELD := "soupsieve<3"
+lock: ## resolve the dependencies afresh and write requirements.lock
+	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install -qq $(HELD) "$$(grep '^torch==' requirements.lock)" setuptools ".[test]"
+	grep '^#' requirements.lock > .venv-lock/new
+	grep '^[^#].*;' requirements.lock > .venv-lock/marked
+	.venv-lock/bin/pip freeze --all --exclude pip --exclude minipar \
+		| grep -Ev '^(nvidia|cuda|triton)' | sed 's/+.*//' > .venv-lock/found
+	cut -d= -f1 .venv-lock/marked | sed 's/.*/^&==/' > .venv-lock/skip
+	grep -v -f .venv-lock/skip .venv-lock/found | cat - .venv-lock/marked | LC_ALL=C sort -f >> .venv-lock/new
+	cp .venv-lock/new requirements.lock
+	rm -rf .venv-lock
+
+clean: ## remove .venv and all caches; runs/ stays
+	rm -rf .venv .venv-lock build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find minipar tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+$(READY): requirements.lock pyproject.toml
+	@"$(PYTHON)" -c '$(NEW_ENOUGH)' || { \
+		echo "minipar needs Python 3.11 or newer, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1)."; \
+		echo "Name one that is: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@echo "Setting up .venv (a few minutes, once) ..."
+	"$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
