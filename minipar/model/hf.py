@@ -1,0 +1,324 @@
+"""Hugging Face checkpoints: a folder with `config.json` and the weights as safetensors.
+
+Weights lie in one file, `model.safetensors`, or in shards `model-00001-of-00003.safetensors` that
+`model.safetensors.index.json` maps names to. Our parameter names are theirs, so nothing is renamed.
+A safetensors file starts with a table of contents: whoever needs a few tensors reads only these.
+
+Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from minipar.model.llama import Llama, LlamaConfig, RopeScaling
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# --------------------------------------------------------------------------------- configuration
+
+
+def load_config(path: str | Path) -> LlamaConfig:
+    """Read `config.json` of the checkpoint folder `path`, as transformers 4 or 5 wrote it.
+
+    Version 5 keeps all about RoPE in `rope_parameters`; version 4 keeps `rope_theta` at the top and
+    the rest in `rope_scaling`.
+    """
+    file = Path(path) / CONFIG
+    raw = _read_json(file)
+    if raw.get("model_type") != "llama":
+        raise ValueError(
+            f"{file}: model_type={raw.get('model_type')!r}; only 'llama' is known here"
+        )
+    plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    plain |= {"quantization_config": None, "partial_rotary_factor": 1.0}
+    for name, known in plain.items():
+        if raw.get(name, known) != known:
+            raise ValueError(f"{file}: {name}={raw[name]!r} is not supported, only {known!r} is")
+
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{file}: rope_type={kind!r} is not supported; use 'default' or 'llama3'")
+    try:
+        max_seq_len = raw.get("max_position_embeddings", 2048)
+        scaling = None
+        if kind == "llama3":
+            scaling = RopeScaling(
+                factor=rope["factor"],
+                low_freq_factor=rope["low_freq_factor"],
+                high_freq_factor=rope["high_freq_factor"],
+                original_max_seq_len=rope.get("original_max_position_embeddings", max_seq_len),
+            )
+        return LlamaConfig(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or 0,
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+            rope_scaling=scaling,
+            max_seq_len=max_seq_len,
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise ValueError(f"{file}: {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
+    """The layout of transformers 4, which version 5 reads as well."""
+    scaling = config.rope_scaling
+    rope_scaling = scaling and {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_seq_len,
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_scaling,
+        "max_position_embeddings": config.max_seq_len,
+        "tie_word_embeddings": config.tie_embeddings,
+        # The tokenizer's business: without these lines transformers would assume 1 and 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    names: Callable[[str], bool] | None = None,
+) -> Llama:
+    """The model in the checkpoint folder `path`.
+
+    On the CPU and in the dtype of the file, unless `device` and `dtype` say otherwise. With
+    `names`, only the parameters it says yes to are read; the others stay on the meta device, to be
+    dropped or filled by the caller.
+    """
+    config = load_config(path)
+    with torch.device("meta"):
+        model = Llama(config)
+    weights = read_tensors(path, names, dtype, device)
+    for name, tensor in weights.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.weight = nn.Parameter(tensor)
+    model.tie_weights()
+    return model
+
+
+def read_tensors(
+    path: str | Path,
+    names: Callable[[str], bool] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """Those parameters of the checkpoint folder `path` that `names` says yes to (default: all).
+
+    Nothing else is read from the disk. A tied head is no parameter of its own: ask for
+    `model.embed_tokens.weight`. Names and shapes are held against `config.json` before any reading.
+    """
+    path = Path(path)
+    expected = _expected_shapes(load_config(path))
+    wanted = {name for name in expected if names is None or names(name)}
+    files = _files_of(path)
+    missing = sorted(wanted - files.keys())
+    if missing:
+        raise ValueError(f"{path}: no weights for {_some(missing)}, which {CONFIG} asks for")
+    # Old files store the rotary frequencies; tied ones may repeat the embedding as the head.
+    known = expected.keys() | {"lm_head.weight"}
+    foreign = sorted(n for n in files.keys() - known if not n.endswith("rotary_emb.inv_freq"))
+    if foreign:
+        raise ValueError(f"{path}: weights for {_some(foreign)}, which {CONFIG} knows nothing of")
+
+    tensors = {}
+    for file in sorted({files[name] for name in wanted}):
+        with _open(file) as contents:
+            there = set(contents.keys())
+            for name in sorted(name for name in wanted if files[name] == file):
+                if name not in there:
+                    raise ValueError(f"{file}: no {name}, although {INDEX} says that it is here")
+                shape = tuple(contents.get_slice(name).get_shape())
+                if shape != expected[name]:
+                    raise ValueError(
+                        f"{file}: {name} has shape {shape}, but by {CONFIG} it is {expected[name]}"
+                    )
+                tensors[name] = contents.get_tensor(name).to(device=device or "cpu", dtype=dtype)
+    return tensors
+
+
+def _expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter; tied ones once, under the name of the embedding."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it."""
+    if (path / INDEX).exists():
+        weight_map = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{path / INDEX}: no weight_map in it")
+        return {name: path / file for name, file in weight_map.items()}
+    if not (path / SINGLE).exists():
+        raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
+    with _open(path / SINGLE) as contents:
+        return dict.fromkeys(contents.keys(), path / SINGLE)
+
+
+def _open(file: Path) -> safe_open:
+    if not file.exists():
+        raise ValueError(f"{file}: the file is missing, although {INDEX} names it")
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        num_bytes = file.stat().st_size
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({error}); it has {num_bytes} bytes, "
+            "perhaps a copy was cut short"
+        ) from None
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+def save(
+    source: Llama | Mapping[str, Tensor],
+    path: str | Path,
+    config: LlamaConfig | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model, or a full state dict together with its `config`, to the folder `path`.
+
+    A new folder appears at once and complete. In a folder that is there already the weights are
+    replaced file by file (no file is ever seen half written) and other files are left alone. Shards
+    hold at most `max_shard_bytes`, or a single tensor that is larger. Raises `ValueError` if names
+    or shapes are not those of `config`.
+    """
+    if isinstance(source, Llama):
+        source, config = source.state_dict(), source.config
+    if config is None:
+        raise ValueError("a state dict does not say what model it belongs to: pass config as well")
+    tensors = _checked(source, config)
+    shards = _split(tensors, max_shard_bytes)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    workshop = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")  # beside: the same file system
+    workshop.mkdir()
+    try:
+        _write(workshop, shards, config)
+        _publish(workshop, path)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _checked(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+    """The parameters to write, detached and contiguous."""
+    expected = _expected_shapes(config)
+    given = set(state) - ({"lm_head.weight"} if config.tie_embeddings else set())
+    if given != expected.keys():
+        missing, foreign = sorted(expected.keys() - given), sorted(given - expected.keys())
+        raise ValueError(
+            f"this is not the full state dict of the config: missing {_some(missing)}; "
+            f"not known {_some(foreign)}"
+        )
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape or state[name].is_meta:
+            where = " without data (meta)" if state[name].is_meta else ""
+            raise ValueError(
+                f"{name} has shape {tuple(state[name].shape)}{where}, but the config says {shape}"
+            )
+    return {name: state[name].detach().contiguous() for name in expected}
+
+
+def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Fill one shard after the other, in order."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _write(folder: Path, shards: list[dict[str, Tensor]], config: LlamaConfig) -> None:
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})  # transformers wants the format
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    dtype = next(iter(shards[0].values())).dtype
+    (folder / CONFIG).write_text(json.dumps(_config_json(config, dtype), indent=2) + "\n")
+    for file in set(weight_map.values()):
+        shutil.copymode(folder / CONFIG, folder / file)  # safetensors makes its files private
+
+
+def _publish(workshop: Path, path: Path) -> None:
+    if not path.exists():
+        os.replace(workshop, path)
+        return
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; a checkpoint is a folder")
+    new = {file.name for file in workshop.iterdir()}
+    # Weights first, then what points to them.
+    for name in sorted(new, key=lambda name: name.endswith(".json")):
+        os.replace(workshop / name, path / name)
+    for old in (*path.glob("model*.safetensors"), path / INDEX):
+        if old.name not in new:
+            old.unlink(missing_ok=True)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "nothing"

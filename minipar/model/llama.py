@@ -1,0 +1,452 @@
+"""A Llama, written to be read and to be split from outside.
+
+The model knows nothing of ranks. Four properties let a strategy split it without touching this
+file:
+
+- Parameter names are those of Hugging Face, and a part that is set to `None` (the embedding, a
+  layer, the final norm, the head) is skipped, so a pipeline stage keeps its names.
+- Attention counts its heads in what the projections return, so narrower projections just work.
+- `Attention.core` is an attribute: any function of (q, k, v, mask) may take its place.
+- Every parameter has its own random stream, named by (seed, parameter name), so whoever creates a
+  parameter, alone or with all the others, gets the same values.
+
+Shapes: B batch, T tokens, D width, H heads, G key/value heads, K head width, F hidden,
+V vocabulary, L layers.
+
+Sources: Touvron et al. 2302.13971 (Llama); Grattafiori et al. 2407.21783 (Llama 3); Zhang and
+Sennrich 1910.07467 (RMSNorm); Su et al. 2104.09864 (RoPE); Ainslie et al. 2305.13245
+(grouped-query attention); Shazeer 2002.05202 (SwiGLU).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100  # a target with this value takes no part in the loss
+
+Rope = tuple[Tensor, Tensor]  # the tables (cos, sin), each [T, 1, K] or [B, T, 1, K]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+# ------------------------------------------------------------------------------------ configuration
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's way to stretch RoPE beyond the length first trained on: `rope_frequencies`."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_max_seq_len < 1:
+            raise ValueError(
+                f"rope scaling with factor={self.factor} and "
+                f"original_max_seq_len={self.original_max_seq_len}: both must be at least 1"
+            )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}; Llama 3 uses 1 and 4"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
+
+    Raises `ValueError` where the numbers do not fit each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 2048
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "max_seq_len", "norm_eps", "rope_theta"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.num_heads % self.num_kv_heads:
+            good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"use {_one_of(good)}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % self.num_heads:
+                near = round(self.hidden_size / self.num_heads) * self.num_heads or self.num_heads
+                raise ValueError(
+                    f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
+                    f"use hidden_size={near}, or say head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
+                f"use {max(self.head_dim + 1, 2)}"
+            )
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of one block: attention D·K·(2H + 2G), SwiGLU 3·D·F, two norms."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied embeddings are counted once."""
+        tables = 1 if self.tie_embeddings else 2
+        embeddings = tables * self.vocab_size * self.hidden_size
+        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
+        """Training FLOPs for one token of a sequence of `seq_len` tokens: 6·N + 12·L·H·K·T.
+
+        N is the number of parameters that multiply, with the head and without the look-up of the
+        embedding: 2 FLOPs each in forward, 4 in backward. The second term is attention, QKᵀ and AV,
+        counted over the whole T x T square as in PaLM (2204.02311, appendix B), so that utilisation
+        compares with published figures. `causal=True` halves it: what a kernel that skips the
+        upper triangle really computes. Recomputed activations do not count.
+        """
+        multiplying = self.num_parameters
+        if not self.tie_embeddings:
+            multiplying -= self.vocab_size * self.hidden_size
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        return 6 * multiplying + (attention // 2 if causal else attention)
+
+
+def _one_of(values: list[int]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
+
+
+_LLAMA_3 = dict(vocab_size=128_256, num_kv_heads=8, rope_theta=500_000.0)
+_LLAMA_3_2 = dict(
+    **_LLAMA_3, rope_scaling=RopeScaling(factor=32.0), max_seq_len=131_072, tie_embeddings=True
+)
+
+# Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives another one.
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(
+        256, 128, 344, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True
+    ),
+    "small": LlamaConfig(
+        256, 256, 688, num_layers=6, num_heads=8, num_kv_heads=4, tie_embeddings=True
+    ),
+    "medium": LlamaConfig(256, 512, 1376, num_layers=8, num_heads=8, num_kv_heads=4),
+    "large": LlamaConfig(32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4),
+    "llama-3.2-1b": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, **_LLAMA_3_2
+    ),
+    "llama-3.2-3b": LlamaConfig(
+        hidden_size=3072, intermediate_size=8192, num_layers=28, num_heads=24, **_LLAMA_3_2
+    ),
+    "llama-3-8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        max_seq_len=8192,
+        **_LLAMA_3,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------- rotary positions
+
+
+def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
+    """[K/2] fp32, radians per token: theta^(-2i/K), stretched by Llama 3's rule if so configured.
+
+    The rule, as released with Llama 3.1: a pair that turns more than `high_freq_factor` times
+    within the original length is kept; one that turns less than `low_freq_factor` times is slowed
+    down by `factor`; between the two, a linear blend.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    freqs = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freqs
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / freqs  # tokens per turn
+    turns = scaling.original_max_seq_len / wavelength
+    keep = (turns - low) / (high - low)
+    blend = (1 - keep) * freqs / scaling.factor + keep * freqs
+    freqs = torch.where(turns < low, freqs / scaling.factor, freqs)
+    return torch.where((turns >= low) & (turns <= high), blend, freqs)
+
+
+def rope_tables(config: LlamaConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
+    """cos and sin of every angle, [..., T, 1, K], for positions [T] or [B, T].
+
+    Computed in fp32 whatever `dtype` is, as the published models were, then converted to `dtype`:
+    the tables are constants of the model, and a Llama in float64 uses the very same ones. They
+    depend on the positions alone: a shard of the sequence that passes its own gets its own rows.
+    The sine carries the sign of the rotation, see `rotate`.
+    """
+    angles = positions[..., None].float() * rope_frequencies(config, positions.device)
+    cos, sin = angles.cos(), angles.sin()
+    tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return tuple(table.unsqueeze(-2).to(dtype) for table in tables)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + K/2]) of every head by their angles: [B, T, H, K] -> the same.
+
+    Rolling by half the head swaps the members of all pairs; with the sign in `sin` that is the
+    whole rotation, and cheaper than building the negated half.
+    """
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).type_as(x)
+
+
+# ---------------------------------------------------------------------------------------- modules
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dim. Low precision is normalised in fp32."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def dense_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(K)) v for q [B, H, T, K] and k, v [B, G, T, K] -> [B, H, T, K].
+
+    `mask` is boolean, [B, 1, T, T], True where a query may look; None is causal. With G < H each
+    key/value head serves H/G neighbouring query heads.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share G key/value heads (G=1: MQA, G=H: MHA)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, self.head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
+        self.core: Core = dense_core
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]. The head counts are whatever the projections return."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H or G, K]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out = self.core(*heads_first, mask)  # [B, H, T, K]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)), D -> F -> D."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+        self.checkpoint: Callable | None = None  # set by recompute.py
+
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
+        if self.checkpoint is not None and torch.is_grad_enabled():
+            return self.checkpoint(self._layer, x, rope, mask)
+        return self._layer(x, rope, mask)
+
+    def _layer(self, x: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, final norm. Any of them may be None: then this is a pipeline stage."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Tokens [B, T] (hidden states [B, T, D] if there is no embedding) -> [B, T, D].
+
+        `positions`, [T] or [B, T], default to 0, 1, ... T-1; `mask` as in `dense_core`.
+        """
+        if positions is None:
+            seq_len = x.shape[1]
+            if seq_len > self.config.max_seq_len:
+                raise ValueError(
+                    f"a sequence of {seq_len} tokens is longer than "
+                    f"max_seq_len={self.config.max_seq_len}"
+                )
+            positions = torch.arange(seq_len, device=x.device)
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        rope = rope_tables(self.config, positions, x.dtype)
+        for layer in self.layers:
+            if layer is not None:
+                x = layer(x, rope, mask)
+        return x if self.norm is None else self.norm(x)
+
+
+class Llama(nn.Module):
+    """The language model: `LlamaModel` and the head that turns hidden states into logits.
+
+    Weights are drawn by `init_weights` from `seed` and from nothing else. Built inside
+    `with torch.device("meta")`, the model allocates and draws nothing; to give it weights, drop the
+    parts that are not wanted (`model.model.layers[0] = None`), then `model.to_empty(device=...)`,
+    then `init_weights`.
+    """
+
+    def __init__(self, config: LlamaConfig, seed: int = 0):
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # torch's own initialisation would draw from the global stream
+            self.model = LlamaModel(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for module in self.modules():
+            for name, shape_only in list(module.named_parameters(recurse=False)):
+                empty = torch.empty_like(shape_only, device=device)
+                setattr(module, name, nn.Parameter(empty))
+        init_weights(self, seed)
+
+    def tie_weights(self) -> None:
+        """Make the head and the embedding one parameter again; `to_empty` and others part them."""
+        if self.config.tie_embeddings and None not in (self.lm_head, self.model.embed_tokens):
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head)."""
+        hidden = self.model(tokens, positions, mask)
+        return hidden if self.lm_head is None else self.lm_head(hidden)
+
+
+# --------------------------------------------------------------------------------- initialisation
+
+
+def initial_weight(config: LlamaConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The first value of one parameter, fp32 on the CPU: a pure function of its arguments.
+
+    Norms are ones. All else is normal with std 0.02; the two projections that add to the residual
+    stream get 0.02 / sqrt(2L), so that its variance does not grow with depth (Radford et al. 2019,
+    GPT-2, section 2.3). A tied head is the embedding, by whichever name it is asked for.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=torch.float32, device="cpu")
+    if config.tie_embeddings and name == "lm_head.weight":
+        name = "model.embed_tokens.weight"
+    std = 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    digest = blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    weight = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return weight.normal_(std=std, generator=generator)
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int) -> None:
+    """Tie, then give every parameter that `model` holds its `initial_weight`; skip meta tensors."""
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.copy_(initial_weight(model.config, name, tuple(parameter.shape), seed))
+
+
+# ---------------------------------------------------------------------------------- the loss
+
+
+def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """*Sum* of the cross entropies (nats) of logits [..., V] against targets [...]: a scalar.
+
+    The caller divides, by the number of targets that count in the *whole* batch: a mean here would
+    become a mean of means over ranks and microbatches (T10). In fp32 at least; 0, and not NaN, when
+    every target is ignored.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.flatten(0, -2).to(wide)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+# ------------------------------------------------------------------------------------- generation
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue tokens [B, T] by sampling -> [B, T + max_new_tokens].
+
+    `temperature=0` takes the likeliest token; `top_k` keeps the k likeliest only. Without a cache
+    of keys and values every new token runs the whole context again, cropped to the last
+    `max_seq_len` tokens: simple, and fast enough for a sample, not for serving.
+    """
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"temperature={temperature}, top_k={top_k}: use temperature >= 0 and top_k >= 1"
+        )
+    for _ in range(max_new_tokens):
+        logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()  # [B, V]
+        if temperature == 0:
+            chosen = logits.argmax(-1, keepdim=True)
+        else:
+            if top_k is not None and top_k < logits.shape[-1]:
+                smallest_kept = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+            probabilities = (logits / temperature).softmax(-1)
+            chosen = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat((tokens, chosen), dim=1)
+    return tokens

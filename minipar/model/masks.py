@@ -1,0 +1,52 @@
+"""Who may look at whom: masks and positions for padded and for packed rows.
+
+A mask is boolean, [B, 1, T, T], True where the query (row) may look at the key (column). It goes to
+the model together with positions [B, T], so that neither padding nor a neighbour in the same row
+changes what a document means: `model(tokens, positions, mask)`. Plain causal rows need neither.
+
+Shapes: B batch, T tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _causal(seq_len: int, device: torch.device) -> Tensor:
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
+
+
+def padding_mask(valid: Tensor) -> Tensor:
+    """Causal mask [B, 1, T, T] that hides the tokens where `valid` [B, T] is False.
+
+    Every token sees itself, padding too: a row without any True would be 0/0.
+    """
+    own = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
+    return ((_causal(valid.shape[1], valid.device) & valid.bool()[:, None, :]) | own)[:, None]
+
+
+def padding_positions(valid: Tensor) -> Tensor:
+    """Positions [B, T] that count valid tokens only: left padding then changes nothing."""
+    return (valid.long().cumsum(1) - 1).clamp(min=0)
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Causal mask [B, 1, T, T] for packed rows: attention stays inside its document.
+
+    A document is a run of equal ids in `document_ids` [B, T]; give padding an id of its own.
+    """
+    runs = _new_document(document_ids).cumsum(1)
+    same = runs[:, :, None] == runs[:, None, :]
+    return (same & _causal(runs.shape[1], runs.device))[:, None]
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """Positions [B, T] that restart at 0 with every document of `document_mask`."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    start = (index * _new_document(document_ids)).cummax(1).values
+    return index - start
+
+
+def _new_document(document_ids: Tensor) -> Tensor:
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    return F.pad(changes, (1, 0), value=False).long()

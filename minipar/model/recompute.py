@@ -1,0 +1,51 @@
+"""Activation checkpointing: keep less of the forward pass, compute it again in backward.
+
+Sources: Chen et al. 1604.06174; Korthikanti et al. 2205.05198, section 5.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from minipar.model.llama import Block
+
+_KEPT = [  # matrix products and fused attention, as autograd sees them on CPU and CUDA
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
+    """Choose what every `Block` of `model` keeps for backward; the rest is computed once more.
+
+    - "none": keep all.
+    - "full": keep the block's input alone; backward runs the block's forward again, about 1/3 more
+      FLOPs (Chen et al. 1604.06174).
+    - "selective": keep what is dear to compute, drop what is cheap. Korthikanti et al. (2205.05198,
+      section 5) drop the T x T matrices inside attention: much memory, few FLOPs. Fused attention
+      never stores these, so the same rule now picks what is left: keep the results of matrix
+      products and of attention; compute norms, rotations and SwiGLU's product again. Hardly any
+      extra FLOPs.
+
+    Gradients are those of "none". May be called again to change the mode.
+    """
+    runs = {
+        "none": None,
+        "full": partial(checkpoint, use_reentrant=False),
+        "selective": partial(
+            checkpoint,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, _KEPT),
+        ),
+    }
+    if mode not in runs:
+        raise ValueError(f"mode={mode!r} is unknown; use {', '.join(map(repr, runs))}")
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.checkpoint = runs[mode]

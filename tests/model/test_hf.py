@@ -1,0 +1,328 @@
+"""What we write, transformers reads, and the reverse; what is broken is said clearly."""
+
+import json
+import os
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from minipar.model import hf
+from minipar.model.llama import Llama, RopeScaling
+from tests.model.oracle import CONFIGS, randomised, some_tokens, their_twin
+
+SHARD_BYTES = 60_000  # several shards for the configurations of the oracle
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoint"
+
+
+def saved(folder, name: str = "gqa", **options) -> Llama:
+    model = randomised(CONFIGS[name], torch.float32)
+    hf.save(model, folder, **options)
+    return model
+
+
+def same_weights(a: Llama, b: Llama) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(m == n and torch.equal(x, y) for (m, x), (n, y) in pairs)
+
+
+def edit_config(folder, **changes) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {name: value for name, value in (raw | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+# -------------------------------------------------------------------------------- both directions
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_what_we_save(name, max_shard_bytes, folder):
+    model = saved(folder, name, max_shard_bytes=max_shard_bytes)
+    files = sorted(folder.glob("*.safetensors"))
+    assert (len(files) > 2) == (max_shard_bytes == SHARD_BYTES)
+    theirs, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert "missing_keys" in report and not any(report.values()), report
+    assert theirs.dtype == torch.float32
+    tokens = some_tokens(model.config)
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_we_load_what_transformers_saves(name, max_shard_size, folder):
+    twin = their_twin(randomised(CONFIGS[name], torch.float32))
+    twin.save_pretrained(folder, max_shard_size=max_shard_size)
+    assert (folder / hf.INDEX).exists() == (max_shard_size == "60KB")
+    model = hf.load(folder)
+    assert model.config == CONFIGS[name]
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == CONFIGS[name].tie_embeddings
+    tokens = some_tokens(model.config)
+    torch.testing.assert_close(model(tokens), twin(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip_is_exact(name, folder):
+    model = saved(folder, name, max_shard_bytes=SHARD_BYTES)
+    back = hf.load(folder)
+    assert back.config == model.config and same_weights(back, model)
+    assert all(p.requires_grad and p.is_leaf for p in back.parameters())
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_both_layouts_of_the_configuration_are_read(version, folder):
+    saved(folder)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    layouts = {
+        4: dict(rope_theta=500_000.0, rope_scaling=scaling),
+        5: dict(rope_theta=..., rope_scaling=..., rope_parameters={"rope_theta": 5e5, **scaling}),
+    }
+    edit_config(folder, **layouts[version])
+    config = hf.load_config(folder)
+    assert config.rope_theta == 500_000.0
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+def test_defaults_of_an_old_configuration(folder):
+    """Files of the first Llama say neither head_dim nor the number of key/value heads nor theta."""
+    saved(folder, "mha")
+    old = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rms_norm_eps")
+    edit_config(folder, **dict.fromkeys((*old, "tie_word_embeddings"), ...))
+    assert hf.load_config(folder) == replace(CONFIGS["mha"], norm_eps=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def test_dtype_is_that_of_the_file_unless_said_otherwise(folder):
+    model = randomised(CONFIGS["gqa"]).bfloat16()
+    hf.save(model, folder)
+    assert {p.dtype for p in hf.load(folder).parameters()} == {torch.bfloat16}
+    wide = hf.load(folder, dtype=torch.float64)
+    assert {p.dtype for p in wide.parameters()} == {torch.float64}
+    assert torch.equal(wide.lm_head.weight, model.lm_head.weight.double())
+    assert LlamaForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_only_the_tensors_asked_for_are_read(folder, monkeypatch):
+    """Counts what is taken from the files; catches reading all and throwing away."""
+    model = saved(folder, max_shard_bytes=SHARD_BYTES)
+    opened, read = [], []
+
+    class Spy:
+        def __init__(self, file, **options):
+            opened.append(file.name)
+            self.contents = safe_open(file, **options)
+
+        def __enter__(self):
+            self.contents.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.contents.__exit__(*error)
+
+        def keys(self):
+            return self.contents.keys()
+
+        def get_slice(self, name):
+            return self.contents.get_slice(name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.contents.get_tensor(name)
+
+    monkeypatch.setattr(hf, "safe_open", Spy)
+    part = hf.load(folder, names=lambda name: name.startswith("model.layers.1."))
+    assert len(read) == 9 and all(name.startswith("model.layers.1.") for name in read)
+    assert 0 < len(opened) < len(list(folder.glob("*.safetensors")))
+    for name, parameter in part.named_parameters():
+        assert parameter.is_meta == (name not in read)
+        assert parameter.is_meta or torch.equal(parameter, model.get_parameter(name))
+
+
+def test_a_tied_head_is_not_stored_but_may_be(folder):
+    model = saved(folder, "tied")
+    weights = load_file(folder / hf.SINGLE)
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)  # in old files
+    save_file(weights, folder / hf.SINGLE)
+    back = hf.load(folder)
+    assert back.lm_head.weight is back.model.embed_tokens.weight and same_weights(back, model)
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+def test_a_state_dict_needs_its_config(folder):
+    model = randomised(CONFIGS["tied"])
+    with pytest.raises(ValueError, match="pass config"):
+        hf.save(model.state_dict(), folder)
+    hf.save(model.state_dict(), folder, model.config)
+    assert same_weights(hf.load(folder), model)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.pop("model.norm.weight"), "missing model.norm.weight; not known nothing"),
+        (lambda s: s.update(extra=torch.ones(1)), "missing nothing; not known extra"),
+        (
+            lambda s: s.update({"model.norm.weight": torch.ones(3)}),
+            r"model.norm.weight has shape \(3,\), but the config says \(48,\)",
+        ),
+        (lambda s: s.update({"lm_head.weight": s["lm_head.weight"].to("meta")}), "without data"),
+    ],
+    ids=["missing", "foreign", "shape", "meta"],
+)
+def test_a_state_dict_that_is_not_the_model_is_not_written(change, message, folder):
+    model = randomised(CONFIGS["gqa"])
+    state = dict(model.state_dict())
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        hf.save(state, folder, model.config)
+    assert not folder.exists()
+
+
+def test_saving_again_leaves_no_stale_shard_and_no_foreign_file_behind(folder):
+    saved(folder, max_shard_bytes=SHARD_BYTES)
+    (folder / "tokenizer.json").write_text("{}")
+    model = saved(folder, "mqa")
+    assert {f.name for f in folder.iterdir()} == {"config.json", hf.SINGLE, "tokenizer.json"}
+    assert same_weights(hf.load(folder), model)
+    saved(folder, "gqa", max_shard_bytes=SHARD_BYTES)
+    assert not (folder / hf.SINGLE).exists()
+    assert same_weights(hf.load(folder), randomised(CONFIGS["gqa"], torch.float32))
+
+
+def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch):
+    """Catches: writing in place. The disk is full in the middle of the second shard."""
+    old = saved(folder, "mqa", max_shard_bytes=SHARD_BYTES)
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    calls = []
+
+    def full_disk(tensors, file, metadata):
+        calls.append(file)
+        if len(calls) == 2:
+            file.write_bytes(b"half")
+            raise OSError("No space left on device")
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(hf, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        saved(folder, "gqa", max_shard_bytes=SHARD_BYTES)
+    assert len(calls) == 2
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+    assert same_weights(hf.load(folder), old)
+    assert os.listdir(folder.parent) == [folder.name], "nothing is left lying around"
+
+
+def test_files_have_ordinary_permissions(folder):
+    saved(folder)
+    assert len({f.stat().st_mode for f in folder.iterdir()}) == 1
+
+
+def test_bad_targets_are_refused(folder):
+    with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
+        saved(folder, max_shard_bytes=0)
+    folder.write_text("in the way")
+    with pytest.raises(ValueError, match="is a file; a checkpoint is a folder"):
+        saved(folder)
+    assert folder.read_text() == "in the way" and os.listdir(folder.parent) == [folder.name]
+
+
+# ------------------------------------------------------------------------------- broken checkpoints
+
+BAD_CONFIGS = [
+    (dict(model_type="mistral"), "model_type='mistral'; only 'llama'"),
+    (dict(model_type=...), "model_type=None; only 'llama'"),
+    (dict(attention_bias=True), "attention_bias=True is not supported"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only 'silu'"),
+    (dict(quantization_config={"bits": 4}), "quantization_config=.* is not supported"),
+    (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "rope_type='yarn' is not supported"),
+    (dict(rope_scaling={"rope_type": "llama3"}), "'factor' is missing"),
+    (dict(hidden_size=...), "'hidden_size' is missing"),
+    (dict(hidden_size="48"), "config.json: "),
+    (dict(num_key_value_heads=4), "num_kv_heads=4 does not divide num_heads=6"),
+    (dict(num_hidden_layers=4), "no weights for model.layers.3.input_layernorm.weight, .* 6 more"),
+    (dict(num_hidden_layers=2), "weights for model.layers.2.* knows nothing of"),
+    (dict(intermediate_size=81), r"down_proj.weight has shape \(48, 80\), but .* \(48, 81\)"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD_CONFIGS)
+def test_a_configuration_that_does_not_fit_is_refused(changes, message, folder):
+    saved(folder)
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        hf.load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def cut(file, keep: float = 0.5) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+
+
+def drop_tensor(file) -> None:
+    weights = load_file(file)
+    weights.pop(min(weights))
+    save_file(weights, file)
+
+
+BAD_FILES = [
+    (lambda f: cut(f / hf.SINGLE), r"model.safetensors: not a whole safetensors file .* \d+ bytes"),
+    (lambda f: cut(f / hf.SINGLE, 0.0001), "not a whole safetensors file"),
+    (lambda f: (f / hf.SINGLE).write_bytes(b""), "not a whole safetensors file .* 0 bytes"),
+    (
+        lambda f: (f / hf.SINGLE).write_bytes(struct.pack("<Q", 2**60)),
+        "not a whole safetensors file",
+    ),
+    (lambda f: (f / hf.SINGLE).unlink(), "neither model.safetensors nor"),
+    (lambda f: drop_tensor(f / hf.SINGLE), "no weights for lm_head.weight"),
+    (lambda f: (f / "config.json").unlink(), "config.json: cannot be read .No such file"),
+    (lambda f: cut(f / "config.json"), "config.json: not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "holds a list, not a JSON object"),
+    (lambda f: (f / hf.INDEX).write_text("{}"), "index.json: no weight_map"),
+]
+
+
+@pytest.mark.parametrize("damage, message", BAD_FILES)
+def test_damaged_files_are_named(damage, message, folder):
+    saved(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+def test_damaged_shards_are_named(folder):
+    saved(folder, max_shard_bytes=SHARD_BYTES)
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    drop_tensor(second)
+    with pytest.raises(ValueError, match=f"{second.name}: no .*, although .*index.json says"):
+        hf.load(folder)
+    first.unlink()
+    with pytest.raises(ValueError, match=f"{first.name}: the file is missing"):
+        hf.load(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="nowhere/config.json: cannot be read"):
+        hf.load(tmp_path / "nowhere")

@@ -1,0 +1,447 @@
+"""The model is the published one, starts from the seed alone, and can be split from outside."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from minipar.model.llama import (
+    IGNORE_INDEX,
+    PRESETS,
+    Llama,
+    LlamaConfig,
+    RopeScaling,
+    generate,
+    init_weights,
+    initial_weight,
+    rope_frequencies,
+    rope_tables,
+    token_loss,
+)
+from tests.model.oracle import CONFIGS, exact_norm, randomised, some_tokens, their_twin
+
+TINY = PRESETS["tiny"]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return token_loss(getattr(logits, "logits", logits), tokens[:, 1:])
+
+
+def explicit_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention by the formula, on expanded key and value heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+# ------------------------------------------------------------------------- equal to transformers
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients_equal_transformers_in_float64(name, monkeypatch):
+    """Catches: pairs rotated the other way, wrong grouping of heads, a wrong eps, gate for up."""
+    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
+    model = randomised(CONFIGS[name])
+    twin = their_twin(model)
+    tokens = some_tokens(model.config)
+
+    torch.testing.assert_close(model(tokens), twin(tokens).logits, rtol=1e-9, atol=1e-9)
+
+    loss_of(model, tokens).backward()
+    loss_of(twin, tokens).backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    theirs = {name: p.grad for name, p in twin.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for parameter, grad in ours.items():
+        assert grad.abs().max() > 1e-3, f"{parameter}: a gradient near zero proves nothing"
+        torch.testing.assert_close(grad, theirs[parameter], rtol=1e-9, atol=1e-9)
+
+
+def test_logits_equal_transformers_untouched_in_float32():
+    model = randomised(CONFIGS["gqa"], torch.float32)
+    tokens = some_tokens(model.config)
+    torch.testing.assert_close(
+        model(tokens), their_twin(model)(tokens).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_scaled_configuration_reaches_every_branch_of_the_rule():
+    config = CONFIGS["llama3-rope"]
+    plain = rope_frequencies(replace(config, rope_scaling=None))
+    ratio = rope_frequencies(config) / plain
+    kept, slowed = ratio == 1, torch.isclose(ratio, torch.tensor(1 / 8))
+    assert kept.any() and slowed.any() and not (kept | slowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_stays_near_float64(dtype):
+    model = Llama(TINY)
+    tokens = some_tokens(TINY)
+    exact = model.double()(tokens)
+    logits = model.to(dtype)(tokens)
+    assert logits.dtype == dtype
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=tolerance)
+
+
+# ----------------------------------------------------------------------------- sizes and formulas
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_num_parameters_counts_what_is_there(name):
+    with torch.device("meta"):
+        model = Llama(PRESETS[name])
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == PRESETS[name].num_parameters
+
+
+def test_published_parameter_counts():
+    assert PRESETS["llama-3.2-1b"].num_parameters == 1_235_814_400
+    assert PRESETS["llama-3.2-3b"].num_parameters == 3_212_749_824
+    assert PRESETS["llama-3-8b"].num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize("name", ["gqa", "tied"])
+def test_flops_per_token_equal_those_counted(name):
+    """Counts every matrix product of forward and backward; catches a forgotten head or KV head."""
+    config = CONFIGS[name]
+    with torch.device("meta"):
+        model = Llama(config)
+        tokens = torch.zeros(2, 32, dtype=torch.long)
+    for layer in model.model.layers:
+        layer.self_attn.core = explicit_core  # the counter does not know fused attention on a CPU
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    norm_weights = (2 * config.num_layers + 1) * config.hidden_size  # multiply, but no matrices
+    expected = config.flops_per_token(32) - 6 * norm_weights
+    assert counter.get_total_flops() == tokens.numel() * expected
+
+
+def test_causal_flops_halve_attention_alone():
+    whole, causal = TINY.flops_per_token(256), TINY.flops_per_token(256, causal=True)
+    assert whole - causal == 6 * TINY.num_layers * TINY.num_heads * TINY.head_dim * 256
+
+
+BAD_CONFIGS = [
+    (dict(num_kv_heads=3), "num_kv_heads=3 does not divide num_heads=4; use 1, 2 or 4"),
+    (dict(num_heads=5, num_kv_heads=5, head_dim=0), "num_heads=5 does not divide hidden_size=128"),
+    (dict(head_dim=31), "head_dim=31 must be even and positive, .* use 32"),
+    (dict(num_layers=0), "num_layers=0 must be positive"),
+    (dict(norm_eps=-1.0), "norm_eps=-1.0 must be positive"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD_CONFIGS)
+def test_bad_configurations_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+def test_bad_rope_scaling_is_refused():
+    with pytest.raises(ValueError, match="low_freq_factor < high_freq_factor, got 4.0 and 4.0"):
+        RopeScaling(low_freq_factor=4.0)
+    with pytest.raises(ValueError, match="factor=0.5"):
+        RopeScaling(factor=0.5)
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    model = Llama(replace(TINY, max_seq_len=8))
+    model(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ValueError, match="9 tokens is longer than max_seq_len=8"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+
+
+# --------------------------------------------------------------------------------- initialisation
+
+
+def test_trap_02_no_two_layers_start_equal():
+    """Catches: one seed for every layer, or a seed made of the shape."""
+    model = Llama(TINY)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    corners = torch.stack([p[:16, :16].detach().flatten() for p in matrices])
+    distances = torch.cdist(corners, corners) + torch.eye(len(matrices))
+    assert distances.min() > 0.1
+    correlations = torch.corrcoef(corners) - torch.eye(len(matrices))
+    assert correlations.abs().max() < 0.35  # also none is a multiple of another
+
+
+def test_initial_weights_have_the_documented_spread():
+    for name, parameter in Llama(TINY, seed=3).named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all()
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / (8**0.5 if residual else 1)
+        assert abs(parameter.std().item() / std - 1) < 0.05, name
+        assert abs(parameter.mean().item()) < std * 0.05, name
+
+
+def test_initialisation_neither_reads_nor_disturbs_the_global_random_state():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = Llama(TINY, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, other = Llama(TINY, seed=7), Llama(TINY, seed=8)
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name)), name
+        if parameter.ndim == 2:
+            assert not torch.equal(parameter, other.get_parameter(name)), name
+
+
+def test_values_do_not_depend_on_dtype():
+    single = Llama(TINY)
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = Llama(TINY)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, parameter in double.named_parameters():
+        assert parameter.dtype == torch.float64
+        assert torch.equal(parameter, single.get_parameter(name).double()), name
+
+
+def test_built_on_meta_then_materialised_is_the_same_model():
+    whole = Llama(TINY, seed=4)
+    with torch.device("meta"):
+        model = Llama(TINY, seed=4)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # what to_empty leaves is arbitrary
+    assert model.lm_head.weight is not model.model.embed_tokens.weight, (
+        "to_empty parts tied weights"
+    )
+    init_weights(model, seed=4)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_meta_and_fake_models_run_without_memory():
+    tokens = dict(size=(1, 16), fill_value=0, dtype=torch.long)
+    with torch.device("meta"):
+        assert Llama(PRESETS["llama-3-8b"])(torch.full(**tokens)).shape == (1, 16, 128_256)
+    with FakeTensorMode():
+        logits = Llama(TINY)(torch.full(**tokens))
+        assert logits.shape == (1, 16, 256) and logits.device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------ split from outside
+
+
+def stage(config: LlamaConfig, first: int, last: int, seed: int) -> Llama:
+    """Layers first..last-1, with the embedding before or the head behind, without the rest."""
+    with torch.device("meta"):
+        model = Llama(config)
+    for index in range(config.num_layers):
+        if not first <= index < last:
+            model.model.layers[index] = None
+    if first > 0:
+        model.model.embed_tokens = None
+    if last < config.num_layers:
+        model.model.norm = model.lm_head = None
+    model.to_empty(device="cpu")
+    init_weights(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trap_02_stages_made_alone_are_the_whole_model(tied):
+    """Catches: a layer counted from the start of its stage, a head that forgets it is tied."""
+    config = replace(TINY, tie_embeddings=tied)
+    whole = Llama(config, seed=6)
+    stages = [stage(config, *bounds, seed=6) for bounds in ((0, 1), (1, 3), (3, 4))]
+    seen = {}
+    for part in stages:
+        seen |= part.state_dict()
+    assert seen.keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(seen[name], value), name
+
+    x = tokens = some_tokens(config)
+    for part in stages:
+        x = part(x)
+    assert torch.equal(x, whole(tokens))
+
+
+def test_one_parameter_alone_gets_its_value():
+    model = Llama(TINY, seed=9)
+    for name, parameter in reversed(model.state_dict().items()):
+        assert torch.equal(initial_weight(TINY, name, tuple(parameter.shape), seed=9), parameter)
+
+
+def test_heads_may_be_split_by_narrower_projections():
+    """Two halves of the heads, each with its own narrow projections, add up to the whole."""
+    config = CONFIGS["wide-heads"]
+    attention = randomised(config).model.layers[0].self_attn
+    x = torch.randn(2, 9, config.hidden_size, dtype=torch.float64)
+    rope = rope_tables(config, torch.arange(9), x.dtype)
+    whole = attention(x, rope)
+
+    def narrow(weight: Tensor, dim: int, part: int) -> nn.Linear:
+        half = weight.chunk(2, dim)[part]
+        linear = nn.Linear(half.shape[1], half.shape[0], bias=False)
+        linear.weight = nn.Parameter(half)
+        return linear
+
+    weights = {name: module.weight for name, module in attention.named_children()}
+    halves = []
+    for part in (0, 1):
+        for name, weight in weights.items():
+            setattr(attention, name, narrow(weight, 1 if name == "o_proj" else 0, part))
+        halves.append(attention(x, rope))
+    assert halves[0].abs().max() > 1e-3 and not torch.allclose(*halves)
+    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "mqa"])
+def test_the_core_of_attention_may_be_replaced(name):
+    model = randomised(CONFIGS[name])
+    tokens = some_tokens(model.config)
+    expected = model(tokens)
+    calls = []
+
+    def core(q, k, v, mask):
+        calls.append(q.shape)
+        return explicit_core(q, k, v, mask)
+
+    for layer in model.model.layers:
+        layer.self_attn.core = core
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-10)
+    assert len(calls) == model.config.num_layers
+
+
+def test_trap_19_a_shard_rotates_by_its_own_positions():
+    """Bit for bit, for contiguous and zigzag shards: no row depends on its neighbours."""
+    config = CONFIGS["llama3-rope"]
+    whole = rope_tables(config, torch.arange(60), torch.float64)
+    index = torch.arange(60)
+    shards = [index[20:40], index[7:], torch.cat((index[:15], index[45:])), index[33:34]]
+    for positions in shards:
+        for table, rows in zip(rope_tables(config, positions, torch.float64), whole, strict=True):
+            assert torch.equal(table, rows[positions])
+    batch = rope_tables(config, torch.stack((index[:20], index[20:40])), torch.float64)
+    assert torch.equal(batch[0][1], whole[0][20:40])
+
+
+def test_positions_reach_every_layer():
+    """RoPE sees differences only: a shift changes nothing, another order does."""
+    model = randomised(CONFIGS["gqa"])
+    tokens = some_tokens(model.config, seq_len=20)
+    plain = model(tokens)
+    positions = torch.arange(20)
+    torch.testing.assert_close(model(tokens, positions), plain, rtol=0, atol=0)
+    torch.testing.assert_close(model(tokens, positions + 7), plain, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(tokens, positions * 2), plain, rtol=1e-2, atol=1e-2)
+    per_row = torch.stack((positions, positions * 2))
+    torch.testing.assert_close(model(tokens, per_row)[1:], model(tokens[1:], positions * 2))
+
+
+def test_tied_head_and_embedding_share_one_gradient():
+    """The gradient of the one parameter is the sum of those that two parameters would get."""
+    tied = randomised(CONFIGS["tied"])
+    untied = Llama(replace(tied.config, tie_embeddings=False)).double()
+    untied.load_state_dict(tied.state_dict())
+    tokens = some_tokens(tied.config)
+    for model in (tied, untied):
+        loss_of(model, tokens).backward()
+    both = untied.model.embed_tokens.weight.grad + untied.lm_head.weight.grad
+    torch.testing.assert_close(tied.lm_head.weight.grad, both, rtol=1e-12, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------- loss
+
+
+def test_token_loss_is_a_sum_that_the_caller_divides():
+    """Catches a mean: two halves of unequal size would no longer add up (T10)."""
+    logits = torch.randn(3, 7, 11, dtype=torch.float64)
+    targets = torch.randint(11, (3, 7))
+    targets[0, :5] = IGNORE_INDEX
+    by_hand = -sum(
+        logits[b, t].log_softmax(-1)[targets[b, t]]
+        for b in range(3)
+        for t in range(7)
+        if targets[b, t] != IGNORE_INDEX
+    )
+    total = token_loss(logits, targets)
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, by_hand, rtol=1e-12, atol=0)
+    parts = token_loss(logits[:1], targets[:1]) + token_loss(logits[1:], targets[1:])
+    torch.testing.assert_close(parts, total, rtol=1e-12, atol=0)
+
+
+def test_trap_10_nothing_to_predict_is_zero_and_not_nan():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = token_loss(logits, torch.full((2, 3), IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0 and (logits.grad == 0).all()
+
+
+def test_token_loss_is_wide_for_narrow_logits():
+    logits = 5 * torch.randn(64, 300)
+    targets = torch.randint(300, (64,))
+    narrow = logits.bfloat16()
+    loss = token_loss(narrow, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, token_loss(narrow.float(), targets), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------- learn and generate
+
+
+@pytest.fixture(scope="module")
+def counter() -> Llama:
+    """A small model that has learnt to count: 0 1 2 ... 15 0 1 ..."""
+    config = LlamaConfig(16, 32, 64, 2, 4, 2, max_seq_len=24)
+    model = Llama(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    start = torch.arange(16)[:, None]
+    tokens = (start + torch.arange(25)) % 16
+    losses = []
+    for _ in range(60):
+        loss = loss_of(model, tokens) / tokens[:, 1:].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.6 and losses[-1] < 0.1, losses[:: len(losses) - 1]
+    return model
+
+
+def test_generate_continues_and_crops_to_the_longest_sequence(counter):
+    prompt = torch.tensor([[3, 4, 5], [14, 15, 0]])
+    out = generate(counter, prompt, max_new_tokens=40, temperature=0)
+    assert torch.equal(out, (prompt[:, :1] + torch.arange(43)) % 16)
+
+
+def test_generate_draws_from_the_given_generator_alone(counter):
+    prompt = torch.zeros(4, 1, dtype=torch.long)
+    state = torch.get_rng_state()
+
+    def draw(seed: int, **options) -> Tensor:
+        return generate(
+            counter, prompt, 12, generator=torch.Generator().manual_seed(seed), **options
+        )
+
+    hot = draw(1, temperature=50.0)
+    assert torch.equal(hot, draw(1, temperature=50.0))
+    assert not torch.equal(hot, draw(2, temperature=50.0))
+    assert torch.equal(torch.get_rng_state(), state)
+    likeliest = generate(counter, prompt, 12, temperature=0)
+    assert torch.equal(draw(1, temperature=50.0, top_k=1), likeliest)
+    assert not torch.equal(hot, likeliest)
+    assert torch.equal(draw(1, temperature=50.0, top_k=99), hot)
+
+
+def test_generate_refuses_nonsense(counter):
+    for options in (dict(temperature=-1.0), dict(top_k=0)):
+        with pytest.raises(ValueError, match="use temperature >= 0 and top_k >= 1"):
+            generate(counter, torch.zeros(1, 1, dtype=torch.long), 1, **options)
