@@ -1,0 +1,1 @@
+"""Floor 0: `torch.distributed`, and nothing of models."""

@@ -1,0 +1,563 @@
+"""The verbs: every byte that minipar moves between ranks goes through this file.
+
+Each verb takes a tensor and the `Axis` to talk along, and returns its result; the caller's tensor
+is left as it was unless `out=` names it. With ``async_op=True`` it returns a `Pending` at once,
+whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
+
+The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
+"comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
+(`wire_bytes`), and when it started and ended. When nobody records, that costs one comparison.
+
+Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
+along the axis, not global ranks.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minipar.comm import timeline
+from minipar.comm.mesh import Axis
+
+Op = Literal["sum", "avg", "max", "min"]
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
+    """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
+
+    `num_bytes` is the size of the whole tensor: what an all-gather returns, a reduce-scatter is
+    given, and every rank holds before and after an all-reduce. A ring moves 1/n of it per round:
+    n-1 rounds to reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank has a
+    part of its own (scatter, gather, broadcast, reduce) all are charged alike, as in nccl-tests.
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
+    """
+    rounds = {
+        "all_reduce": 2 * (size - 1),
+        "all_gather": size - 1,
+        "reduce_scatter": size - 1,
+        "all_to_all": size - 1,
+        "scatter": size - 1,
+        "gather": size - 1,
+        "broadcast": size,
+        "reduce": size,
+        "send": size,
+        "recv": 0,  # the sender pays: a message is counted once
+        "barrier": 0,
+    }
+    if size == 1:
+        return 0
+    return num_bytes * rounds[verb] // size
+
+
+class Pending:
+    """A collective in flight. `wait` blocks until it is done and returns its result."""
+
+    def __init__(self, work: Any, result: Any, finish: Callable[[Any], Any] | None = None) -> None:
+        self._work, self._result, self._finish = work, result, finish
+
+    def wait(self) -> Any:
+        """Return the result; a second call returns the same again."""
+        if self._work is not None:
+            recorder = timeline.active()
+            with recorder.blocked() if recorder else nullcontext():
+                self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
+        return self._result
+
+
+# ---------------------------------------------------------------------- reductions
+def all_reduce(
+    tensor: Tensor, axis: Axis, op: Op = "sum", *, out: Tensor | None = None, async_op: bool = False
+) -> Tensor | Pending:
+    """Combine over all ranks; everybody gets the result: [D, ...] -> [D, ...].
+
+    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of whole
+    numbers.
+    """
+    reduce_op = _op("all_reduce", op, tensor)
+    _check_out("all_reduce", out, tensor, tensor.shape)
+    result = _copy_into(out, tensor)
+    return _launch(
+        "all_reduce",
+        axis,
+        _sent("all_reduce", tensor, axis),
+        lambda a: dist.all_reduce(result, reduce_op, axis.group, a),
+        result,
+        async_op,
+        finish=lambda result: _deliver(result, out),
+    )
+
+
+def reduce(
+    tensor: Tensor, axis: Axis, dst: int = 0, op: Op = "sum", *, async_op: bool = False
+) -> Tensor | Pending:
+    """Combine over all ranks; rank `dst` gets the result, the others a tensor of no meaning."""
+    reduce_op = _op("reduce", op, tensor)
+    _check_peer("reduce", "dst", dst, axis)
+    result = _copy_into(None, tensor)
+    return _launch(
+        "reduce",
+        axis,
+        _sent("reduce", tensor, axis),
+        lambda a: dist.reduce(result, None, reduce_op, axis.group, a, group_dst=dst),
+        result,
+        async_op,
+    )
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    axis: Axis,
+    dim: int = 0,
+    op: Op = "sum",
+    *,
+    out: Tensor | None = None,
+    async_op: bool = False,
+) -> Tensor | Pending:
+    """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
+
+    Raises `ValueError` when n does not divide that dim.
+    """
+    reduce_op = _op("reduce_scatter", op, tensor)
+    _check_divides("reduce_scatter", tensor, dim, axis)
+    pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
+    _check_out("reduce_scatter", out, tensor, pieces.shape[1:])
+    result = _landing(out, pieces, pieces.shape[1:])
+    if axis.size == 1:
+        result.copy_(pieces[0])
+    return _launch(
+        "reduce_scatter",
+        axis,
+        _sent("reduce_scatter", tensor, axis),
+        lambda a: dist.reduce_scatter_single(
+            result, pieces.flatten(0, 1), reduce_op, axis.group, a
+        ),
+        result,
+        async_op,
+        finish=lambda result: _deliver(result, out),
+    )
+
+
+# ---------------------------------------------------------------------- moving data
+def all_gather(
+    tensor: Tensor, axis: Axis, dim: int = 0, *, out: Tensor | None = None, async_op: bool = False
+) -> Tensor | Pending:
+    """Join the tensors of all ranks along `dim`, in rank order: [D, ...] -> [n D, ...].
+
+    `out` is for dim 0 only, where the result lies in memory as it arrives.
+    """
+    if out is not None and dim != 0:
+        raise ValueError(f"all_gather: out= needs dim=0, not dim={dim}")
+    tensor = torch.atleast_1d(tensor.detach()).contiguous()  # numbers are joined to [n]
+    _check_dim("all_gather", tensor, dim)
+    shape = (axis.size * tensor.shape[0], *tensor.shape[1:])
+    _check_out("all_gather", out, tensor, shape)
+    joined = _landing(out, tensor, shape)
+    if axis.size == 1:
+        joined.copy_(tensor)
+    return _launch(
+        "all_gather",
+        axis,
+        wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size),
+        lambda a: dist.all_gather_single(joined, tensor, axis.group, a),
+        joined,
+        async_op,
+        finish=lambda joined: _deliver(_move_front_to(joined, dim, axis.size), out),
+    )
+
+
+def all_to_all(
+    tensor: Tensor,
+    axis: Axis,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    send_counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor | Pending:
+    """Cut along `split_dim` and send slice r to rank r; join what arrives along `concat_dim`.
+
+    A transpose between ranks: [D, F] split on dim 1 and joined on dim 0 becomes [n D, F/n].
+    With counts (both, and along dim 0) the slices may be uneven: rank r is sent
+    ``send_counts[r]`` rows, and ``recv_counts[r]`` come from it.
+
+    Raises `ValueError` when n does not divide the split dim, or counts do not add up.
+    """
+    if send_counts is not None or recv_counts is not None:
+        return _all_to_all_uneven(tensor, axis, send_counts, recv_counts, async_op)
+    _check_divides("all_to_all", tensor, split_dim, axis)
+    _check_dim("all_to_all", tensor, concat_dim)
+    pieces = _split(tensor, split_dim, axis.size)
+    arrived = pieces.clone() if axis.size == 1 else torch.empty_like(pieces)
+    return _launch(
+        "all_to_all",
+        axis,
+        _sent("all_to_all", tensor, axis),
+        lambda a: dist.all_to_all_single(arrived, pieces, group=axis.group, async_op=a),
+        arrived,
+        async_op,
+        finish=lambda arrived: _join(arrived, concat_dim),
+    )
+
+
+def _all_to_all_uneven(
+    tensor: Tensor,
+    axis: Axis,
+    send_counts: Sequence[int] | None,
+    recv_counts: Sequence[int] | None,
+    async_op: bool,
+) -> Tensor | Pending:
+    if send_counts is None or recv_counts is None:
+        raise ValueError("all_to_all with counts needs both send_counts and recv_counts")
+    if len(send_counts) != axis.size or len(recv_counts) != axis.size:
+        raise ValueError(
+            f"all_to_all over {axis.name}={axis.size} needs {axis.size} counts, not "
+            f"{len(send_counts)} to send and {len(recv_counts)} to receive"
+        )
+    if sum(send_counts) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all: send_counts={list(send_counts)} add up to {sum(send_counts)} rows "
+            f"but the tensor has {tensor.shape[0]}"
+        )
+    tensor = tensor.detach().contiguous()
+    arrived = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
+    if axis.size == 1:
+        arrived.copy_(tensor)
+    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+    return _launch(
+        "all_to_all",
+        axis,
+        row_bytes * (sum(send_counts) - send_counts[axis.rank]),
+        lambda a: dist.all_to_all_single(
+            arrived, tensor, list(recv_counts), list(send_counts), axis.group, a
+        ),
+        arrived,
+        async_op,
+    )
+
+
+def broadcast(
+    tensor: Tensor,
+    axis: Axis,
+    src: int = 0,
+    *,
+    out: Tensor | None = None,
+    async_op: bool = False,
+) -> Tensor | Pending:
+    """Give everybody the tensor of rank `src`; the others' tensors lend only shape and dtype."""
+    _check_peer("broadcast", "src", src, axis)
+    _check_out("broadcast", out, tensor, tensor.shape)
+    result = _copy_into(out, tensor)
+    return _launch(
+        "broadcast",
+        axis,
+        _sent("broadcast", tensor, axis),
+        lambda a: dist.broadcast(result, None, axis.group, a, group_src=src),
+        result,
+        async_op,
+        finish=lambda result: _deliver(result, out),
+    )
+
+
+def scatter(
+    tensor: Tensor, axis: Axis, src: int = 0, *, async_op: bool = False
+) -> Tensor | Pending:
+    """Give rank r the r-th of n slices of `src`'s tensor: [D, ...] -> [D/n, ...] along dim 0.
+
+    Every rank passes a tensor of the whole shape; only that of `src` is read.
+    """
+    _check_peer("scatter", "src", src, axis)
+    _check_divides("scatter", tensor, 0, axis)
+    pieces = _split(tensor, 0, axis.size)
+    result = pieces[0].clone()
+    source = list(pieces) if axis.rank == src else None
+    return _launch(
+        "scatter",
+        axis,
+        _sent("scatter", tensor, axis),
+        lambda a: dist.scatter(result, source, None, axis.group, a, group_src=src),
+        result,
+        async_op,
+    )
+
+
+def gather(
+    tensor: Tensor, axis: Axis, dst: int = 0, *, async_op: bool = False
+) -> Tensor | Pending | None:
+    """Join the tensors of all ranks along dim 0 on rank `dst`: [D, ...] -> [n D, ...].
+
+    The other ranks get None.
+    """
+    _check_peer("gather", "dst", dst, axis)
+    tensor = torch.atleast_1d(tensor.detach()).contiguous()
+    pieces = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
+    if axis.size == 1:
+        pieces = [tensor.clone()]
+    return _launch(
+        "gather",
+        axis,
+        wire_bytes("gather", tensor.nbytes * axis.size, axis.size),
+        lambda a: dist.gather(tensor, pieces, None, axis.group, a, group_dst=dst),
+        pieces,
+        async_op,
+        finish=lambda pieces: None if pieces is None else torch.cat(pieces),
+    )
+
+
+# ---------------------------------------------------------------------- one to one
+def send(tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
+    """Send `tensor` to rank `peer` of the axis, which must call `recv`."""
+    _check_peer("send", "peer", peer, axis)
+    tensor = tensor.detach().contiguous()
+    return _launch(
+        "send",
+        axis,
+        tensor.nbytes,
+        lambda a: dist.isend(tensor, group=axis.group, group_dst=peer),
+        tensor,
+        async_op,
+    )
+
+
+def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
+    """Fill `buffer` (contiguous, of the sender's shape and dtype) with what `peer` sends."""
+    _check_peer("recv", "peer", peer, axis)
+    _check_buffer("recv", buffer)
+    return _launch(
+        "recv",
+        axis,
+        0,
+        lambda a: dist.irecv(buffer, group=axis.group, group_src=peer),
+        buffer,
+        async_op,
+    )
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]],
+    recvs: Sequence[tuple[Tensor, int]],
+    axis: Axis,
+    *,
+    async_op: bool = False,
+) -> list[Tensor] | Pending:
+    """Post several sends ``(tensor, peer)`` and receives ``(buffer, peer)`` at once.
+
+    All are in flight together, so no order of calls can deadlock: this is how rings are built.
+    Returns the buffers in their order.
+    """
+    sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
+    buffers = [buffer for buffer, _ in recvs]
+    for _, peer in (*sends, *recvs):
+        _check_peer("exchange", "peer", peer, axis)
+    for buffer in buffers:
+        _check_buffer("exchange", buffer)
+    if axis.size == 1:  # a ring of one
+        for (tensor, _), buffer in zip(sends, buffers, strict=True):
+            buffer.copy_(tensor)
+
+    def call(_: bool) -> _All | None:
+        posts = [dist.P2POp(dist.isend, t, group=axis.group, group_peer=peer) for t, peer in sends]
+        posts += [dist.P2POp(dist.irecv, b, group=axis.group, group_peer=peer) for b, peer in recvs]
+        return _All(dist.batch_isend_irecv(posts)) if posts else None
+
+    num_bytes = sum(tensor.nbytes for tensor, _ in sends)
+    return _launch("exchange", axis, num_bytes, call, buffers, async_op)
+
+
+class _All:
+    """Several works waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Start of the first and end of the last, where the backend knows them."""
+        times = [work.times for work in self._works]
+        return min(start for start, _ in times), max(end for _, end in times)
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis has called this."""
+    _launch("barrier", axis, 0, lambda a: dist.barrier(axis.group, a), None, False)
+
+
+def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
+    """Return every rank's (picklable) object, in rank order. For set-up and reports: unrecorded."""
+    if axis.size == 1:
+        return [obj]
+    objects = [None] * axis.size
+    dist.all_gather_object(objects, obj, axis.group)
+    return objects
+
+
+# ---------------------------------------------------------------------- the one place that calls
+def _launch(
+    verb: str,
+    axis: Axis,
+    sent: int,
+    call: Callable[[bool], Any],
+    result: Any,
+    async_op: bool,
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Start `call(async_op)`, enter it in the ledger, and return its result or a `Pending`."""
+    recorder = timeline.active()
+    if axis.size == 1:
+        work = None
+    elif recorder is None:
+        work = call(async_op)
+    else:
+        start = time.monotonic()
+        work = call(True)
+        if work is not None:
+            work = _Watched(
+                work, lambda t0, t1: recorder.comm(verb, axis.name, sent, t0, t1), start
+            )
+    pending = Pending(work, result, finish)
+    return pending if async_op else pending.wait()
+
+
+class _Watched:
+    """A work whose end is noted when it ends, not when somebody gets round to waiting for it."""
+
+    def __init__(self, work: Any, note: Callable[[float, float], None], start: float) -> None:
+        self._work, self._note, self._start = work, note, start
+        self._noted = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = None
+        try:
+            # Where the backend tells through a future when an operation is over ...
+            work.get_future().add_done_callback(lambda _: self._over())
+        except (AttributeError, RuntimeError):
+            # ... else (gloo's reduce-scatter, send and recv) it tells only those who wait.
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def _over(self) -> None:
+        # A backend with a clock of its own (the emulated link) knows when the wire was busy.
+        start, end = getattr(self._work, "times", None) or (self._start, time.monotonic())
+        self._note(start, end)
+        self._noted.set()
+
+    def _watch(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+        self._over()
+
+    def wait(self) -> None:
+        if self._thread is None:
+            self._work.wait()
+        self._noted.wait()  # so that the ledger is complete when `wait` returns
+        if self._error is not None:
+            raise self._error
+
+
+# ---------------------------------------------------------------------- shapes
+def _op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
+    if op not in _OPS:
+        raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use sum")
+    return _OPS[op]
+
+
+def _check_dim(verb: str, tensor: Tensor, dim: int) -> None:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"{verb}: a tensor of shape {tuple(tensor.shape)} has no dim {dim}")
+
+
+def _check_buffer(verb: str, buffer: Tensor) -> None:
+    if not buffer.is_contiguous():
+        raise ValueError(f"{verb}: a buffer to receive in must be contiguous")
+
+
+def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
+    if not 0 <= peer < axis.size:
+        raise ValueError(
+            f"{verb}: {name}={peer} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"
+        )
+
+
+def _check_out(verb: str, out: Tensor | None, tensor: Tensor, shape: Sequence[int]) -> None:
+    if out is None:
+        return
+    if out.shape != torch.Size(shape) or out.dtype != tensor.dtype:
+        raise ValueError(
+            f"{verb}: out= must be of shape {tuple(shape)} and {tensor.dtype}, "
+            f"not {tuple(out.shape)} and {out.dtype}"
+        )
+
+
+def _sent(verb: str, whole: Tensor, axis: Axis) -> int:
+    return wire_bytes(verb, whole.nbytes, axis.size)
+
+
+@torch.no_grad()
+def _copy_into(out: Tensor | None, tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor, `out` if it can be, with the values of `tensor`."""
+    if out is None or not out.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return out if out is tensor else out.copy_(tensor)
+
+
+def _landing(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a contiguous tensor for a result to arrive in: `out` if it can be, else a new one."""
+    return out if out is not None and out.is_contiguous() else like.new_empty(shape)
+
+
+@torch.no_grad()
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    """Return `out`, holding `result`, if there is one."""
+    return result if out is None or out is result else out.copy_(result)
+
+
+def _check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
+    _check_dim(verb, tensor, dim)
+    length = tensor.shape[dim]
+    if length % axis.size:
+        below = length - length % axis.size
+        raise ValueError(
+            f"{verb}: {axis.name}={axis.size} does not divide dim {dim} of shape "
+            f"{tuple(tensor.shape)}; pad it to {below + axis.size} or cut it to {below}"
+        )
+
+
+def _split(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """[..., D, ...] -> [n, ..., D/n, ...], contiguous: one slice after the other in memory."""
+    return tensor.detach().unflatten(dim, (size, -1)).movedim(dim % tensor.ndim, 0).contiguous()
+
+
+def _join(pieces: Tensor, dim: int) -> Tensor:
+    """[n, ..., D, ...] -> [..., n D, ...]: the inverse of `_split`."""
+    dim = dim % (pieces.ndim - 1)
+    return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _move_front_to(joined: Tensor, dim: int, size: int) -> Tensor:
+    """What was gathered along dim 0 is joined along `dim` instead: a copy unless that is 0."""
+    if dim == 0 or joined.ndim <= 1:
+        return joined
+    return _join(joined.unflatten(0, (size, -1)), dim)

@@ -1,0 +1,184 @@
+"""A mesh gives every rank a coordinate along named axes, and every axis a process group.
+
+Idea: number the ranks in row-major order of a grid, ``Mesh(dp=2, tp=2)``, the last axis varying
+fastest, so that its ranks are neighbours (on one node, where links are fast):
+
+              tp=0     tp=1
+    dp=0      rank 0   rank 1
+    dp=1      rank 2   rank 3
+
+Ranks that differ only in their ``tp`` coordinate form one *tp group*: {0, 1} and {2, 3} here.
+A strategy is handed the `Axis` that it works on and needs to know nothing else: no global manager,
+no environment variable.
+
+The first half of this file is arithmetic on integers; the second half makes process groups of it.
+In torch: `torch.distributed.device_mesh.DeviceMesh`.
+"""
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+AXES = {
+    "pp": "pipeline: layers apart",
+    "dp": "data: batches apart",
+    "cp": "context: tokens apart",
+    "ep": "experts apart",
+    "tp": "tensor: matrices apart",
+}
+"""The standard axes. One that a mesh does not name has size 1 there."""
+
+RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint")
+"""What a mesh has besides its axes."""
+
+
+# ---------------------------------------------------------------------- arithmetic
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the coordinate of `rank` along each axis of a row-major grid."""
+    coords = {}
+    for name, size in reversed(sizes.items()):
+        rank, coords[name] = divmod(rank, size)
+    return {name: coords[name] for name in sizes}
+
+
+def rank_at(coords: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Return the rank at `coords`; the inverse of `coordinates`."""
+    rank = 0
+    for name, size in sizes.items():
+        rank = rank * size + coords[name]
+    return rank
+
+
+def groups_along(names: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return every group of ranks that differ only in their coordinates along `names`.
+
+    The groups partition the ranks, and are sorted: the same list on every rank.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        coords = coordinates(rank, sizes)
+        others = tuple(coord for name, coord in coords.items() if name not in names)
+        groups.setdefault(others, []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
+    """Raise `ValueError` unless the axes can be named so, and multiply to `world_size`."""
+    asked = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"
+    for name, size in sizes.items():
+        if name in RESERVED:
+            raise ValueError(f"mesh {asked}: {name!r} cannot name an axis; use {', '.join(AXES)}")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh {asked}: {name}={size!r} must be a whole number from 1 up")
+    product = math.prod(sizes.values())
+    if product != world_size:
+        hint = ""
+        if sizes:
+            last = next(reversed(sizes))
+            rest = product // sizes[last]
+            if world_size % rest == 0:
+                hint = f", or {last}={world_size // rest} on {world_size} ranks"
+        raise ValueError(
+            f"mesh {asked} needs {product} ranks but there are {world_size}; "
+            f"start {product} ranks{hint}"
+        )
+
+
+# ---------------------------------------------------------------------- process groups
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh, as this rank sees it. `group` is None where `size` is 1."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+
+class Mesh:
+    """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
+
+    Making a mesh is a collective: all ranks make the same one. `Mesh()` is one device, and needs
+    no `torch.distributed`; so does any mesh whose sizes are all 1.
+
+    Raises `ValueError` on every rank when the sizes do not multiply to the number of ranks.
+    """
+
+    label = "rank 0 of 1"
+    """What this process calls itself in error messages: the latest mesh made here."""
+
+    def __init__(self, **sizes: int) -> None:
+        initialised = dist.is_available() and dist.is_initialized()
+        self.sizes = dict(sizes)
+        self.rank = dist.get_rank() if initialised else 0
+        self.size = dist.get_world_size() if initialised else 1
+        check_sizes(self.sizes, self.size)
+        self.coords = coordinates(self.rank, self.sizes)
+        self.label = f"rank {self.rank} of {self.size}"
+        if self.sizes:
+            self.label += f" ({', '.join(f'{name}={c}' for name, c in self.coords.items())})"
+        Mesh.label = self.label
+        self._joint: dict[tuple[str, ...], Axis] = {}
+        for name in self.sizes:
+            self.joint(name)
+        everyone = tuple(range(self.size))
+        world = dist.group.WORLD if self.size > 1 else None
+        self.world = Axis("world", self.rank, self.size, everyone, world)
+
+    def joint(self, *names: str) -> Axis:
+        """Return the axis over several axes at once, such as ``mesh.joint("dp", "cp")``.
+
+        Its ranks are numbered in row-major order of `names` *in the order of the mesh*. The first
+        call for a set of names makes process groups, so all ranks must make it.
+        """
+        for name in names:
+            if name not in self.sizes and name not in AXES:
+                raise ValueError(f"axis {name!r} is not of this mesh; it has {list(self.sizes)}")
+        names = tuple(name for name in self.sizes if name in names)
+        if names not in self._joint:
+            groups = groups_along(names, self.sizes)
+            mine = next(group for group in groups if self.rank in group)
+            axis_name = "+".join(names) or "none"
+            self._joint[names] = Axis(
+                axis_name, mine.index(self.rank), len(mine), mine, self._group(groups)
+            )
+        return self._joint[names]
+
+    def _group(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make all `groups`, in the same order on every rank; return the one of this rank."""
+        if len(groups[0]) == 1:
+            return None
+        if len(groups) == 1:
+            return dist.group.WORLD
+        made = [dist.new_group(list(ranks), timeout=group_timeout()) for ranks in groups]
+        return next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+
+    def __getattr__(self, name: str) -> Axis:
+        # Reached only for names that are no attributes: the axes.
+        sizes = self.__dict__.get("sizes", {})
+        if name in sizes:
+            return self._joint[name,]
+        if name in AXES:
+            return Axis(name, 0, 1, (self.rank,))
+        raise AttributeError(f"{name!r} is no axis of this mesh; it has {list(sizes)}")
+
+    def __getitem__(self, name: str) -> Axis:
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from None
+
+    def __repr__(self) -> str:
+        asked = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"Mesh({asked})  # {self.label}"
+
+
+def group_timeout() -> datetime.timedelta | None:
+    """Return the timeout of the default group, which `dist.new_group` does not inherit."""
+    world = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
