@@ -1,0 +1,1 @@
+"""Training: data, optimizer, precision, the training step and checkpoints (floor 3)."""

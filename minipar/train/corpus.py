@@ -1,0 +1,345 @@
+"""From text on disk, or from a stream, to two long tensors of tokens.
+
+    corpus = load_corpus("stdlib", ByteTokenizer())
+
+The order of documents, and which of them are kept for validation, depend on their names alone: the
+same on every rank and on every machine. A file (or document) is in one part only.
+"""
+
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import tokenizers
+import torch
+from torch import Tensor
+
+# ------------------------------------------------------------------------------------ tokenizers
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer.
+
+    `separator` is the id put after each document, or None for no separator.
+    """
+
+    vocab_size: int
+    separator: int | None
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte: nothing to train, nothing to download, any text fits.
+
+    No separator: all 256 ids are taken by text, and an extra one would cost a row of the vocabulary
+    to say what the text says by itself (a file begins with its own docstring or title).
+    """
+
+    vocab_size = 256
+    separator = None
+
+    def encode(self, text: str) -> bytes:
+        return text.encode("utf-8", errors="replace")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are no UTF-8 (a young model writes many) become U+FFFD."""
+        return bytes(_plain(ids)).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, read by the `tokenizers` package.
+
+    Raises ValueError when the file is missing or no tokenizer.
+    """
+
+    # The file does not say which special token ends a document, so look for the usual names.
+    SEPARATORS = (
+        *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"),
+        *("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "[CLS]"),
+    )
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(f"{path} is no tokenizer.json: {_one_line(error)}") from error
+        vocabulary = self._tokenizer.get_vocab()
+        # ids may have gaps, and an embedding must have a row for the largest one
+        self.vocab_size: int = max(vocabulary.values()) + 1 if vocabulary else 0
+        known = (vocabulary[name] for name in self.SEPARATORS if name in vocabulary)
+        self.separator: int | None = next(known, None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(_plain(ids))
+
+
+def load_tokenizer(path: str | Path | None) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json` (or of the folder that holds one); None: bytes."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def _plain(ids: Iterable[int]) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+
+# ---------------------------------------------------------------------------------------- corpus
+
+MIN_TOKENS = 2  # per part: one input and its target
+STREAM_LIMIT_BYTES = 100_000_000  # a streamed dataset may have no end
+WILDCARDS = set("*?[")
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to learn from and tokens to be judged by; no file (or document) is in both."""
+
+    train: Tensor  # 1-D; uint8 when the vocabulary fits, else int32
+    validation: Tensor  # 1-D, same dtype
+    num_files: int  # files read; 0 for a streamed dataset
+    num_bytes: int  # of text, as UTF-8
+    description: str  # "618 files, 11.2 MB of the Python standard library"
+
+
+def load_corpus(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+    limit_bytes: int | None = None,
+) -> Corpus:
+    """Read and tokenize `source`; the same tokens in the same order on every rank and machine.
+
+    `source` is one of
+    - `stdlib`: every .py file of this Python's standard library, without its tests and without
+      installed packages (tests are more than half of it, and much of them tables of data);
+    - a file, a glob, or a folder (all files below it that are neither hidden nor binary);
+    - `.jsonl` (named, in a glob or in a folder): one document per line, in the field `text`;
+    - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, at most
+      100 MB unless `limit_bytes` says otherwise.
+
+    Documents are drawn for validation by a hash of seed and relative name until
+    `validation_fraction` of the tokens is reached, but never past half of them; a single document
+    gives its end. `limit_bytes` reads only the first bytes of the text.
+
+    Raises ValueError, naming the source, when it is missing, empty, binary, malformed or too short.
+    """
+    if not 0 < validation_fraction <= 0.5:
+        raise ValueError(f"validation_fraction={validation_fraction} is not in (0, 0.5]; try 0.05")
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ValueError(f"limit_bytes={limit_bytes} leaves no text; use a positive number or None")
+    if limit_bytes is None and source.startswith("hf:"):
+        limit_bytes = STREAM_LIMIT_BYTES
+    documents, label = _open(source, limit_bytes)
+
+    dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
+    names: list[str] = []
+    tokens: list[Tensor] = []
+    files: set[str] = set()
+    num_bytes = num_skipped = 0
+    for document in documents:
+        if document.text is None:
+            num_skipped += 1
+            continue
+        data = document.text.encode("utf-8", errors="replace")
+        data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
+        if data:
+            text = data.decode("utf-8", errors="ignore")  # the limit may cut a character in two
+            names.append(document.name)
+            tokens.append(_tokenize(text, tokenizer, dtype))
+            files.add(document.file)
+            num_bytes += len(data)
+        if num_bytes == limit_bytes:
+            break
+
+    files.discard("")
+    skipped = _count(num_skipped, "binary file") + " skipped"
+    if not num_bytes:
+        raise ValueError(f"{source} holds no text" + (f" ({skipped})" if num_skipped else ""))
+    num_tokens = sum(map(len, tokens))
+    if num_tokens < 2 * MIN_TOKENS:
+        raise ValueError(
+            f"{source} is too short: {_count(num_tokens, 'token')}; training and validation "
+            f"need at least {MIN_TOKENS} each"
+        )
+    train, validation = _split(names, tokens, validation_fraction, seed)
+
+    counts = [_count(len(files), "file")] if files else []
+    counts += [_count(len(names), "document")] if len(names) != len(files) else []
+    notes = [skipped] if num_skipped else []
+    notes += [f"cut at {_size(num_bytes)}"] if num_bytes == limit_bytes else []
+    description = f"{', '.join(counts)}, {_size(num_bytes)} of {label}"
+    description += f" ({', '.join(notes)})" if notes else ""
+    return Corpus(train, validation, len(files), num_bytes, description)
+
+
+class _Document(NamedTuple):
+    file: str  # "" when it came from no file
+    name: str  # relative, so the same on every machine: the split is drawn from it
+    text: str | None  # None: a binary file, to be counted and left out
+
+
+def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], str]:
+    """The documents of a source in their order, and what to call it in a sentence."""
+    if source.startswith("hf:"):
+        return _stream(source), source
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
+        return _read(paths, root, limit_bytes), "the Python standard library"
+    path = Path(source).expanduser()
+    if source and path.is_file():
+        return _read([path], path.parent, limit_bytes, must_be_text=True), source
+    if source and path.is_dir():
+        return _read(list(_walk(path)), path, limit_bytes), source
+    if not WILDCARDS & set(source):
+        raise ValueError(
+            f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
+            "a .jsonl file or hf:NAME"
+        )
+    paths = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    if not any(map(Path.is_file, paths)):
+        raise ValueError(f"no file matches {source!r}")
+    # names begin where the first wildcard stands
+    fixed = itertools.takewhile(lambda part: not WILDCARDS & set(part), path.parent.parts)
+    root = Path(*fixed)
+    return _read(paths, root, limit_bytes), source
+
+
+def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
+    """The files below `root`, without hidden ones and without the folders called `left_out`."""
+    for folder, subfolders, files in os.walk(root):
+        # os.walk goes on with what is left in this very list
+        hidden = {name for name in subfolders if name[0] == "." or name == "__pycache__"}
+        subfolders[:] = set(subfolders) - hidden - set(left_out)
+        yield from (Path(folder, name) for name in files if name[0] != ".")
+
+
+def _read(
+    paths: list[Path], root: Path, limit_bytes: int | None, *, must_be_text: bool = False
+) -> Iterator[_Document]:
+    files = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
+    for name, path in sorted(files.items()):
+        try:
+            if path.suffix == ".jsonl":
+                yield from _read_jsonl(path, name)
+                continue
+            with path.open("rb") as file:
+                data = file.read(-1 if limit_bytes is None else limit_bytes)
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        is_binary = b"\0" in data
+        if is_binary and must_be_text:
+            raise ValueError(f"{path} is binary (it holds NUL bytes); expected text")
+        # utf-8-sig drops a byte-order mark, which is no text
+        text = None if is_binary else data.decode("utf-8-sig", errors="replace")
+        yield _Document(name, name, text)
+
+
+def _read_jsonl(path: Path, name: str) -> Iterator[_Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: no JSON: {_one_line(error)}") from error
+            yield _Document(name, f"{name}:{number}", _text_of(row, f"{path}:{number}"))
+
+
+def _stream(source: str) -> Iterator[_Document]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f'{source} needs the datasets package: pip install "minipar[datasets]"'
+        ) from error
+    try:
+        rows = load_dataset(name, split=split or "train", streaming=True)
+        for number, row in enumerate(rows):
+            yield _Document("", str(number), _text_of(row, f"row {number}"))
+    except Exception as error:  # unknown name or split, no network, ... each of its own type
+        raise ValueError(f"cannot read {source}: {_one_line(error)}") from error
+
+
+def _text_of(row: Any, where: str) -> str:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with a field 'text'")
+    if not isinstance(row.get("text"), str):
+        fields = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"{where}: no string in field 'text' (its fields: {fields})")
+    return row["text"]
+
+
+def _tokenize(text: str, tokenizer: Tokenizer, dtype: torch.dtype) -> Tensor:
+    ids = tokenizer.encode(text)
+    if isinstance(ids, bytes) and ids:  # no detour over a list of Python integers
+        tokens = torch.frombuffer(bytearray(ids), dtype=torch.uint8).to(dtype)
+    else:
+        tokens = torch.tensor(list(ids), dtype=dtype)
+    if tokenizer.separator is None:
+        return tokens
+    return torch.cat([tokens, torch.tensor([tokenizer.separator], dtype=dtype)])
+
+
+def _split(
+    names: list[str], tokens: list[Tensor], fraction: float, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Train and validation tokens, each at least MIN_TOKENS long (the whole holds enough)."""
+    total = sum(map(len, tokens))
+
+    def draw(i: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{names[i]}".encode(errors="backslashreplace")).digest()
+
+    chosen: set[int] = set()
+    size = 0
+    order = sorted(range(len(names)), key=draw)
+    # First without the documents that overshoot by much; where all do, up to half of the text.
+    for most in (1.2 * fraction * total, total / 2):
+        for i in order:
+            if size < fraction * total and i not in chosen and size + len(tokens[i]) <= most:
+                chosen.add(i)
+                size += len(tokens[i])
+    if size >= MIN_TOKENS:
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for i, document in enumerate(tokens):
+            parts[i in chosen].append(document)
+        return torch.cat(parts[0]), torch.cat(parts[1])
+    everything = torch.cat(tokens)
+    cut = total - max(MIN_TOKENS, round(fraction * total))
+    return everything[:cut], everything[cut:]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return _count(num_bytes, "byte")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

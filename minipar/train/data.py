@@ -1,0 +1,199 @@
+"""From a long text to this rank's share of every batch: sequences and distributed sampling.
+
+    sequences = Sequences(corpus.train, seq_len=256)             # sample i: inputs [T], targets [T]
+    batches = Batches(sequences, 32, mesh.dp.rank, mesh.dp.size, seed=0, microbatches=2)
+    for microbatches in batches.forever():                       # list of (inputs, targets) [B, T]
+
+Three promises, each held by a test. A target token is seen exactly once per epoch, whatever the
+number of ranks. All ranks take the same number of steps with tensors of the same shape: what is
+missing at the uneven end is filled with rows whose targets are all `IGNORE`, which weigh nothing
+in a loss that is divided by the global number of valid targets. A run that stops anywhere goes on
+exactly where it was, also on another number of ranks.
+
+In torch: `torch.utils.data.distributed.DistributedSampler`, which makes the ranks even by
+repeating or dropping samples instead.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # the target that torch's cross-entropy leaves out by default
+
+
+class Sequences:
+    """A long text cut into samples of T tokens and their targets, the tokens that come next.
+
+    Sample i is inputs [T] = tokens[iT : iT + T] and targets [T] = tokens[iT + 1 : iT + T + 1], both
+    int64. The stride is T, so that each token but the first is a target exactly once. The targets
+    are shifted *here*, before anything splits a sequence: the last target of a piece is the first
+    input of the next piece, which a rank that holds only its own piece could not know. The last
+    sample is filled up with inputs 0 and targets `IGNORE`.
+
+    Raises ValueError when seq_len is below 1 or longer than the text allows.
+    """
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+        if not 1 <= seq_len < len(tokens):
+            hint = f"use 1 to {len(tokens) - 1:,}" if len(tokens) > 1 else "it needs 2 or more"
+            raise ValueError(
+                f"seq_len={seq_len} does not fit a text of {len(tokens):,} tokens; {hint} "
+                "(a sequence of T tokens needs T + 1: the last one is only a target)"
+            )
+        self.tokens = tokens
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.seq_len)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.seq_len
+        window = self.tokens[start : start + self.seq_len + 1]
+        num_valid = len(window) - 1
+        inputs = torch.zeros(self.seq_len, dtype=torch.int64)
+        targets = torch.full((self.seq_len,), IGNORE, dtype=torch.int64)
+        inputs[:num_valid] = window[:-1]
+        targets[:num_valid] = window[1:]
+        return inputs, targets
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with any token."""
+        return hashlib.sha256(self.tokens.contiguous().numpy()).hexdigest()[:16]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """The order of the samples in one epoch: a permutation [num_samples] from (seed, epoch) alone.
+
+    Every rank computes it for itself, so ranks agree without a word, however many there are.
+    """
+    # A hash, not seed + epoch: the second epoch of seed 0 must not be the first of seed 1.
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def share(indices: Tensor, rank: int, size: int) -> Tensor:
+    """Rank's part of `indices` when `size` ranks deal them out like cards.
+
+    The parts are disjoint, together they are everything, and their lengths differ by one at most:
+    the first is ceil(len / size) long.
+    """
+    return indices[rank::size]
+
+
+class Batches:
+    """This rank's share of each global batch: a list of microbatches (inputs, targets), [B, T].
+
+    A global batch is the next `batch_size` samples of the epoch's order, the same for any number of
+    ranks. Its samples are dealt out to the ranks, then each rank's to its microbatches, so B is
+    ceil(batch_size / (size * microbatches)). Where samples run out (the end of the epoch, or a
+    batch_size that does not divide evenly) rows of `IGNORE` targets take their place: every rank
+    makes `len(batches)` steps with tensors of one shape, and no sample comes twice or is lost.
+
+    `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
+    for a number of steps reads `batches.forever()`. To validate, take a fresh object with
+    `shuffle=False` for each pass.
+
+    Raises ValueError for counts below 1 and for a rank outside of 0..size-1.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        seed: int = 0,
+        microbatches: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        counts = {"batch_size": batch_size, "size": size, "microbatches": microbatches}
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be 1 or more")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank={rank} is not one of {size} ranks; use 0 to {size - 1}")
+        self.sequences = sequences
+        self.batch_size = batch_size
+        self.rank = rank
+        self.size = size
+        self.seed = seed
+        self.microbatches = microbatches
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that were handed out, over all ranks
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, the same on every rank."""
+        return -(-len(self.sequences) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        num_samples, epoch = len(self.sequences), self.epoch
+        if self.shuffle:
+            order = epoch_order(num_samples, self.seed, epoch)
+        else:
+            order = torch.arange(num_samples)
+        while self.epoch == epoch:
+            batch = order[self.position : self.position + self.batch_size]
+            # Count before the yield: a state saved during the step does not repeat the step.
+            self.position += len(batch)
+            if self.position == num_samples:
+                self.epoch, self.position = epoch + 1, 0
+            mine = share(batch, self.rank, self.size)
+            yield [self._rows(share(mine, m, self.microbatches)) for m in range(self.microbatches)]
+
+    def forever(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """One epoch after another, from wherever this object stands."""
+        while True:
+            yield from self
+
+    def _rows(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows = -(-self.batch_size // (self.size * self.microbatches))
+        inputs = torch.zeros(num_rows, self.sequences.seq_len, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORE)
+        for row, index in enumerate(indices.tolist()):
+            inputs[row], targets[row] = self.sequences[index]
+        return inputs, targets
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, in samples over all ranks: the same on every rank."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "seq_len": self.sequences.seq_len,
+            "fingerprint": self.sequences.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state` was saved.
+
+        The number of ranks, microbatches and batch_size may differ: the place is counted in
+        samples, so each sample left in the epoch still comes once. Raises ValueError where that
+        cannot hold: another seed or order, another seq_len, another text.
+        """
+        here = self.state_dict()
+        if missing := here.keys() - state.keys():
+            raise ValueError(f"this is no state of the data: it lacks {', '.join(sorted(missing))}")
+        for key in ("seed", "shuffle", "seq_len", "fingerprint"):
+            if state[key] != here[key]:
+                name = "text (its fingerprint)" if key == "fingerprint" else key
+                raise ValueError(
+                    f"cannot resume the data with another {name}: saved with {state[key]}, now "
+                    f"{here[key]}; samples would be lost or repeated"
+                )
+        if state["epoch"] < 0 or not 0 <= state["position"] < len(self.sequences):
+            raise ValueError(
+                f"epoch={state['epoch']}, position={state['position']} is no place in a text of "
+                f"{len(self.sequences):,} samples"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]

@@ -1,0 +1,270 @@
+"""The corpus: text from any source that a user may name, split into two parts for good."""
+
+import json
+import sys
+import types
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar.train.corpus import ByteTokenizer, load_corpus, load_tokenizer
+
+BYTES = ByteTokenizer()
+
+
+def text_of(tokens: torch.Tensor) -> str:
+    return BYTES.decode(tokens)
+
+
+# ------------------------------------------------------------------------------------ tokenizers
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    ids = BYTES.encode(text)
+    assert BYTES.decode(list(ids)) == text
+    assert all(0 <= i < BYTES.vocab_size for i in ids)
+
+
+def test_bytes_decode_of_tensors_and_of_invalid_utf8():
+    assert BYTES.decode(torch.tensor([65])) == "A"  # not bytes(65), 65 zeros
+    assert BYTES.decode([0xC3]) == "\ufffd"
+
+
+def word_tokenizer(folder, *specials):
+    """Write a tokenizer.json of a few words; return its path."""
+    words = {word: i for i, word in enumerate(["[UNK]", *specials, "one", "two", "three"])}
+    model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
+    tokenizer = load_tokenizer(word_tokenizer(tmp_path, "</s>"))
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.separator == 1
+    assert tokenizer.decode(tokenizer.encode("three one two")) == "three one two"
+    lines = tmp_path / "text.jsonl"
+    lines.write_text("\n".join(json.dumps({"text": "one two three"}) for _ in range(8)))
+    corpus = load_corpus(str(lines), tokenizer)
+    assert corpus.train.tolist() == [2, 3, 4, 1] * 7  # the mutant without separators has no 1
+    assert corpus.validation.tolist() == [2, 3, 4, 1]
+
+
+def test_large_vocabulary_is_int32(tmp_path):
+    path = word_tokenizer(tmp_path, *(f"<{i}>" for i in range(300)))
+    text = tmp_path / "text.txt"
+    text.write_text("one two three " * 10)
+    corpus = load_corpus(str(text), load_tokenizer(tmp_path))  # the folder of a tokenizer.json
+    assert corpus.train.dtype == corpus.validation.dtype == torch.int32
+    assert corpus.train.max() == 303
+    assert load_tokenizer(path).separator is None
+
+
+def test_bad_tokenizers(tmp_path):
+    assert isinstance(load_tokenizer(None), ByteTokenizer)
+    with pytest.raises(ValueError, match="no tokenizer at .*nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    bad = tmp_path / "tokenizer.json"
+    bad.write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer.json"):
+        load_tokenizer(bad)
+
+
+# ---------------------------------------------------------------------------------------- corpus
+
+
+def test_stdlib_is_real_text_without_tests():
+    corpus = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
+    assert corpus.num_files > 50
+    assert len(corpus.train) + len(corpus.validation) == corpus.num_bytes == 3_000_000
+    assert 0.05 <= len(corpus.validation) / corpus.num_bytes <= 0.06
+    assert corpus.train.dtype == torch.uint8
+    assert "3.0 MB of the Python standard library (cut at 3.0 MB)" in corpus.description
+    assert "support.run_unittest(" not in text_of(corpus.train)
+    again = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
+    assert again.train.equal(corpus.train) and again.validation.equal(corpus.validation)
+
+
+def make_folder(root, num_files=40):
+    """Forty small files in three folders, each with its own name as text."""
+    for i in range(num_files):
+        path = root / f"{'abc'[i % 3]}" / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"[file {i:02}]")
+    return root
+
+
+def test_folder_is_split_by_file_in_the_order_of_names(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "binary.bin").write_bytes(b"text\0text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_text("secret")
+    corpus = load_corpus(str(tmp_path), BYTES, validation_fraction=0.1)
+    assert corpus.num_files == 40 and corpus.num_bytes == 360
+    assert "40 files, 360 bytes of" in corpus.description
+    assert "(1 binary file skipped)" in corpus.description
+    parts = [text_of(part)[1:-1].split("][") for part in (corpus.train, corpus.validation)]
+    expected = [f"file {i:02}" for start in range(3) for i in range(start, 40, 3)]
+    assert sorted(parts[0] + parts[1]) == sorted(expected)  # whole files, each in one part
+    assert len(parts[1]) == 4
+    for part in parts:
+        assert part == [name for name in expected if name in part]
+
+
+def test_split_depends_on_seed_and_relative_names_alone(tmp_path):
+    first, second = make_folder(tmp_path / "here"), make_folder(tmp_path / "there")
+    validation = [text_of(load_corpus(str(f), BYTES).validation) for f in (first, second)]
+    assert validation[0] == validation[1]  # the mutant that hashes the whole path differs
+    assert len({text_of(load_corpus(str(first), BYTES, seed=s).validation) for s in range(5)}) > 1
+
+
+def test_a_glob_and_its_folder_agree(tmp_path, monkeypatch):
+    make_folder(tmp_path)
+    folder = load_corpus(str(tmp_path), BYTES)
+    pattern = load_corpus(f"{tmp_path}/**/*.txt", BYTES)
+    assert pattern.train.equal(folder.train) and pattern.validation.equal(folder.validation)
+    assert load_corpus(f"{tmp_path}/a/0?.txt", BYTES).num_files == 4
+    monkeypatch.chdir(tmp_path / "a")
+    for relative in ("../**/*.txt", "./../*/*.txt"):
+        assert load_corpus(relative, BYTES).validation.equal(folder.validation)
+    assert load_corpus("*.txt", BYTES).num_files == 14
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    fraction=st.floats(0.01, 0.5),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_both_parts_hold_something_for_any_sizes(tmp_path_factory, sizes, fraction, seed):
+    path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "x" * size}) for size in sizes))
+    if sum(sizes) < 4:
+        with pytest.raises(ValueError, match="too short"):
+            load_corpus(str(path), BYTES, validation_fraction=fraction, seed=seed)
+        return
+    corpus = load_corpus(str(path), BYTES, validation_fraction=fraction, seed=seed)
+    assert min(len(corpus.train), len(corpus.validation)) >= 2
+    assert len(corpus.train) + len(corpus.validation) == sum(sizes)
+
+
+def test_a_single_file_gives_its_end(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("0123456789" * 10)
+    corpus = load_corpus(str(path), BYTES, validation_fraction=0.07)
+    assert text_of(corpus.validation) == "3456789"
+    assert len(corpus.train) == 93
+    assert corpus.description == f"1 file, 100 bytes of {path}"
+
+
+def test_limit_cuts_between_characters(tmp_path):
+    path = tmp_path / "umlauts.txt"
+    path.write_text("ä" * 50, encoding="utf-8")
+    corpus = load_corpus(str(path), BYTES, limit_bytes=21)
+    assert text_of(torch.cat([corpus.train, corpus.validation])) == "ä" * 10
+
+
+def test_jsonl_documents(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"<{i:03}>", "id": i}) for i in range(100)]
+    path.write_text("\n\n".join(lines))  # blank lines are no documents
+    corpus = load_corpus(str(path), BYTES)
+    assert corpus.num_files == 1
+    assert corpus.description.startswith("1 file, 100 documents, 500 bytes of")
+    assert len(corpus.validation) == 25
+    parts = text_of(corpus.train), text_of(corpus.validation)
+    assert all((f"<{i:03}>" in parts[0]) != (f"<{i:03}>" in parts[1]) for i in range(100))
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "cut', r"a\.jsonl:2: no JSON"),
+        ('"text"', r"a\.jsonl:2: expected an object"),
+        ('{"body": "x"}', r"a\.jsonl:2: no string in field 'text' \(its fields: 'body'\)"),
+        ('{"text": 3}', r"a\.jsonl:2: no string in field 'text'"),
+        ("\xff\xfe", r"a\.jsonl:2: no JSON"),
+    ],
+)
+def test_jsonl_names_the_bad_line(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=message) as error:
+        load_corpus(str(path), BYTES)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("short.txt", b"abc", "too short: 3 tokens"),
+        ("image.png", b"\x89PNG\0\0", "is binary"),
+        ("nowhere.txt", None, "no file or folder"),
+        ("*.nothing", None, "no file matches"),
+        ("", None, "holds no text"),  # the folder itself, empty
+    ],
+)
+def test_bad_sources(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_corpus(str(tmp_path / name), BYTES)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_bad_arguments(tmp_path):
+    (tmp_path / "only.bin").write_bytes(b"\0")
+    with pytest.raises(ValueError, match=r"holds no text \(1 binary file skipped\)"):
+        load_corpus(str(tmp_path), BYTES)
+    with pytest.raises(ValueError, match="no file or folder ''"):
+        load_corpus("", BYTES)
+    with pytest.raises(ValueError, match="validation_fraction=0"):
+        load_corpus("stdlib", BYTES, validation_fraction=0)
+    with pytest.raises(ValueError, match="limit_bytes=0"):
+        load_corpus("stdlib", BYTES, limit_bytes=0)
+
+
+def fake_datasets(monkeypatch, rows):
+    """Put a `datasets` package in place that streams `rows`; return the calls it sees."""
+    calls = []
+
+    def load_dataset(name, *, split, streaming):
+        calls.append((name, split, streaming))
+        if name == "unknown":
+            raise FileNotFoundError("no such\ndataset")
+        return iter(rows)
+
+    module = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_streamed_dataset(monkeypatch):
+    endless = ({"text": f"<{i:04}>"} for i in range(sys.maxsize))
+    calls = fake_datasets(monkeypatch, endless)
+    corpus = load_corpus("hf:some/name:validation", BYTES, limit_bytes=6_000)
+    assert calls == [("some/name", "validation", True)]
+    assert corpus.num_files == 0 and corpus.num_bytes == 6_000
+    assert corpus.description == (
+        "1,000 documents, 6.0 kB of hf:some/name:validation (cut at 6.0 kB)"
+    )
+    assert next(endless) == {"text": "<1000>"}  # nothing past the limit was fetched
+
+
+def test_streamed_dataset_errors(monkeypatch):
+    fake_datasets(monkeypatch, [{"text": "fine"}, {"body": "x"}])
+    with pytest.raises(ValueError, match="cannot read hf:name: row 1: no string in field 'text'"):
+        load_corpus("hf:name", BYTES)
+    with pytest.raises(ValueError, match="cannot read hf:unknown: no such dataset"):
+        load_corpus("hf:unknown", BYTES)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r'pip install "minipar\[datasets\]"'):
+        load_corpus("hf:name", BYTES)

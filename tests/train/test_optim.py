@@ -1,0 +1,350 @@
+"""Schedules, the optimizer's groups, and one gradient norm on all ranks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm.mesh import Mesh
+from minipar.train.optim import (
+    clip_grad_norm,
+    grad_norm,
+    make_optimizer,
+    warmup_cosine,
+    warmup_stable_decay,
+)
+
+# ------------------------------------------------------------------------------------- schedules
+
+RUN = {"peak": 3e-4, "warmup_steps": 10, "total_steps": 100}
+
+
+def test_cosine_corners():
+    rates = [warmup_cosine(step, **RUN) for step in range(120)]
+    assert rates[0] == pytest.approx(3e-5, rel=1e-15)
+    assert rates[9] == 3e-4
+    assert rates[99] == pytest.approx(3e-5, rel=1e-15) and rates[100:] == [rates[99]] * 20
+    assert rates[54] == pytest.approx(3e-4 * 0.55)  # halfway between steps 9 and 99
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
+    assert all(a > b for a, b in zip(rates[9:99], rates[10:100], strict=True))
+
+
+def test_cosine_is_the_one_of_torch():
+    param = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40, eta_min=0.2)
+    for step in range(41):
+        ours = warmup_cosine(step, peak=1.0, warmup_steps=0, total_steps=41, final_fraction=0.2)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_stable_decay_corners():
+    rates = [warmup_stable_decay(step, **RUN, decay_steps=20) for step in range(120)]
+    assert rates[0] == pytest.approx(3e-5, rel=1e-15)
+    assert rates[9:80] == [3e-4] * 71
+    assert rates[80] < 3e-4
+    assert rates[89] == pytest.approx(3e-4 * 0.55)  # halfway between steps 79 and 99
+    assert rates[99] == pytest.approx(3e-5, rel=1e-15) and rates[100:] == [rates[99]] * 20
+    longer = [
+        warmup_stable_decay(s, **{**RUN, "total_steps": 900}, decay_steps=20) for s in (0, 79)
+    ]
+    assert longer == [rates[0], rates[79]]  # before the decay, the length of the run has no say
+    assert warmup_stable_decay(500, **RUN, decay_steps=0) == 3e-4
+
+
+@pytest.mark.parametrize("warmup_steps, total_steps", [(0, 1), (1, 1), (5, 5), (0, 2), (1, 2)])
+def test_short_runs_have_a_rate_at_every_step(warmup_steps, total_steps):
+    run = {"peak": 1.0, "warmup_steps": warmup_steps, "total_steps": total_steps}
+    for step in range(total_steps + 2):
+        assert 0 < warmup_cosine(step, **run) <= 1
+        decay = total_steps - warmup_steps
+        assert 0 < warmup_stable_decay(step, **run, decay_steps=decay) <= 1
+    assert max(warmup_cosine(step, **run) for step in range(total_steps)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"step": -1}, "step=-1 is negative"),
+        ({"peak": 0.0}, "peak=0.0 is no learning rate"),
+        ({"peak": math.nan}, "peak=nan"),
+        ({"total_steps": 0}, "total_steps=0 must be 1 or more"),
+        ({"warmup_steps": 101}, "warmup_steps=101 .* total_steps=100; use 0 to 100"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"final_fraction": 1.5}, r"final_fraction=1.5 is not in \[0, 1\]"),
+        ({"decay_steps": 91}, "decay_steps=91 .* use 0 to 90"),
+        ({"decay_steps": -1}, "decay_steps=-1"),
+    ],
+)
+def test_bad_schedules(change, message):
+    arguments = {"step": 0, **RUN, "decay_steps": 20, **change}
+    with pytest.raises(ValueError, match=message):
+        warmup_stable_decay(**arguments)
+    if "decay_steps" not in change:
+        del arguments["decay_steps"]
+        with pytest.raises(ValueError, match=message):
+            warmup_cosine(**arguments)
+
+
+# ------------------------------------------------------------------------------------- optimizer
+
+
+class Tied(nn.Module):
+    """A tied matrix, a frozen one, a norm and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+
+def test_optimizer_groups():
+    model = Tied()
+    optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.1)
+    decayed, plain = optimizer.param_groups
+    assert [id(p) for p in decayed["params"]] == [id(model.embed.weight)]
+    assert {id(p) for p in plain["params"]} == {
+        id(p) for p in (model.norm.weight, model.norm.bias, model.head.bias)
+    }
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == (0.9, 0.95)
+
+
+def test_a_flat_piece_of_a_matrix_decays():
+    model = nn.Module()
+    model.piece = nn.Parameter(torch.ones(10))
+    model.piece.full_shape = (5, 4)
+    (group,) = make_optimizer(model, lr=1e-3, weight_decay=0.1).param_groups
+    assert group["weight_decay"] == 0.1
+
+
+def test_optimizer_step_is_adamw():
+    """One step against the formula: with the first gradient g, the update is lr * sign(g)."""
+    model = nn.Linear(2, 2).double()
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    model.weight.grad, model.bias.grad = torch.randn(2, 2).double(), torch.randn(2).double()
+    make_optimizer(model, lr=0.01, weight_decay=0.5, eps=0.0).step()
+    decayed = weight * (1 - 0.01 * 0.5) - 0.01 * model.weight.grad.sign()
+    torch.testing.assert_close(model.weight.detach(), decayed, rtol=1e-12, atol=1e-12)
+    plain = bias - 0.01 * model.bias.grad.sign()
+    torch.testing.assert_close(model.bias.detach(), plain, rtol=1e-12, atol=1e-12)
+
+
+def test_optimizer_refuses_a_frozen_model():
+    with pytest.raises(ValueError, match="no parameter to train"):
+        make_optimizer(Tied().requires_grad_(False), lr=1e-3, weight_decay=0.1)
+
+
+# ------------------------------------------------------------------------- norm, on one device
+
+
+def with_grads(*shapes, dtype=torch.float64, seed=0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for shape in shapes:
+        param = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        param.grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        params.append(param)
+    return params
+
+
+SHAPES = (6, 4), (4,), (2, 3, 2), ()
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, math.inf])
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_clip_is_the_one_of_torch(max_norm, dtype, rtol):
+    ours, theirs = with_grads(*SHAPES, dtype=dtype), with_grads(*SHAPES, dtype=dtype)
+    norm = clip_grad_norm((p for p in ours), max_norm)  # any iterable, read once
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.testing.assert_close(norm, expected.double(), rtol=rtol, atol=0)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad.dtype == dtype
+        torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=0)
+    if max_norm < 1:
+        torch.testing.assert_close(grad_norm(ours).item(), max_norm, rtol=1e-5, atol=0)
+
+
+def test_half_precision_is_summed_in_float32():
+    (param,) = with_grads((100_000,), dtype=torch.bfloat16)
+    expected = param.grad.double().norm()
+    assert abs(grad_norm([param]) / expected - 1) < 1e-5  # bfloat16 itself has steps of 4e-3
+    clip_grad_norm([param], 1.0)
+    assert param.grad.dtype == torch.bfloat16
+
+
+def test_mixed_types():
+    params = with_grads((3, 3)) + with_grads((5,), dtype=torch.float32, seed=1)
+    params += with_grads((7,), dtype=torch.bfloat16, seed=2)
+    expected = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    torch.testing.assert_close(clip_grad_norm(params, 0.1), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_norm(params).item(), 0.1, rtol=1e-3, atol=0)
+
+
+def test_tied_once_missing_gradients_skipped_empty_is_zero():
+    """Caught: a tied parameter counted (or scaled) twice."""
+    first, second, unused = with_grads((3,), (4,), (5,))
+    unused.grad = None
+    before = first.grad.clone()
+    params = [first, second, first, unused]
+    expected = torch.cat([first.grad, second.grad]).norm()
+    norm = clip_grad_norm(params, 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(first.grad, before * (0.1 / (norm + 1e-6)), rtol=1e-12, atol=0)
+    for nothing in ([], [unused]):
+        norm = clip_grad_norm(nothing, 1.0)
+        assert norm == 0 and norm.shape == ()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_leaves_the_gradients(bad):
+    params = with_grads((3,), (4,))
+    params[0].grad[1] = bad
+    before = [p.grad.clone() for p in params]
+    assert not clip_grad_norm(params, 1.0).isfinite()
+    for param, grad in zip(params, before, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_max_norm_must_be_positive(max_norm):
+    with pytest.raises(ValueError, match="max_norm=.* must be positive"):
+        clip_grad_norm([], max_norm)
+
+
+def test_axes_of_one_rank_need_no_process_group():
+    mesh = Mesh()
+    params = with_grads(*SHAPES)
+    params[0].shard_axes = (mesh.tp,)
+    expected = grad_norm(with_grads(*SHAPES))
+    assert grad_norm(params, (mesh.tp, mesh.pp)) == grad_norm(params) == expected
+
+
+def test_nothing_waits_for_the_device():
+    """On meta tensors any look at a value (`.item()`, `if norm > ...`) raises."""
+    params = [nn.Parameter(torch.zeros(3, device="meta")) for _ in range(2)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    assert clip_grad_norm(params, 1.0).is_meta
+
+
+# ---------------------------------------------------------------------- norm, over several ranks
+
+
+def full_model() -> dict[str, torch.Tensor]:
+    """Gradients of a whole model, the same everywhere."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"embed": (6, 4), "w0": (4, 8), "w1": (8, 4), "experts": (4, 4, 4), "norm": (4,)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def true_norm(grads: dict[str, torch.Tensor]) -> float:
+    return torch.cat([g.flatten() for g in grads.values()]).norm().item()
+
+
+def piece(grad: torch.Tensor, *axes, dim: int = 0) -> nn.Parameter:
+    """The parameter that a strategy would leave on this rank: `grad` cut over `axes`."""
+    for axis in axes:
+        grad = grad.chunk(axis.size, dim)[axis.rank]
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad.clone()
+    if axes:
+        param.shard_axes = tuple(axes)
+    return param
+
+
+def tensor_parallel(sizes: dict[str, int]):
+    """Two cut matrices, the rest replicated; also along dp."""
+    mesh = Mesh(**sizes)
+    grads = full_model()
+    cut = {"w0": (mesh.tp,), "w1": (mesh.tp,)}
+    params = {name: piece(grad, *cut.get(name, ())) for name, grad in grads.items()}
+    norm = clip_grad_norm(params.values(), 0.25, axes=(mesh.tp,))
+    factor = (params["norm"].grad / grads["norm"]).mean()
+    return norm.item(), factor.item()
+
+
+def many_axes(sizes: dict[str, int]):
+    """Everything at once: stages, experts, fully sharded; the tied embedding on both ends."""
+    mesh = Mesh(**sizes)
+    grads = full_model()
+    params = []
+    if mesh.pp.rank == 0:
+        params += [piece(grads["embed"], mesh.dp), piece(grads["w0"], mesh.dp, mesh.tp)]
+        params += [piece(grads["norm"])]
+    if mesh.pp.rank == mesh.pp.size - 1:
+        params += [piece(grads["w1"], mesh.tp), piece(grads["experts"], mesh.dp)]
+        if mesh.pp.size > 1:
+            tied = piece(grads["embed"], mesh.dp)
+            tied.is_copy = True
+            params.append(tied)
+    for param in params:  # what one stage holds is a piece of the whole along pp
+        param.shard_axes = (mesh.pp, *getattr(param, "shard_axes", ()))
+    before = [param.grad.clone() for param in params]
+    norm = clip_grad_norm(params, 0.25, axes=(mesh.pp, mesh.dp, mesh.tp))
+    factor = 0.25 / (norm + 1e-6)
+    for param, grad in zip(params, before, strict=True):  # the copy is scaled as well
+        torch.testing.assert_close(param.grad, grad * factor, rtol=1e-12, atol=0)
+    return norm.item()
+
+
+def wrong_norms():
+    """What the usual mistakes report: this rank's part alone, and everything added up."""
+    mesh = Mesh(tp=2)
+    grads = full_model()
+    cut = {"w0": (mesh.tp,), "w1": (mesh.tp,)}
+    params = [piece(grad, *cut.get(name, ())) for name, grad in grads.items()]
+    local = torch.nn.utils.get_total_norm([p.grad for p in params])
+    for param in params:
+        param.shard_axes = (mesh.tp,)
+    return local.item(), grad_norm(params, (mesh.tp,)).item()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}])
+def test_trap_09_norm_and_factor_equal_the_serial_ones(ranks, sizes):
+    expected = true_norm(full_model())
+    for norm, factor in ranks(math.prod(sizes.values())).run(tensor_parallel, sizes):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert factor == pytest.approx(0.25 / (expected + 1e-6), rel=1e-12)
+
+
+def test_trap_09_mutants_are_seen(ranks):
+    """The norms of the usual mistakes differ from the true one by far more than the tolerance."""
+    expected = true_norm(full_model())
+    for local, all_added in ranks(2).run(wrong_norms):
+        assert abs(local / expected - 1) > 0.01
+        assert abs(all_added / expected - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"pp": 4}]
+)
+def test_trap_09_any_combination_of_axes(ranks, sizes):
+    """Caught: a stage's own norm, the tied copy counted, a sum over the wrong axes.
+
+    With pp=4 two stages in the middle hold nothing at all, and must not keep the others waiting.
+    """
+    expected = true_norm(full_model())
+    results = ranks(math.prod(sizes.values())).run(many_axes, sizes)
+    assert results[0] == pytest.approx(expected, rel=1e-12)
+    assert len(set(results)) == 1, "ranks must agree to the bit"
+
+
+def names_no_axis():
+    mesh = Mesh(tp=2)
+    param = piece(torch.ones(4), mesh.tp)
+    with pytest.raises(ValueError, match="cut over tp; name each such axis"):
+        grad_norm([param])
+
+
+def test_an_axis_that_is_not_named_is_refused(ranks):
+    ranks(2).run(names_no_axis)
