@@ -1,0 +1,425 @@
+"""Ranks: a standing group of processes, the same one for tests, notebooks and the command line.
+
+    with Ranks(4) as ranks:
+        losses = ranks.run(train, config)      # train(config) on every rank; four results
+
+What happens behind it:
+
+    your process ──┬── pipes: "call this", results, output ──► rank 0 .. n-1
+                   └── socket: "fork a rank" ──► nursery ──fork──┘
+
+*Start.* The nursery is one clean process that imports torch once and forks every rank from there:
+a rank is ready in milliseconds, also when one has to be replaced. (Where forking is not safe,
+as on macOS, each rank is a process started from scratch.) The ranks find each other through a
+file, so that no port can collide.
+
+*Failure.* When a rank raises, the others get `grace` seconds to finish and are then stopped, even
+if they wait inside of a collective: a control thread in each rank aborts its process groups from
+under it. A rank that does not even answer to that is killed. Then the process group is made anew,
+dead ranks are forked again, and `RankError` shows the traceback of whoever failed *first*.
+
+*End.* No rank outlives your process, however it ends: pipes that close end the ranks; on Linux the
+kernel ends them with the nursery as well.
+
+Under torchrun there is nothing to start: `minipar.comm.backends` joins the ranks that it made.
+In torch: `torch.multiprocessing.spawn`, `torchrun`.
+"""
+
+import atexit
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+import cloudpickle
+
+from minipar.comm.backends import check_backend
+from minipar.comm.processes import Nursery, Process
+from minipar.comm.worker import Failure, Setup
+
+OutputSink = Callable[[int, str, Any], None]
+"""Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed. `failures` maps a rank to its `Failure`."""
+
+    def __init__(self, failures: dict[int, Failure]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(["a rank failed", *self.reports()]))
+
+    def reports(self) -> list[str]:
+        """One text per different failure, headed by the ranks that share it."""
+        alike: dict[tuple[str, str], list[Failure]] = {}
+        for failure in self.failures.values():
+            alike.setdefault((failure.kind, failure.message), []).append(failure)
+        return [f"{_who(same)}:\n{same[0].report}" for same in alike.values()]
+
+    def __reduce__(self):
+        return RankError, (self.failures,)
+
+
+def _who(failures: list[Failure]) -> str:
+    """Name the ranks that failed alike: "rank 1 of 4 (dp=0, tp=1)", or "ranks 0, 2 of 4"."""
+    if len(failures) == 1:
+        return failures[0].label
+    size = failures[0].label.split(" of ")[1].split()[0]
+    ranks = [failure.label.split()[1] for failure in failures]
+    return (
+        f"all {size} ranks alike"
+        if len(ranks) == int(size)
+        else f"ranks {', '.join(ranks)} of {size}"
+    )
+
+
+def prefixed(rank: int, stream: str, text: str) -> None:
+    """The default sink: print every line of a rank behind its number."""
+    out = sys.stderr if stream == "stderr" else sys.stdout
+    out.write("".join(f"[{rank}] {line}" for line in text.splitlines(keepends=True)))
+    out.flush()
+
+
+class Ranks:
+    """`size` worker processes with `torch.distributed` initialised, waiting for work.
+
+    Args:
+        size: number of ranks.
+        backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
+        timeout: seconds after which a collective that is not joined by all fails.
+        grace: seconds that ranks may go on after another has failed.
+        threads: threads of each rank for computing.
+        sink: receives what ranks print, while they run; None lets them print for themselves.
+        mend: after a failure make the pool usable again; otherwise end it.
+        preload: names of modules that every rank should find imported when it starts.
+        start: "fork" from a clean process, or "spawn" each rank from scratch: slower, but safe
+            everywhere. None picks "fork" on Linux.
+
+    Raises `ValueError` for a size below 1, an unknown backend or an unknown start.
+    """
+
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        backend: str = "gloo",
+        timeout: float = 20.0,
+        grace: float = 1.0,
+        threads: int = 1,
+        sink: OutputSink | None = prefixed,
+        mend: bool = True,
+        preload: tuple[str, ...] = (),
+        start: str | None = None,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
+        check_backend(backend, size)
+        start = start or ("fork" if sys.platform == "linux" else "spawn")
+        if start not in ("fork", "spawn"):
+            raise ValueError(f"start={start!r} is unknown; use fork or spawn")
+        self.size, self.grace, self.mend, self.sink = size, grace, mend, sink
+        self.remade = 0  # how often the process group was made again
+        self.time_limit: float | None = None  # seconds that a call may take
+        self._call = 0
+        self._folder = tempfile.mkdtemp(prefix="minipar-")
+        self._setup = Setup(
+            size, backend, timeout, threads, sink is not None, self._folder, tuple(preload)
+        )
+        self._nursery = Nursery(self._setup) if start == "fork" else None
+        self._processes: list[Process | None] = [None] * size
+        atexit.register(self.close)
+        try:
+            for rank in range(size):
+                self._start(rank)
+            self._join_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
+
+        The function and its arguments travel by value when they are of `__main__` or local, by
+        name otherwise. Raises `RankError` when a rank fails.
+        """
+        return self.run_each(fn, [args] * self.size, **kwargs)
+
+    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
+        self._check_open()
+        calls = [
+            None if args is None else ("call", cloudpickle.dumps((fn, args, kwargs)))
+            for args in args_of
+        ]
+        return self._supervise(calls)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have ended."""
+        return not self._processes
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process in self._processes]
+
+    def restart(self) -> None:
+        """End all ranks and start fresh ones in their place."""
+        self._check_open()
+        with _Interrupts():
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.reap()
+            if self._nursery is not None and self._nursery.ended:
+                self._nursery = Nursery(self._setup)
+            for rank in range(self.size):
+                self._start(rank)
+            self._join_all()
+
+    def close(self) -> None:
+        """End all ranks, at once."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            if process is not None:
+                process.kill()
+        for process in processes:
+            if process is not None:
+                process.reap()
+        if self._nursery is not None:
+            self._nursery.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("these ranks have ended; start new ones with Ranks(...)")
+
+    # ------------------------------------------------------------------ supervision
+    def _start(self, rank: int) -> None:
+        setup = replace(self._setup, rank=rank)
+        self._processes[rank] = Process(setup, self._nursery)
+
+    def _join_all(self) -> None:
+        """Let all ranks make a process group, at a new meeting point."""
+        self.remade += 1
+        meeting = os.path.join(self._folder, str(self.remade))
+        self._supervise([("join", meeting)] * self.size, limit=time.monotonic() + 60)
+
+    def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
+        """Send `messages[rank]`, collect the answers, and see to it that everybody comes back."""
+        self._call += 1
+        job = _Job(self._call, {r for r, m in enumerate(messages) if m is not None}, limit)
+        if self.time_limit is not None and limit is None:
+            job.deadline = time.monotonic() + self.time_limit
+        with _Interrupts() as interrupts:
+            for rank in job.waiting:
+                with suppress(OSError):  # a dead rank is found below
+                    self._processes[rank].work.send((self._call, *messages[rank]))
+            while job.waiting:
+                try:
+                    interrupts.check()
+                    self._listen(job, interrupts)
+                    self._press(job)
+                except BaseException as error:  # Ctrl-C, or a test's time limit
+                    if not self.mend:
+                        self.close()
+                        raise
+                    if job.interrupted is not None:  # the second time: no more patience
+                        self._kill(job)
+                    job.interrupted = error
+                    self._stop(job)
+            joining = limit is not None
+            if job.dead or job.stopped or (job.failures and not job.all_alike):
+                if not self.mend:
+                    self.close()
+                elif not joining:
+                    self._mend(job.dead)
+        if job.interrupted is not None:
+            raise job.interrupted
+        if job.failures:
+            raise RankError(dict(sorted(job.failures.items())))
+        answers = [job.results.get(rank) for rank in range(self.size)]
+        return [None if answer is None else cloudpickle.loads(answer) for answer in answers]
+
+    def _mend(self, dead: list[int]) -> None:
+        """Put fresh ranks in the place of the dead, and let all meet again."""
+        try:
+            for rank in dead:
+                self._start(rank)
+            self._join_all()
+        except RuntimeError:  # somebody ended meanwhile, or the nursery is gone
+            self.restart()
+
+    def _listen(self, job: "_Job", interrupts: "_Interrupts") -> None:
+        """Take in one message of each rank that speaks; wait for half a second at most.
+
+        One, so that a rank that never stops talking cannot keep us from seeing to the others.
+        """
+        due = min(job.deadline, math.inf if job.limit is None else job.limit)
+        patience = max(0.0, min(0.5, due - time.monotonic()))
+        asked = {rank: self._processes[rank] for rank in sorted(job.waiting)}
+        with interrupts.allowed():
+            ready = wait([sign for process in asked.values() for sign in process.signs], patience)
+        for rank, process in asked.items():
+            if not any(sign in ready for sign in process.signs):
+                continue
+            try:
+                if process.work not in ready:
+                    raise EOFError("ended, though a child of its own still holds the pipe")
+                kind, *content = process.work.recv()
+            except (EOFError, OSError):
+                job.died(rank, self.size, process.reap())
+                continue
+            if kind in ("result", "failure") and rank in job.killed:
+                continue  # its last word, but its end is what we wait for
+            if kind == "result":
+                job.waiting.discard(rank)
+                job.results[rank] = content[0]
+            elif kind == "failure":
+                job.failed(rank, content[0])
+            else:
+                self.sink(rank, kind, content[0])
+
+    def _press(self, job: "_Job") -> None:
+        """Once somebody has failed: wait, then stop the others, then kill them."""
+        now = time.monotonic()
+        if now >= job.deadline and job.waiting and not job.stopped and not job.failures:
+            late = ", ".join(map(str, sorted(job.waiting)))
+            job.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
+            self._stop(job)
+        if job.failures and job.limit is None:
+            job.limit = now + self.grace
+        if job.dead and not job.stopped:
+            job.limit = now  # whoever waits for the dead waits in vain
+        if job.waiting and job.limit is not None and now >= job.limit:
+            if not self.mend or job.stopped:
+                self._kill(job)
+            else:
+                self._stop(job)
+
+    def _stop(self, job: "_Job") -> None:
+        job.stopped, job.limit = True, time.monotonic() + 3
+        for rank in job.waiting:
+            with suppress(OSError):
+                self._processes[rank].control.send(job.number)
+
+    def _kill(self, job: "_Job") -> None:
+        job.stopped = True
+        job.killed |= job.waiting
+        for rank in job.waiting:
+            self._processes[rank].kill()
+        job.limit = time.monotonic() + 3
+
+
+class _Job:
+    """One call in progress on the ranks: who has not answered, who failed, what came back."""
+
+    def __init__(self, number: int, waiting: set[int], limit: float | None) -> None:
+        self.number, self.waiting, self.limit = number, waiting, limit
+        self.asked = len(waiting)
+        self.results: dict[int, bytes] = {}  # pickled
+        self.failures: dict[int, Failure] = {}
+        self.dead: list[int] = []
+        self.killed: set[int] = set()
+        self.stopped = False
+        self.deadline = math.inf
+        self.interrupted: BaseException | None = None
+
+    def failed(self, rank: int, failure: Failure) -> None:
+        """Note a failure, unless it is only a consequence of being stopped."""
+        self.waiting.discard(rank)
+        if not self.stopped and not (self.dead and failure.broken):
+            self.failures[rank] = failure
+
+    def died(self, rank: int, size: int, exitcode: int) -> None:
+        """Note that a process has ended; that outranks the errors of those who missed it."""
+        self.waiting.discard(rank)
+        self.dead.append(rank)
+        if self.stopped and self.failures:
+            return  # we killed it ourselves
+        how = (
+            f"signal {-exitcode} ({signal_name(-exitcode)})" if exitcode < 0 else f"exit {exitcode}"
+        )
+        message = f"the process ended by {how}"
+        for other, failure in list(self.failures.items()):
+            if failure.broken:
+                del self.failures[other]
+        self.failures[rank] = Failure(f"rank {rank} of {size}", "Died", message, message, exitcode)
+
+    @property
+    def all_alike(self) -> bool:
+        """All ranks failed, with one and the same kind of error: they are still in step."""
+        failures = self.failures.values()
+        kinds = {failure.kind for failure in failures}
+        broken = any(failure.broken for failure in failures)
+        return len(failures) == self.asked and len(kinds) == 1 and not broken
+
+
+class _Interrupts:
+    """Ctrl-C while ranks are supervised: obeyed at once where we only wait, else a little later.
+
+    Nobody could recover from a message that was cut in two, or from a half-mended group.
+    """
+
+    def __init__(self) -> None:
+        self._allowed, self._noted, self._usual = False, None, None
+
+    def __enter__(self) -> "_Interrupts":
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and callable(signal.getsignal(signal.SIGINT)):
+            self._usual = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual is not None:
+            signal.signal(signal.SIGINT, self._usual)
+            self.check()
+
+    def _on_signal(self, *args: Any) -> None:
+        self._noted = args
+        if self._allowed:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the interrupt that came meanwhile, if any."""
+        args, self._noted = self._noted, None
+        if args is not None:
+            self._usual(*args)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Interrupts in the body are raised at once."""
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+
+def spawn(fn: Callable, size: int, *args: Any, backend: str = "gloo", **kwargs: Any) -> list[Any]:
+    """Start `size` ranks, run ``fn(*args, **kwargs)`` on each, end them; return the results."""
+    with Ranks(size, backend=backend) as ranks:
+        return ranks.run(fn, *args, **kwargs)
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,143 @@
+"""Starting ranks: forked from one clean process, or each from scratch; watching and ending them."""
+
+import ctypes
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from minipar.comm.worker import Setup, rank_main
+
+_BOOT = "import sys; sys.path[:] = {path!r}; from minipar.comm import processes; processes.{call}"
+
+
+def _python(call: str, fds: list[int], threads: int) -> subprocess.Popen:
+    """Start a fresh interpreter that runs ``processes.<call>`` and inherits `fds`.
+
+    It has a session of its own, so that Ctrl-C reaches only the parent, which decides.
+    """
+    lo = "lo0" if sys.platform == "darwin" else "lo"
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": lo}
+    env = {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
+    code = _BOOT.format(path=sys.path, call=call)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env=env,
+    )
+
+
+class Nursery:
+    """The clean process that ranks are forked from, as its parent sees it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._socket, theirs = socket.socketpair()
+        call = f"_nursery({theirs.fileno()}, {setup.folder!r}, {setup.preload!r})"
+        self._process = _python(call, [theirs.fileno()], setup.threads)
+        theirs.close()
+
+    def ask(self, request: tuple, fds: tuple[int, ...] = ()) -> Any:
+        """Send a request; return the answer. Raises `RuntimeError` when the nursery is gone."""
+        answer = b""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+            answer = self._socket.recv(1 << 16)
+        if not answer:
+            raise RuntimeError("the process that ranks are forked from has ended")
+        return pickle.loads(answer)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
+    """Import torch once, fork a rank per request, report exits; end with the parent."""
+    import torch._dynamo  # noqa: F401  the first optimizer or DDP of a rank imports it: a second each
+
+    for module in preload:
+        importlib.import_module(module)
+    parent = socket.socket(fileno=fd)
+    with suppress(OSError):  # the parent ended while we were answering
+        while True:
+            request, fds, _, _ = socket.recv_fds(parent, 1 << 16, 2)
+            if not request:
+                break
+            what, content = pickle.loads(request)
+            if what == "fork":
+                pid = os.fork()
+                if pid == 0:
+                    parent.close()
+                    with suppress(OSError, AttributeError):
+                        # PR_SET_PDEATHSIG: the kernel ends a rank with the nursery, come what may.
+                        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                    rank_main(content, *fds)
+                for theirs in fds:
+                    os.close(theirs)
+                parent.send(pickle.dumps(pid))
+            else:
+                parent.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(content, 0)[1])))
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+class Process:
+    """One rank, as its parent sees it."""
+
+    def __init__(self, setup: Setup, nursery: Nursery | None) -> None:
+        self.exitcode: int | None = None
+        self._nursery = nursery
+        self.work, work = Pipe()
+        self.control, control = Pipe()
+        fds = (work.fileno(), control.fileno())
+        if nursery is not None:
+            self.pid = nursery.ask(("fork", setup), fds)
+        else:
+            self._popen = _python(
+                f"rank_main(processes.{setup!r}, {fds[0]}, {fds[1]})", list(fds), setup.threads
+            )
+            self.pid = self._popen.pid
+        work.close()
+        control.close()
+        # A rank that ended closes its pipe, unless a DataLoader worker that it forked still holds
+        # it: on Linux we therefore watch the process as well.
+        self._pidfd = None
+        with suppress(OSError, AttributeError):
+            self._pidfd = os.pidfd_open(self.pid)
+        self.signs = [self.work] if self._pidfd is None else [self.work, self._pidfd]
+
+    def kill(self) -> None:
+        """End the process at once, if it has not ended yet."""
+        if self.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the end of the process; return its exit code, -9 for signal 9."""
+        if self.exitcode is None:
+            if self._nursery is None:
+                self.exitcode = self._popen.wait()
+            else:
+                try:
+                    self.exitcode = self._nursery.ask(("wait", self.pid))
+                except RuntimeError:  # then the kernel has ended the rank with the nursery
+                    self.exitcode = -signal.SIGKILL
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+            self.work.close()
+            self.control.close()
+        return self.exitcode

@@ -1,0 +1,231 @@
+"""The recorder of one rank: which compute span is open, and the hooks that open and close them.
+
+`minipar.comm.timeline.record` makes one. Each `hook_...` function returns the functions that take
+its hooks away again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from minipar.comm.spans import Span
+
+
+class _Frame:
+    """An open compute span; `kind` None is time that is waited, which leaves no span."""
+
+    __slots__ = ("kind", "name", "start")
+
+    def __init__(self, kind: str | None, name: str, start: float) -> None:
+        self.kind, self.name, self.start = kind, name, start
+
+
+class Recorder:
+    """Appends finished spans of this rank; keeps the stack of compute spans that are open.
+
+    Only the innermost open span runs: opening another closes the piece so far, closing it begins
+    the next piece, so compute spans never overlap. Only the thread that records has a say, and
+    autograd's threads while they work for it.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.spans: list[Span] = []
+        self.on = True  # until the recording ends; a graph that outlives it keeps its hooks
+        self._stack: list[_Frame] = []
+        self._thread = threading.get_ident()
+
+    def comm(
+        self,
+        name: str,
+        axis_name: str,
+        num_bytes: int,
+        start: float,
+        end: float,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        """Append a finished communication; any thread may call (`list.append` is atomic)."""
+        self.spans.append(
+            Span("comm", name, self.rank, start, end, axis_name, num_bytes, meta or {})
+        )
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """This thread waits for communication: the open compute span pauses and does not count."""
+        frame = self.open(None, "")
+        try:
+            yield
+        finally:
+            self.close(frame)
+
+    def open(self, kind: str | None, name: str) -> _Frame | None:
+        """Interrupt the running span by another; returns what `close` wants."""
+        if threading.get_ident() != self._thread and not _in_backward():
+            return None
+        now = time.monotonic()
+        if self._stack:
+            self._piece(self._stack[-1], now)
+        self._stack.append(_Frame(kind, name, now))
+        return self._stack[-1]
+
+    def close(self, frame: _Frame | None) -> None:
+        """End `frame` and whatever is still open inside of it; the span around it goes on."""
+        if frame not in self._stack:
+            return
+        now = time.monotonic()
+        self._piece(self._stack[-1], now)
+        del self._stack[self._stack.index(frame) :]
+        if self._stack:
+            self._stack[-1].start = now
+
+    def rename(self, name: str) -> None:
+        """From here on the running span has another name."""
+        frame, now = self._stack[-1], time.monotonic()
+        self._piece(frame, now)
+        frame.name, frame.start = name, now
+
+    def running(self) -> _Frame | None:
+        """The innermost open span."""
+        return self._stack[-1] if self._stack else None
+
+    def _piece(self, frame: _Frame, now: float) -> None:
+        if frame.kind is not None and now > frame.start:
+            self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules worth a span: members of lists, from the top down, and other leaves with weights."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, name: str, member: bool) -> None:
+        children = dict(module.named_children())
+        if member or (not children and any(True for _ in module.parameters())):
+            found[name] = module
+            return
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for child_name, child in children.items():
+            visit(child, f"{name}.{child_name}" if name else child_name, is_list)
+
+    visit(model, "", False)
+    return {name or type(model).__name__: module for name, module in found.items()}
+
+
+def hook_optimizers(recorder: Recorder) -> list[Callable[[], None]]:
+    frames: list[_Frame | None] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        frames.append(recorder.open("optimizer", type(optimizer).__name__))
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if frames:
+            recorder.close(frames.pop())
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    return [handle.remove for handle in handles]
+
+
+def hook_model(recorder: Recorder, model: nn.Module) -> list[Callable[[], None]]:
+    """Forward spans by module hooks; backward spans by hooks on the graph's nodes.
+
+    The backward of a block lasts from the gradient of its output, about to enter the node that made
+    it, to the gradient of its input, about to leave the block. Hooks on nodes only look: unlike
+    `register_full_backward_hook` they forbid neither views nor in-place operations.
+    """
+    calls: list[tuple[nn.Module, _Frame | None]] = []
+
+    def hook(name: str, module: nn.Module, is_block: bool) -> list[Callable[[], None]]:
+        def enters(grads: Any) -> None:
+            if not recorder.on:
+                return
+            running = recorder.running()
+            if running is not None and running.kind == "backward":
+                recorder.rename(name)
+            else:  # a backward that did not come through torch.autograd.backward
+                frame = recorder.open("backward", name)
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: recorder.close(frame))
+
+        def leaves(grads: Any) -> None:
+            running = recorder.running()
+            # The block before may have begun at this very node: then there is nothing to end.
+            if recorder.on and running is not None and running.name == name:
+                recorder.rename("backward")
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            recomputed = _in_backward()  # activation checkpointing
+            kind, what = ("backward", f"{name} (recompute)") if recomputed else ("forward", name)
+            calls.append((module, recorder.open(kind, what)))
+            if is_block:
+                _hook_nodes((args, kwargs), leaves)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if calls and calls[-1][0] is module:
+                recorder.close(calls.pop()[1])
+            if is_block:
+                _hook_nodes(output, enters)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True).remove,
+            module.register_forward_hook(after, always_call=True).remove,
+        ]
+
+    found = blocks(model)
+    remove = hook_autograd(recorder)
+    if model not in found.values():
+        remove += hook("forward", model, is_block=False)  # what it does between its blocks
+    for name, module in found.items():
+        remove += hook(name, module, is_block=True)
+    return remove
+
+
+def _hook_nodes(value: Any, hook: Callable[[Any], None]) -> None:
+    """Call `hook` whenever a gradient of `value` is complete."""
+    if torch.is_grad_enabled():
+        for node in {tensor.grad_fn for tensor in _tensors(value)} - {None}:
+            node.register_prehook(hook)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def hook_autograd(recorder: Recorder) -> list[Callable[[], None]]:
+    """`Tensor.backward` calls `torch.autograd.backward`; no hook tells where a backward begins."""
+    originals = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = recorder.open("backward", "backward")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.close(frame)
+
+        return call
+
+    for name, function in originals.items():
+        setattr(torch.autograd, name, timed(function))
+    return [lambda n=n, f=f: setattr(torch.autograd, n, f) for n, f in originals.items()]

@@ -1,0 +1,262 @@
+"""One rank, seen from inside: it receives calls, runs them and answers, and can be stopped.
+
+Two threads. The main thread runs what it is told. The control thread waits for the word to stop; it
+also runs while the main thread is stuck in a collective, and then aborts the process groups from
+under it.
+"""
+
+import importlib
+import io
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from minipar.comm.backends import device_of, init
+from minipar.comm.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed."""
+
+    label: str  # "rank 1 of 4 (dp=0, tp=1)"
+    kind: str  # name of the exception class, or "Died"
+    message: str
+    report: str  # the traceback, as it should be shown
+    exitcode: int | None = None  # of a process that ended
+    broken: bool = False  # it was the connection that failed, not the code
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a rank must know to start."""
+
+    size: int
+    backend: str
+    timeout: float
+    threads: int
+    capture: bool
+    folder: str  # where the ranks meet
+    preload: tuple[str, ...]
+    rank: int = -1
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised inside a rank whose call was stopped because another rank failed."""
+
+
+_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
+"""What a communication error says when the process group can no longer be used."""
+
+
+class _Worker:
+    """The loop of a rank: receive a call, run it, answer."""
+
+    def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
+        self.setup, self.work, self.control = setup, work, control
+        self.call = 0  # number of the latest call
+        self.busy = threading.Event()  # set only while somebody else's code runs
+        self.lock = threading.Lock()
+
+    def run(self) -> None:
+        signal.signal(signal.SIGUSR1, self._on_signal)
+        threading.Thread(target=self._obey, daemon=True).start()
+        os.environ.update(RANK=str(self.setup.rank), WORLD_SIZE=str(self.setup.size))
+        os.environ.update(LOCAL_RANK=str(self.setup.rank))
+        torch.set_num_threads(self.setup.threads)
+        device_of(self.setup.rank)
+        if self.setup.capture:
+            sys.stdout, sys.stderr = _Stream("stdout", self.say), _Stream("stderr", self.say)
+        while True:
+            self.call, kind, content = self.work.recv()
+            try:
+                answer = ("result", self._answer(kind, content))
+            except BaseException as error:
+                self.busy.clear()
+                answer = ("failure", self._failure(error))
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):  # the function may have put anything in their place
+                    stream.flush()
+            self.say(*answer)
+
+    def _answer(self, kind: str, content: Any) -> bytes:
+        if kind == "join":
+            self._join(content)
+            return cloudpickle.dumps(None)
+        fn, args, kwargs = cloudpickle.loads(content)
+        self.busy.set()
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            self.busy.clear()
+        return cloudpickle.dumps(result)
+
+    def _join(self, meeting: str) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.FileStore(meeting, self.setup.size)
+        init(
+            self.setup.backend,
+            self.setup.timeout,
+            store=store,
+            rank=self.setup.rank,
+            world_size=self.setup.size,
+        )
+
+    def _failure(self, error: BaseException) -> Failure:
+        # Somebody who renders errors better than we do (a notebook cell) attaches the text.
+        report = getattr(error, "report", None)
+        if report is None:
+            # The first frames are this loop's; a reader wants those of the function.
+            tb = error.__traceback__
+            for _ in range(2):
+                tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
+            report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+        kind = str(getattr(error, "kind", type(error).__name__))
+        try:
+            message = str(error)
+        except Exception:
+            message = f"<str() of this {type(error).__name__} fails>"
+        broken = isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
+        return Failure(Mesh.label, kind, message, str(report), broken=broken)
+
+    def say(self, kind: str, content: Any) -> None:
+        """Send a message to the parent; a signal must not cut it in two."""
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            with self.lock:
+                self.work.send((kind, content))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.busy.is_set():
+            raise Stopped("stopped because another rank failed or the call was interrupted")
+
+    def _obey(self) -> None:
+        """The control thread: runs even while the main thread is stuck in a collective."""
+        main = threading.main_thread().ident
+        try:
+            while True:
+                unwanted = self.control.recv()  # the number of the call to stop
+
+                def running(unwanted=unwanted):
+                    return self.busy.is_set() and self.call == unwanted
+
+                if running():
+                    abort_groups()
+                while running():  # plain Python: loops and sleeps
+                    signal.pthread_kill(main, signal.SIGUSR1)
+                    time.sleep(0.1)
+        except (EOFError, OSError):  # the pipe is closed: our parent is gone
+            shutil.rmtree(self.setup.folder, ignore_errors=True)
+        finally:
+            os._exit(0)
+
+
+_worker: _Worker | None = None  # of this process, if it is a rank
+
+
+def shield() -> None:
+    """From inside a rank: from here on this call is not stopped any more; it ends by itself."""
+    if _worker is not None:
+        _worker.busy.clear()
+
+
+def say(kind: str, content: Any) -> None:
+    """From inside a rank: hand (picklable) `content` to the sink of the parent."""
+    assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _worker.say(kind, content)
+
+
+class _Stream(io.TextIOBase):
+    """The standard output of a rank: whole lines travel to the parent as they are written."""
+
+    encoding, errors = "utf-8", "strict"
+
+    def __init__(self, name: str, say: Callable[[str, str], None]) -> None:
+        self.name, self._say, self._text, self._lock = name, say, "", threading.RLock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._text += text
+            cut = max(self._text.rfind("\n"), self._text.rfind("\r")) + 1
+            whole, self._text = self._text[:cut], self._text[cut:]
+        if whole:
+            self._say(self.name, whole)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            text, self._text = self._text, ""
+        if text:
+            self._say(self.name, text)
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError("the output of a rank goes through a pipe of its own")
+
+
+def abort_groups() -> None:
+    """Make every collective of this process fail now, from any thread."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == "gloo":
+            _cut_connections()  # gloo's own abort() does nothing
+        else:
+            group.abort()
+
+
+def _cut_connections() -> None:
+    """Shut this process's TCP connections down (Linux): all of them are torch's.
+
+    Not the listening sockets: gloo ends the process when those go.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        return  # the supervisor will kill us instead
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as sock:
+                listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+def rank_main(setup: Setup, work_fd: int, control_fd: int) -> None:
+    """A rank from its first breath to its last; never returns."""
+    global _worker
+    try:
+        for module in setup.preload:
+            importlib.import_module(module)
+        _worker = _Worker(setup, Connection(work_fd), Connection(control_fd))
+        _worker.run()
+    except EOFError:  # the parent is gone
+        shutil.rmtree(setup.folder, ignore_errors=True)
+    except (OSError, KeyboardInterrupt):
+        pass
+    finally:
+        # Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
+        os._exit(0)

@@ -1,0 +1,545 @@
+"""Every verb against what one process computes; the ledger against the formulas.
+
+A rank can make the inputs of all ranks, so that it knows itself what it must get. The numbers are
+multiples of 12 and small: sums, and averages over 2, 3 or 4 ranks, are exact in every dtype.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minipar.comm import collectives as comm
+from minipar.comm import timeline, worker
+from minipar.comm.collectives import Pending, wire_bytes
+from minipar.comm.mesh import Axis, Mesh
+
+SHAPE = (12, 24, 36)  # 2, 3 and 4 divide every dim, and no two dims are alike
+REDUCTIONS = {
+    "sum": lambda stack: stack.sum(0),
+    "avg": lambda stack: stack.sum(0) / len(stack),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+}
+
+
+def inputs(axis: Axis, dtype: torch.dtype = torch.float32, shape=SHAPE) -> list[Tensor]:
+    """The tensors of all ranks; no two are alike."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (12 * torch.randint(0, 20, shape, generator=generator)).to(dtype) for _ in range(axis.size)
+    ]
+
+
+def laid_out(tensor: Tensor, how: int) -> Tensor:
+    """The same values, in another layout of memory: ranks need not agree on that."""
+    if how % 3 == 1:
+        return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
+    if how % 3 == 2:
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 5)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    return tensor.clone()
+
+
+def equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+Case = tuple[str, Callable[..., Tensor | Pending], Tensor | None]
+
+
+def cases(x: Tensor, xs: list[Tensor], axis: Axis) -> Iterator[Case]:
+    """Yield (what, call, expected); expected is None where the result means nothing."""
+    n, r = axis.size, axis.rank
+    ops = [op for op in REDUCTIONS if op != "avg" or x.is_floating_point()]
+    for op in ops:
+        reduced = REDUCTIONS[op](torch.stack(xs))
+        yield f"all_reduce {op}", lambda op=op, **k: comm.all_reduce(x, axis, op, **k), reduced
+        for dim in 0, 1, -1, -3:
+            yield (
+                f"reduce_scatter {op} {dim}",
+                lambda dim=dim, op=op, **k: comm.reduce_scatter(x, axis, dim, op, **k),
+                reduced.chunk(n, dim)[r],
+            )
+        for dst in range(n):
+            yield (
+                f"reduce {op} to {dst}",
+                lambda dst=dst, op=op, **k: comm.reduce(x, axis, dst, op, **k),
+                reduced if r == dst else None,
+            )
+    for dim in 0, 1, 2, -1, -2, -3:
+        gathered = torch.cat(xs, dim)
+        yield f"all_gather {dim}", lambda d=dim, **k: comm.all_gather(x, axis, d, **k), gathered
+    for split, concat in itertools.product([0, 1, -1], [0, 1, -1]):
+        yield (
+            f"all_to_all {split} {concat}",
+            lambda s=split, c=concat, **k: comm.all_to_all(x, axis, s, c, **k),
+            torch.cat([other.chunk(n, split)[r] for other in xs], concat),
+        )
+    for root in range(n):
+        yield f"broadcast {root}", lambda q=root, **k: comm.broadcast(x, axis, q, **k), xs[root]
+        yield (
+            f"scatter {root}",
+            lambda q=root, **k: comm.scatter(x, axis, q, **k),
+            xs[root].chunk(n)[r],
+        )
+        yield (
+            f"gather {root}",
+            lambda q=root, **k: comm.gather(x, axis, q, **k),
+            torch.cat(xs) if r == root else None,
+        )
+
+
+def check_case(case: Case, x: Tensor, async_op: bool) -> None:
+    what, call, expected = case
+    before = x.clone()
+    result = call(async_op=True) if async_op else call()
+    if async_op:
+        assert isinstance(result, Pending), what
+        pending, result = result, result.wait()
+        assert pending.wait() is result, what  # finished only once
+    if expected is not None:
+        assert result.dtype == expected.dtype and not result.requires_grad, what
+        equal(result, expected)
+        assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), what
+    elif what.startswith("gather"):
+        assert result is None, what
+    equal(x, before)
+
+
+def check_verbs(dtype: torch.dtype, how: str) -> int:
+    axis = Mesh(dp=dist.get_world_size()).dp
+    xs, checked = inputs(axis, dtype), 0
+    x = laid_out(xs[axis.rank], axis.rank)
+    for case in cases(x, xs, axis):
+        if "recorded" in how:
+            with timeline.record() as ledger:
+                check_case(case, x, async_op="async" in how)
+            assert [span.name for span in ledger.spans] == [case[0].split()[0]], case[0]
+        else:
+            check_case(case, x, async_op="async" in how)
+        checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_verb_equals_one_process(ranks, size):
+    """Catches: a wrong dim, root or order; an input reduced in place; layouts taken for equal."""
+    count = 4 * (1 + 4 + size) + 6 + 9 + 3 * size
+    for how in "plain", "async", "recorded", "recorded async":
+        assert ranks(size).run(check_verbs, torch.float32, how) == [count] * size
+    assert ranks(size).run(check_verbs, torch.float64, "plain") == [count] * size
+    assert ranks(size).run(check_verbs, torch.bfloat16, "async") == [count] * size
+    assert ranks(size).run(check_verbs, torch.int64, "plain") == [count - 5 - size] * size
+
+
+def check_small_shapes() -> None:
+    axis = Mesh(dp=dist.get_world_size()).dp
+    n, r = axis.size, axis.rank
+    number = torch.tensor(float(r))
+    equal(comm.all_gather(number, axis), torch.arange(float(n)))
+    equal(comm.all_reduce(number, axis), torch.tensor(n * (n - 1) / 2))
+    equal(comm.reduce_scatter(torch.arange(float(n)), axis), torch.tensor([float(n * r)]))
+    equal(comm.all_to_all(torch.arange(n) + 10 * r, axis), 10 * torch.arange(n) + r)
+    assert comm.all_gather(torch.empty(0, 3), axis, 1).shape == (0, 3 * n)
+    assert comm.all_to_all(torch.empty(0, n), axis, 1, 0).shape == (0, 1)
+    assert comm.reduce_scatter(torch.empty(n, 0), axis).shape == (1, 0)
+
+
+def check_uneven() -> None:
+    axis = Mesh(ep=dist.get_world_size()).ep
+    n, r = axis.size, axis.rank
+    counts = [[(3 * i + 2 * j) % 5 for j in range(n)] for i in range(n)]  # [from][to], some 0
+    assert any(0 in row for row in counts)
+    xs = [100.0 * i + torch.arange(sum(counts[i]) * 2).reshape(-1, 2) for i in range(n)]
+    expected = torch.cat([x.split(row)[r] for x, row in zip(xs, counts, strict=True)])
+    call = dict(send_counts=counts[r], recv_counts=[row[r] for row in counts])
+    equal(comm.all_to_all(laid_out(xs[r], r), axis, **call), expected)
+    equal(comm.all_to_all(xs[r], axis, **call, async_op=True).wait(), expected)
+    nothing = comm.all_to_all(xs[r][:0], axis, send_counts=[0] * n, recv_counts=[0] * n)
+    assert nothing.shape == (0, 2)
+    with timeline.record() as ledger:
+        comm.all_to_all(xs[r], axis, **call)
+    rows = sum(counts[r][j] for j in range(n) if j != r)
+    assert [span.num_bytes for span in ledger.spans] == [rows * 2 * 4]
+
+
+def check_peers() -> None:
+    """Rings in both directions at once, then a chain from the first rank to the last."""
+    axis = Mesh(cp=dist.get_world_size()).cp
+    n, r = axis.size, axis.rank
+    left, right = (r - 1) % n, (r + 1) % n
+    for async_op in False, True:
+        mine = laid_out(torch.full((2, 3), float(r)), 1 + r)
+        from_left, from_right = torch.empty(2, 3), torch.empty(2, 3)
+        result = comm.exchange(
+            [(mine, right), (mine + 0.5, left)],
+            [(from_left, left), (from_right, right)],
+            axis,
+            async_op=async_op,
+        )
+        result = result.wait() if async_op else result
+        assert result[0] is from_left and result[1] is from_right
+        equal(from_left, torch.full((2, 3), float(left)))
+        equal(from_right, torch.full((2, 3), right + 0.5))
+    # A ring of n-1 rounds brings every rank everything.
+    block, seen = torch.tensor([float(r)]), [float(r)]
+    for _ in range(n - 1):
+        (block,) = comm.exchange([(block, right)], [(torch.empty(1), left)], axis)
+        seen.append(block.item())
+    assert sorted(seen) == list(range(n))
+    assert comm.exchange([], [], axis) == []
+
+    total = torch.tensor([float(r)])
+    if r > 0:
+        total += comm.recv(torch.empty(1), axis, r - 1)
+    if r < n - 1:
+        assert comm.send(total, axis, r + 1, async_op=True).wait() is not None
+    equal(total, torch.tensor([r * (r + 1) / 2]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_odd_shapes_uneven_counts_and_peers(ranks, size):
+    ranks(size).run(check_small_shapes)
+    ranks(size).run(check_uneven)
+    ranks(size).run(check_peers)
+
+
+def check_out() -> None:
+    axis = Mesh(dp=dist.get_world_size()).dp
+    n, r = axis.size, axis.rank
+    xs = inputs(axis)
+    total = torch.stack(xs).sum(0)
+    for how in range(3):  # in place, whatever the layout, and elsewhere
+        x = laid_out(xs[r], how)
+        assert comm.all_reduce(x, axis, out=x) is x
+        equal(x, total)
+        out = laid_out(torch.zeros(SHAPE), how + r)
+        assert comm.all_reduce(xs[r], axis, out=out, async_op=True).wait() is out
+        equal(out, total)
+        x = laid_out(xs[r], how)
+        assert comm.broadcast(x, axis, 1, out=x) is x
+        equal(x, xs[1])
+        out = laid_out(torch.zeros(12 // n, 24, 36), how)
+        assert comm.reduce_scatter(xs[r], axis, out=out) is out
+        equal(out, total.chunk(n)[r])
+        out = laid_out(torch.zeros(12 * n, 24, 36), how)
+        assert comm.all_gather(xs[r], axis, out=out, async_op=True).wait() is out
+        equal(out, torch.cat(xs))
+    weight = torch.nn.Parameter(xs[r].clone())
+    comm.broadcast(weight, axis, out=weight)  # a parameter may be written to, unseen by autograd
+    equal(weight.detach(), xs[0])
+    assert weight.requires_grad and weight.grad_fn is None
+
+
+def test_out_is_where_the_result_goes(ranks):
+    ranks(2).run(check_out)
+    ranks(3).run(check_out)
+
+
+def test_results_carry_no_gradient(ranks):
+    """T14's neighbour: a verb that autograd sees through as a copy has a wrong gradient."""
+
+    def check() -> None:
+        axis = Mesh(dp=2).dp
+        for axis in Mesh(dp=2).dp, Mesh(dp=2).tp:
+            x = torch.ones(2, 2, requires_grad=True)
+            for verb in comm.all_reduce, comm.reduce, comm.broadcast, comm.scatter, comm.gather:
+                result = verb(x, axis)
+                assert result is None or not result.requires_grad, verb
+            for verb in comm.reduce_scatter, comm.all_gather, comm.all_to_all:
+                assert not verb(x, axis, 1).requires_grad, verb
+
+    ranks(2).run(check)
+
+
+def test_axes_of_a_mesh_talk_at_the_same_time(ranks):
+    """Catches: a verb that ignores `axis.group`, or takes a peer for a global rank."""
+
+    def check() -> list:
+        mesh = Mesh(dp=2, tp=2)
+        mine = torch.tensor([10.0**mesh.rank])
+        pending = [comm.all_reduce(mine, axis, async_op=True) for axis in (mesh.dp, mesh.tp)]
+        pending.append(comm.all_gather(mine, mesh.tp, async_op=True))
+        pending.append(comm.broadcast(mine, mesh.dp, src=1, async_op=True))
+        other = 1 - mesh.dp.rank
+        pending.append(
+            comm.exchange([(mine, other)], [(torch.empty(1), other)], mesh.dp, async_op=True)
+        )
+        dp, tp, gathered, sent, (exchanged,) = (each.wait() for each in pending)
+        reduced = comm.reduce(mine, mesh.tp, dst=1)
+        found = [tensor.tolist() for tensor in (dp, tp, gathered, sent, exchanged)]
+        return [*found, reduced.tolist() if mesh.tp.rank == 1 else None]
+
+    assert ranks(4).run(check) == [
+        [[101], [11], [1, 10], [100], [100], None],
+        [[1010], [11], [1, 10], [1000], [1000], [11]],
+        [[101], [1100], [100, 1000], [100], [1], None],
+        [[1010], [1100], [100, 1000], [1000], [10], [1100]],
+    ]
+
+
+def test_on_an_axis_of_size_1_nothing_is_sent():
+    """And nothing else differs: copies, shapes, `out=`, `Pending`; no torch.distributed needed."""
+    assert not dist.is_initialized()
+    axis = Mesh().dp
+    x = laid_out(inputs(axis)[0], 1)
+    with timeline.record() as ledger:
+        checked = 0
+        for case in cases(x, [x.clone()], axis):
+            check_case(case, x, async_op=False)
+            check_case(case, x, async_op=True)
+            checked += 1
+        out = torch.zeros(SHAPE)
+        for verb in comm.all_reduce, comm.broadcast, comm.all_gather, comm.reduce_scatter:
+            assert verb(x, axis, out=out.zero_()) is out
+            equal(out, x)
+        equal(comm.all_to_all(x, axis, send_counts=[12], recv_counts=[12]), x.contiguous())
+        (got,) = comm.exchange([(x, 0)], [(torch.empty(SHAPE), 0)], axis)
+        equal(got, x)
+        comm.barrier(axis)
+        assert comm.all_gather_object("a", axis) == ["a"]
+    assert checked == 4 * (1 + 4 + 1) + 6 + 9 + 3
+    assert ledger.spans == []
+
+
+# ---------------------------------------------------------------------- the ledger
+def record_all(axis_name: str) -> list[tuple[str, str, int, int, float, float]]:
+    """One call of every verb with 48 floats (192 bytes) on this rank; what the ledger says."""
+    mesh = Mesh(**{axis_name: dist.get_world_size()})
+    axis = mesh[axis_name]
+    n, r = axis.size, axis.rank
+    x = torch.arange(48.0).reshape(12, 4)
+    comm.all_reduce(x, axis)  # not recorded
+    with timeline.record() as ledger:
+        comm.all_reduce(x, axis)
+        comm.all_gather(x, axis)
+        comm.reduce_scatter(x, axis)
+        comm.all_to_all(x, axis)
+        comm.broadcast(x, axis)
+        comm.reduce(x, axis)
+        comm.scatter(x, axis)
+        comm.gather(x, axis)
+        comm.exchange([(x[:3], (r + 1) % n)], [(torch.empty(3, 4), (r - 1) % n)], axis)
+        comm.barrier(axis)
+        if r == 0:
+            comm.send(x, axis, 1)
+        if r == 1:
+            comm.recv(x.clone(), axis, 0)
+    comm.all_reduce(x, axis)  # not recorded either
+    return [(s.name, s.axis, s.num_bytes, s.rank, s.start, s.end) for s in ledger.spans]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ledger_holds_what_the_formulas_say(ranks, size):
+    """S bytes on every rank. Catches: 2S for an all-reduce, shard taken for whole, a lost span."""
+    s, n = 192, size
+    expected = [
+        ("all_reduce", 2 * s * (n - 1) / n),
+        ("all_gather", s * (n - 1)),  # every other rank's S passes by once
+        ("reduce_scatter", s * (n - 1) / n),
+        ("all_to_all", s - s / n),  # all but the own slice
+        ("broadcast", s),
+        ("reduce", s),
+        ("scatter", s - s / n),
+        ("gather", s * n - s),
+        ("exchange", s / 4),
+        ("barrier", 0),
+    ]
+    for rank, found in enumerate(ranks(size).run(record_all, "tp")):
+        own = {0: [("send", s)], 1: [("recv", 0)]}.get(rank, [])
+        assert [(name, num_bytes) for name, _, num_bytes, *_ in found] == expected + own
+        assert {axis for _, axis, *_ in found} == {"tp"}
+        assert {span_rank for *_, span_rank, _, _ in found} == {rank}
+        times = [moment for *_, start, end in found for moment in (start, end)]
+        assert times == sorted(times)  # one after the other, none ends before it starts
+
+
+def test_wire_bytes_against_the_literature():
+    """nccl-tests' PERFORMANCE.md: bus bandwidth = algorithm bandwidth times these factors."""
+    whole = 840  # divisible by 2..8
+    for n in range(2, 9):
+        assert wire_bytes("all_reduce", whole, n) == 2 * whole * (n - 1) / n
+        for verb in "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather":
+            assert wire_bytes(verb, whole, n) == whole * (n - 1) / n
+        for verb in "broadcast", "reduce", "send":
+            assert wire_bytes(verb, whole, n) == whole
+    assert wire_bytes("all_reduce", 8, 8) / 8 == 1.75
+    for verb in "all_reduce", "all_gather", "broadcast", "send", "barrier":
+        assert wire_bytes(verb, whole, 1) == 0
+    assert wire_bytes("recv", whole, 4) == wire_bytes("barrier", whole, 4) == 0
+
+
+def test_parts_of_an_all_reduce_cost_what_it_costs():
+    """All-reduce = reduce-scatter, then all-gather (Rabenseifner): so must the bytes."""
+    for n in range(1, 9):
+        parts = wire_bytes("reduce_scatter", 840, n) + wire_bytes("all_gather", 840, n)
+        assert wire_bytes("all_reduce", 840, n) == parts
+
+
+ASYNC_VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange"]
+
+
+def start_async(verb: str, axis: Axis) -> Pending:
+    x = torch.ones(12)
+    if verb == "exchange":
+        other = 1 - axis.rank
+        return comm.exchange([(x, other)], [(torch.empty(12), other)], axis, async_op=True)
+    return getattr(comm, verb)(x, axis, async_op=True)
+
+
+def test_a_span_ends_when_the_operation_ends(ranks):
+    """Not when somebody waits for it (else all seems exposed), nor when it was started."""
+
+    def check(late: float) -> list[tuple[float, float, float, float]]:
+        axis = Mesh(dp=2).dp
+        comm.barrier(axis)
+        time.sleep(late * axis.rank)
+        with timeline.record() as ledger:
+            called = time.monotonic()
+            pending = [start_async(verb, axis) for verb in ASYNC_VERBS]
+            time.sleep(0.5)
+            before_wait = time.monotonic()
+            for each in pending:
+                each.wait()
+        spans = {span.name: span for span in ledger.spans}
+        return [(called, spans[v].start, spans[v].end, before_wait) for v in ASYNC_VERBS]
+
+    first, second = ranks(2).run(check, 0.2)
+    for verb, (called, start, end, before_wait), (joined, *_, end2, before_wait2) in zip(
+        ASYNC_VERBS, first, second, strict=True
+    ):
+        assert called <= start <= end, verb
+        assert end < before_wait and end2 < before_wait2, verb
+        if verb != "broadcast":  # the root need not wait for anybody
+            assert end >= joined, verb  # rank 0 cannot be done before rank 1 has begun
+
+
+def test_waiting_twice_records_once(ranks):
+    def check() -> int:
+        with timeline.record() as ledger:
+            pending = comm.all_reduce(torch.ones(3), Mesh(dp=2).dp, async_op=True)
+            assert pending.wait() is pending.wait()
+        return len(ledger.spans)
+
+    assert ranks(2).run(check) == [1, 1]
+
+
+# ---------------------------------------------------------------------- errors
+def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
+    x, n = torch.ones(5, 4), axis.size
+    two = [2] * n
+    return [
+        (lambda: comm.all_reduce(x, axis, "mean"), "all_reduce: op='mean'.*use one of sum, avg"),
+        (lambda: comm.reduce(x, axis, 0, "prod"), "op='prod' is not a reduction"),
+        (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*int64 is no whole number; use sum"),
+        (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of shape \(5, 4\)"),
+        (lambda: comm.reduce_scatter(x, axis, -1), "divide dim -1.*pad it to 6 or cut it to 3"),
+        (lambda: comm.all_to_all(x, axis, 1), "pad it to 6 or cut it to 3"),
+        (lambda: comm.scatter(x, axis), "pad it to 6 or cut it to 3"),
+        (lambda: comm.reduce_scatter(x, axis, 2), r"shape \(5, 4\) has no dim 2"),
+        (lambda: comm.all_gather(x, axis, -3), "has no dim -3"),
+        (lambda: comm.all_to_all(x[:3], axis, 0, 2), "has no dim 2"),
+        (lambda: comm.all_gather(x, axis, 1, out=x), "out= needs dim=0, not dim=1"),
+        (lambda: comm.all_gather(x, axis, out=x), r"shape \(15, 4\).*not \(5, 4\)"),
+        (lambda: comm.all_reduce(x[0], axis, out=x), r"shape \(4,\) and torch.float32"),
+        (lambda: comm.all_reduce(x, axis, out=x.double()), "not .* torch.float64"),
+        (lambda: comm.broadcast(x, axis, n), "src=3 is no rank of dp=3; use 0 to 2"),
+        (lambda: comm.reduce(x, axis, -1), "dst=-1 is no rank"),
+        (lambda: comm.gather(x, axis, 7), "dst=7 is no rank"),
+        (lambda: comm.scatter(x[:3], axis, 3), "src=3 is no rank"),
+        (lambda: comm.send(x, axis, 3), "peer=3 is no rank"),
+        (lambda: comm.recv(x, axis, -1), "peer=-1 is no rank"),
+        (lambda: comm.recv(x.t(), axis, 0), "must be contiguous"),
+        (lambda: comm.exchange([(x, 0), (x, 3)], [], axis), "exchange: peer=3 is no rank"),
+        (lambda: comm.all_to_all(x, axis, send_counts=two), "needs both"),
+        (lambda: comm.all_to_all(x, axis, send_counts=two, recv_counts=two), "add up to 6.*has 5"),
+        (lambda: comm.all_to_all(x, axis, send_counts=[5], recv_counts=two), "needs 3 counts"),
+    ]
+
+
+def test_what_cannot_work_raises_before_anything_is_sent(ranks):
+    def check() -> int:
+        axis = Mesh(dp=3).dp
+        bad = bad_calls(axis)
+        with timeline.record() as ledger:
+            for call, message in bad:
+                with pytest.raises(ValueError, match=message):
+                    call()
+        assert ledger.spans == []
+        # The group is as it was: had anybody sent anything, this would hang or be wrong.
+        total = comm.all_reduce(torch.tensor([1.0 + axis.rank]), axis)
+        assert total.item() == 6
+        return len(bad)
+
+    assert ranks(3).run(check) == [25] * 3
+
+
+def test_an_error_in_flight_is_raised_by_wait(ranks):
+    """Also where another thread sees it first, because the operation is recorded."""
+
+    def check(recording: bool) -> int:
+        axis = Mesh(dp=2).dp
+        comm.barrier(axis)
+        if axis.rank == 1:
+            return 0  # it never sends
+        with timeline.record() if recording else nullcontext():
+            pending = comm.exchange([], [(torch.empty(4), 1)], axis, async_op=True)
+            worker.abort_groups()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="[Cc]onnection"):
+                    pending.wait()
+        return 2
+
+    pool = ranks(2)
+    for recording in False, True:
+        try:
+            assert pool.run(check, recording) == [2, 0]
+        finally:
+            pool.restart()
+
+
+# ---------------------------------------------------------------------- no data, many ranks
+def on_meta_tensors() -> list[tuple[str, str, int]]:
+    """The verbs as rank 0 of 1024 sees them, on tensors without data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
+    mesh = Mesh(dp=64, tp=16)
+    x = torch.empty(1024, 64, device="meta", dtype=torch.bfloat16)
+    with timeline.record() as ledger:
+        shapes = [
+            comm.all_reduce(x, mesh.world).shape,
+            comm.all_reduce(x, mesh.dp, async_op=True).wait().shape,
+            comm.all_gather(x, mesh.tp, 1).shape,
+            comm.reduce_scatter(x, mesh.world).shape,
+            comm.all_to_all(x, mesh.dp, 1, 0).shape,
+            comm.broadcast(x, mesh.tp).shape,
+        ]
+    assert shapes == [(1024, 64), (1024, 64), (1024, 1024), (1, 64), (65536, 1), (1024, 64)]
+    return [(span.name, span.axis, span.num_bytes) for span in ledger.spans]
+
+
+def test_ledger_of_1024_ranks_without_any(ranks):
+    pool = ranks(2)
+    try:
+        found = pool.run_each(on_meta_tensors, [(), None])[0]
+    finally:
+        pool.restart()
+    s = 1024 * 64 * 2
+    assert found == [
+        ("all_reduce", "world", math.floor(2 * s * 1023 / 1024)),
+        ("all_reduce", "dp", 2 * s * 63 // 64),
+        ("all_gather", "tp", s * 15),
+        ("reduce_scatter", "world", s * 1023 // 1024),
+        ("all_to_all", "dp", s * 63 // 64),
+        ("broadcast", "tp", s),
+    ]

@@ -1,0 +1,768 @@
+"""The standing group of ranks: results, output, every way to fail, and every way to end.
+
+The functions named after a fault run on four ranks. Each leaves the others in the worst place: in a
+collective that the failing rank never joins.
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.comm import backends, launch, worker
+from minipar.comm import collectives as comm
+from minipar.comm.launch import RankError, Ranks, spawn
+from minipar.comm.mesh import Mesh
+
+ROOT = Path(__file__).parents[2]
+RECOVERY = 5.0  # seconds in which a failed call must have returned, with the group mended
+
+
+@pytest.fixture(scope="module")
+def pool():
+    # What this file imports, fresh ranks find imported.
+    with Ranks(4, grace=0.2, sink=lambda *_: None, preload=("psutil", "pytest")) as pool:
+        yield pool
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits for its parent to ask for its exit code does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def total() -> float:
+    """1 + 2 + 3 + 4 = 10 along all ranks: the group works."""
+    return comm.all_reduce(torch.tensor(rank() + 1.0), Mesh(dp=4).dp).item()
+
+
+def assert_works(pool: Ranks) -> None:
+    assert pool.run(total) == [10] * 4
+
+
+@contextmanager
+def within(seconds: float):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+# ---------------------------------------------------------------------- calls and results
+def test_results_come_in_rank_order(pool):
+    def late_first(scale: int, *, offset: int) -> tuple[int, int]:
+        time.sleep(0.05 * (3 - rank()))  # the last rank answers first
+        return rank() * scale + offset, os.getpid()
+
+    results = pool.run(late_first, 10, offset=1)
+    assert [number for number, _ in results] == [1, 11, 21, 31]
+    assert [pid for _, pid in results] == pool.pids
+    assert os.getpid() not in pool.pids
+
+
+def test_any_function_travels(pool):
+    captured = torch.arange(3.0)
+
+    class Local:
+        def __init__(self, x: float) -> None:
+            self.x = x
+
+    def closure(y: float) -> Local:
+        return Local(captured.sum().item() + y)
+
+    assert [local.x for local in pool.run(closure, 2.0)] == [5.0] * 4
+    assert pool.run(lambda local: local.x + rank(), Local(1)) == [1, 2, 3, 4]
+    assert [type(local) for local in pool.run(Local, 7)] == [Local] * 4  # comes back as it went
+    big = torch.randn(1_000_000)  # more than a pipe holds
+    for result in pool.run(lambda x: -x, big):
+        assert torch.equal(result, -big)
+
+
+def test_run_each(pool):
+    call = [(1,), None, (3,), (4,)]
+    assert pool.run_each(lambda x, k: (rank(), x * k), call, k=2) == [(0, 2), None, (2, 6), (3, 8)]
+    assert_works(pool)
+
+
+def test_variables_of_a_rank_survive(pool):
+    def keep(x: int) -> None:
+        sys.modules["minipar"].kept_by_a_test = x + rank()
+
+    pool.run(keep, 5)
+    assert pool.run(lambda: sys.modules["minipar"].kept_by_a_test) == [5, 6, 7, 8]
+
+
+def test_ranks_compute_on_the_threads_they_were_given(pool):
+    assert pool.run(torch.get_num_threads) == [1] * 4
+
+
+def test_dataloader_workers_inside_a_rank(pool):
+    """And a rank that is killed is missed at once, though its workers still hold its pipe."""
+
+    def load(die: bool) -> list[list[int]]:
+        loader = torch.utils.data.DataLoader(
+            range(8), batch_size=4, num_workers=2, persistent_workers=True
+        )
+        batches = [batch.tolist() for batch in loader]
+        if die and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if die:
+            total()
+        return batches
+
+    assert pool.run(load, False) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 4
+    with within(RECOVERY), pytest.raises(RankError, match="SIGKILL"):
+        pool.run(load, True)
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- output
+def test_output_goes_through_the_sink(pool, monkeypatch):
+    heard = []
+    monkeypatch.setattr(pool, "sink", lambda *what: heard.append((*what, time.monotonic())))
+
+    def talk() -> float:
+        print("one", rank())
+        print("half ", end="")
+        print("and half")
+        print("error", file=sys.stderr)
+        sys.stdout.writelines(["a\n", "b\n"])
+        print("progress 1\rprogress 2", end="\r")
+        said = time.monotonic()
+        time.sleep(0.3)
+        worker.say("figure", {"rank": rank()})
+        print("no newline", end="")
+        return said
+
+    said = pool.run(talk)
+    for r in range(4):
+        mine = [(stream, text, when) for who, stream, text, when in heard if who == r]
+        out = [text for stream, text, _ in mine if stream == "stdout"]
+        assert "".join(out) == (f"one {r}\nhalf and half\na\nb\nprogress 1\rprogress 2\rno newline")
+        assert all(text.endswith(("\n", "\r")) for text in out[:-1])  # lines are whole
+        assert "half and half\n" in out
+        assert [text for stream, text, _ in mine if stream == "stderr"] == ["error\n"]
+        assert [content for stream, content, _ in mine if stream == "figure"] == [{"rank": r}]
+        streams = [stream for stream, _, _ in mine]
+        assert streams.index("figure") == len(streams) - 2  # in the order in which it was said
+        heard_at = next(when for _, text, when in mine if text == f"one {r}\n")
+        assert heard_at < said[r] + 0.3  # while the rank was still running
+
+
+def test_default_sink_puts_the_rank_before_every_line(capsys):
+    launch.prefixed(2, "stdout", "a\nb\n")
+    launch.prefixed(0, "stderr", "c\n")
+    assert capsys.readouterr() == ("[2] a\n[2] b\n", "[0] c\n")
+
+
+def test_a_sink_that_fails_ends_the_call(pool, monkeypatch):
+    """Catches: an OSError of the sink that is taken for the end of a rank (then: waits forever)."""
+
+    def full(*_: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    with monkeypatch.context() as patch, within(RECOVERY):
+        patch.setattr(pool, "sink", full)
+        with pytest.raises(BrokenPipeError, match="nobody reads"):
+            pool.run(lambda: print("hello"))
+    assert_works(pool)
+
+
+def test_a_rank_that_never_stops_talking_hides_no_failure(pool):
+    def chatter() -> None:
+        if rank() == 0:
+            raise ValueError("rank 0 knows better")
+        while True:
+            print("bla" * 20)
+
+    with within(RECOVERY), pytest.raises(RankError, match="rank 0 knows better") as error:
+        pool.run(chatter)
+    assert list(error.value.failures) == [0]
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- failures
+class Unpicklable(Exception):
+    def __init__(self, number: int) -> None:
+        self.lock, self.number = threading.Lock(), number
+
+    def __str__(self) -> str:
+        return f"number {self.number}"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_before_all_reduce() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    total()
+
+
+def raises_in_a_subgroup() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    comm.all_reduce(torch.ones(1), mesh.tp)  # only rank 0 hangs here, ...
+    comm.all_reduce(torch.ones(1), mesh.dp)  # ... ranks 2 and 3 here
+
+
+def raises_in_p2p() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    comm.recv(torch.empty(1), mesh.world, 1)
+
+
+def raises_while_others_compute() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    while rank() == 0:
+        pass
+    time.sleep(60)
+
+
+def raises_while_others_cannot_be_stopped() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    while rank() == 2:
+        with suppress(BaseException):
+            time.sleep(60)
+    dist.new_group([0, 3])  # waits for all at the store, which no abort reaches
+
+
+def raises_while_another_holds_the_interpreter() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    if rank() == 2:
+        re.match(r"(a+)+$", "a" * 60 + "b")  # years in C, deaf to signals
+
+
+def raises_in_backward() -> None:
+    world = Mesh(dp=2, tp=2).world
+    weight = torch.nn.Parameter(torch.ones(2))
+    if rank() == 1:
+        weight.register_hook(lambda _: raise_it())
+    else:
+        weight.register_hook(lambda grad: comm.all_reduce(grad, world))
+    weight.sum().backward()
+
+
+def raise_it() -> None:
+    raise ValueError("my own mistake")
+
+
+RAISES = [
+    raises_before_all_reduce,
+    raises_in_a_subgroup,
+    raises_in_p2p,
+    raises_while_others_compute,
+    raises_while_others_cannot_be_stopped,
+    raises_while_another_holds_the_interpreter,
+    raises_in_backward,
+]
+
+
+@pytest.mark.parametrize("fault", RAISES, ids=lambda fault: fault.__name__)
+def test_who_raises_is_shown_alone_and_the_group_goes_on(pool, fault):
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fault)
+    assert list(error.value.failures) == [1]  # nobody's consequences
+    (failure,) = error.value.failures.values()
+    assert failure.label == "rank 1 of 4 (dp=0, tp=1)"
+    assert (failure.kind, failure.message) == ("ValueError", "my own mistake")
+    shown = str(error.value)
+    assert shown.startswith("a rank failed\nrank 1 of 4 (dp=0, tp=1):\nTraceback")
+    assert shown.endswith("ValueError: my own mistake")
+    assert shown.count("Traceback") == 1
+    assert fault.__name__ in shown and "comm/launch.py" not in shown  # frames of the function only
+    with within(1.0):
+        assert_works(pool)
+
+
+def killed() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total()
+
+
+def left() -> None:
+    if rank() == 2:
+        os._exit(3)
+    total()
+
+
+def crashed() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    total()
+
+
+def killed_while_others_compute() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+DEATHS = {
+    killed: (-9, "signal 9 (SIGKILL)"),
+    left: (3, "exit 3"),
+    crashed: (-11, "signal 11 (SIGSEGV)"),
+    killed_while_others_compute: (-9, "signal 9 (SIGKILL)"),
+}
+
+
+@pytest.mark.parametrize("fault", DEATHS, ids=lambda fault: fault.__name__)
+def test_who_dies_is_replaced_and_the_others_stay(pool, fault):
+    """Catches: the broken connections of the others shown as failures; ranks lost needlessly."""
+    exitcode, how = DEATHS[fault]
+    pids = pool.pids
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fault)
+    assert list(error.value.failures) == [2]
+    failure = error.value.failures[2]
+    assert failure.exitcode == exitcode
+    assert failure.message == f"the process ended by {how}"
+    assert str(error.value) == f"a rank failed\nrank 2 of 4:\n{failure.message}"
+    assert [a == b for a, b in zip(pids, pool.pids, strict=True)] == [True, True, False, True]
+    assert not psutil.pid_exists(pids[2])  # no zombie
+    with within(1.0):
+        assert_works(pool)
+
+
+def test_who_died_between_two_calls_is_replaced(pool):
+    os.kill(pool.pids[3], signal.SIGKILL)
+    with within(RECOVERY), pytest.raises(RankError, match="rank 3 of 4:\nthe process ended by sig"):
+        pool.run(total)
+    assert_works(pool)
+
+
+def test_the_nursery_itself_may_die(pool):
+    os.kill(pool._nursery._process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 3
+    while any(map(is_alive, pool.pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(RankError, match="ended by signal 9"):
+        pool.run(total)
+    assert_works(pool)
+
+
+def test_all_ranks_raise_alike(pool):
+    """Then they are still in step: the group, and the objects that hold it, live on."""
+
+    def fail() -> None:
+        comm.barrier(Mesh(dp=4).dp)
+        raise KeyError(f"of rank {rank()}" if rank() == 3 else "same")
+
+    before = pool.remade
+    both = r"ranks 0, 1, 2 of 4:\n(.|\n)*rank 3 of 4 \(dp=3\)"
+    with pytest.raises(RankError, match=both) as error:
+        pool.run(fail)
+    assert list(error.value.failures) == [0, 1, 2, 3]
+    assert str(error.value).count("Traceback") == 2  # one per message, not one per rank
+    assert pool.remade == before
+    assert_works(pool)
+
+
+def test_all_ranks_fail_alike_because_the_connection_broke(pool):
+    """Alike, and yet the group is of no use. Catches: ranks in step taken for a working group."""
+
+    def cut() -> None:
+        comm.barrier(Mesh(dp=4).dp)
+        worker.abort_groups()
+        total()
+
+    before = pool.remade
+    with pytest.raises(RankError):
+        pool.run(cut)
+    assert pool.remade > before
+    assert_works(pool)
+
+
+@pytest.mark.parametrize(
+    ("exception", "kind", "message"),
+    [
+        (Unpicklable(7), "Unpicklable", "number 7"),
+        (Mute(), "Mute", "<str() of this Mute fails>"),
+        (SystemExit(3), "SystemExit", "3"),
+        (KeyboardInterrupt("mine"), "KeyboardInterrupt", "mine"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_exception_comes_home(pool, exception, kind, message):
+    name, args = type(exception), getattr(exception, "args", ())
+
+    def fail() -> None:
+        if rank() == 1:
+            raise name(*args)
+        total()
+
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fail)
+    (failure,) = error.value.failures.values()
+    assert (failure.kind, failure.message, failure.exitcode) == (kind, message, None)
+    assert "in fail" in failure.report
+    assert_works(pool)
+
+
+class Unloadable:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def test_results_that_cannot_travel(pool):
+    with pytest.raises(RankError, match="cannot pickle .*lock") as error:
+        pool.run(lambda: threading.Lock() if rank() == 2 else 1)
+    assert list(error.value.failures) == [2]
+    assert_works(pool)
+    with pytest.raises(ValueError, match="not a number"):  # it is we who cannot load it
+        pool.run(lambda: Unloadable() if rank() == 2 else 1)
+    assert_works(pool)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pool.run(lambda lock: None, threading.Lock())
+    assert_works(pool)
+
+
+def test_an_error_of_ranks_can_be_pickled(pool):
+    """A process pool around a pool of ranks, or a test that runs in a process of its own."""
+    import pickle
+
+    with pytest.raises(RankError) as error:
+        pool.run(raises_before_all_reduce)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert str(again) == str(error.value) and again.failures == error.value.failures
+
+
+# ---------------------------------------------------------------------- interrupts
+def hang_in_all_reduce() -> None:
+    if rank() != 0:
+        total()
+    comm.recv(torch.empty(1), Mesh(dp=4).dp, 1)
+
+
+def hang_in_sleep() -> None:
+    time.sleep(60)
+
+
+def hang_in_a_loop() -> None:
+    while True:
+        pass
+
+
+def hang_talking() -> None:
+    while True:
+        print("bla" * 10_000)  # messages that a careless interrupt would cut in two
+
+
+@contextmanager
+def interrupt_after(seconds: float):
+    """Send this process one SIGINT, as Ctrl-C does."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking]
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_interrupt_while_ranks_hang(pool, hang):
+    pids, handler = pool.pids, signal.getsignal(signal.SIGINT)
+    for _ in range(2):
+        with within(RECOVERY), interrupt_after(0.3), pytest.raises(KeyboardInterrupt):
+            pool.run(hang)
+        with within(1.0):
+            assert_works(pool)
+    assert pool.pids == pids  # nobody was killed for it: variables are kept
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_time_limit(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "time_limit", 0.3)
+        with within(RECOVERY), pytest.raises(TimeoutError, match="ranks 0, 1, 2, 3: not done.*0.3"):
+            pool.run(hang_in_all_reduce)
+        assert_works(pool)
+
+
+# ---------------------------------------------------------------------- stress
+def test_twenty_random_faults(pool):
+    """The state of the pool is a long story here, not a fresh start each time."""
+    rng = random.Random(3)
+    quick = [f for f in RAISES if "cannot" not in f.__name__ and "holds" not in f.__name__]
+    faults: list[Callable] = [*quick, *DEATHS, *HANGS]
+    seen = Counter()
+    for _ in range(20):
+        fault = rng.choice(faults)
+        seen[fault in HANGS] += 1
+        with within(RECOVERY):
+            if fault in HANGS:
+                with interrupt_after(rng.uniform(0, 0.1)), pytest.raises(KeyboardInterrupt):
+                    pool.run(fault)
+            else:
+                with pytest.raises(RankError) as error:
+                    pool.run(fault)
+                assert list(error.value.failures) == [1 if fault in RAISES else 2], fault
+        assert_works(pool)
+    assert min(seen[True], seen[False]) > 3
+
+
+# ---------------------------------------------------------------------- starting and ending
+def test_bad_arguments_start_nothing():
+    with pytest.raises(ValueError, match=r"Ranks\(0\): a group needs at least 1 rank"):
+        Ranks(0)
+    with pytest.raises(ValueError, match="backend='mpi' is unknown; use one of gloo, nccl, link"):
+        Ranks(2, backend="mpi")
+    with pytest.raises(ValueError, match="start='thread' is unknown; use fork or spawn"):
+        Ranks(2, start="thread")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU per rank: 2 ranks but 0 GPUs; use gloo"):
+            Ranks(2, backend="nccl")
+
+
+def test_trap_08_twenty_starts_and_ends_in_a_row(pool, capfd):
+    """Every round makes all processes, connections and the meeting point anew."""
+    pids = set(pool.pids)
+    for _ in range(20):
+        pool.restart()
+        assert_works(pool)
+        assert not pids & set(pool.pids)
+        pids |= set(pool.pids)
+    assert len(pids) == 4 * 21
+    assert capfd.readouterr() == ("", "")
+
+
+LEAVE = """
+import gc, os, socket, sys
+from minipar.comm.backends import joined
+import torch, torch.distributed as dist
+def one(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    with joined("gloo", timeout=20):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+    sys.exit(0)  # the whole way out of the interpreter, where the races are
+gc.collect()
+gc.freeze()  # what the children inherit need not be taken apart by each of them
+for round in range(10):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            one(rank)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 0], codes
+print("10 rounds")
+"""
+
+
+def run_script(code: str, *args: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, *(args or ("-c", textwrap.dedent(code)))]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+
+
+def test_trap_08_ranks_leave_in_order():
+    """10 rounds of `joined`: no SIGABRT on the way out, no noise on stderr."""
+    done = run_script(LEAVE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10 rounds\n", "")
+
+
+def test_trap_08_two_pools_at_once(pool, ranks):
+    """Catches: a fixed port, or a meeting point with a fixed name."""
+    other = ranks(2)
+    assert pool._folder != other._folder
+    results = {}
+
+    def in_turn(name: str, of: Ranks) -> None:
+        results[name] = [
+            of.run(lambda: comm.all_reduce(torch.ones(1), Mesh(dp=dist.get_world_size()).dp).item())
+            for _ in range(10)
+        ]
+
+    threads = [threading.Thread(target=in_turn, args=each) for each in (("a", pool), ("b", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"a": [[4] * 4] * 10, "b": [[2, 2]] * 10}
+
+
+def test_closing(tmp_path):
+    """`close` twice, after use, in a `with`; everything that was started is gone."""
+    with Ranks(1, sink=None) as small:
+        assert small.run(lambda: Mesh().size) == [1]
+        pids = [*small.pids, small._nursery._process.pid]
+        folder = small._folder
+        assert os.path.isdir(folder)
+    assert small.closed and small.pids == []
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not os.path.exists(folder)
+    small.close()
+    for call in lambda: small.run(rank), small.restart:
+        with pytest.raises(RuntimeError, match="these ranks have ended; start new ones"):
+            call()
+
+
+def test_spawn_from_scratch_and_mend_false():
+    """The way of macOS: every rank an interpreter of its own. With mend=False a failure ends it."""
+    with Ranks(2, start="spawn", mend=False, grace=0.2, preload=("colorsys",)) as two:
+        assert two._nursery is None
+        pids, folder = two.pids, two._folder
+        assert two.run(lambda: (rank(), "colorsys" in sys.modules)) == [(0, True), (1, True)]
+        with within(RECOVERY), pytest.raises(RankError, match="only rank 1") as error:
+            two.run(lambda: raise_on(1) or dist.barrier())
+        assert list(error.value.failures) == [1]
+        assert two.closed
+        assert not any(psutil.pid_exists(pid) for pid in pids) and not os.path.exists(folder)
+
+
+def raise_on(who: int) -> None:
+    if rank() == who:
+        raise ValueError(f"only rank {who}")
+
+
+# ---------------------------------------------------------------------- nothing survives
+PARENT = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from minipar.comm.launch import Ranks
+start, end = sys.argv[1:]
+ranks = Ranks(3, start=start, sink=None)
+nursery = [ranks._nursery._process.pid] if ranks._nursery else []
+print(*ranks.pids, *nursery, ranks._folder, flush=True)
+def busy():
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), 1)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    while True:
+        pass
+def later():
+    time.sleep(0.5)
+    print("busy", flush=True)
+    if end == "exit":
+        os._exit(5)
+    if end == "exception":
+        os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=later, daemon=True).start()
+if end == "falls off":
+    ranks.run(lambda: None)
+    time.sleep(1)
+else:
+    ranks.run(busy)
+"""
+ENDS = [
+    ("fork", "SIGKILL"),
+    ("fork", "SIGTERM"),
+    ("fork", "exit"),
+    ("fork", "exception"),
+    ("fork", "falls off"),
+    ("spawn", "SIGKILL"),
+]
+
+
+@pytest.fixture(scope="module")
+def parents():
+    """All start at once: most of the time goes into importing torch."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+    command = [sys.executable, "-c", PARENT]
+    parents = {how: subprocess.Popen([*command, *how], **pipes) for how in ENDS}
+    yield parents
+    for parent in parents.values():
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+@pytest.mark.parametrize(("start", "end"), ENDS)
+def test_nothing_survives_the_parent(parents, start, end):
+    """With one rank in a collective, one asleep and one in a busy loop."""
+    parent = parents[start, end]
+    *pids, folder = parent.stdout.readline().decode().split()
+    assert len(pids) == (4 if start == "fork" else 3)
+    if end in ("SIGKILL", "SIGTERM"):  # the others end by themselves, maybe already
+        assert all(is_alive(int(pid)) for pid in pids) and os.path.isdir(folder)
+    assert parent.stdout.readline() == b"busy\n"
+    if end.startswith("SIG"):
+        parent.send_signal(signal.Signals[end])
+    parent.wait(20)
+    deadline = time.monotonic() + 3
+    left = pids
+    while (left or os.path.exists(folder)) and time.monotonic() < deadline:
+        left = [pid for pid in left if is_alive(int(pid))]
+        time.sleep(0.02)
+    for pid in left:  # leave nothing behind even if this test fails
+        os.kill(int(pid), signal.SIGKILL)
+    assert left == []
+    assert not os.path.exists(folder)
+
+
+# ---------------------------------------------------------------------- torchrun
+TORCHRUN = """
+import sys
+import torch.distributed as dist
+from minipar.comm import collectives as comm
+from minipar.comm.backends import joined, under_torchrun
+from minipar.comm.mesh import Mesh
+import torch
+assert under_torchrun() and not dist.is_initialized()
+with joined("gloo"):
+    mesh = Mesh(dp=2)
+    total = comm.all_reduce(torch.tensor([mesh.rank + 1]), mesh.dp)
+    sys.stdout.write(f"{mesh.label}: {total.item()}\\n")
+assert not dist.is_initialized()
+"""
+
+
+def test_under_torchrun(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not backends.under_torchrun()
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = run_script("", *torchrun)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 (dp=0): 3", "rank 1 of 2 (dp=1): 3"]
+
+
+def test_spawn_is_a_pool_for_one_call():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert spawn(lambda x, y: (rank(), x - y), 2, 5, y=3) == [(0, 2), (1, 2)]
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert after <= before

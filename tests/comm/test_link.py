@@ -1,0 +1,745 @@
+"""The emulated link: it takes the time it promises, changes no bit, and never hangs."""
+
+import math
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from minipar.comm import link, link_group
+from minipar.comm.link import LINKS, Link, Topology
+
+SLACK = 0.1  # seconds that a busy machine may add to an emulated time
+
+
+@contextmanager
+def a_link_group(setting="none", checks=False, ranks=None):
+    """A link group beside the pool's own group; every rank makes it."""
+    link_group.register()
+    link.use(setting)
+    link.check_calls(checks)
+    group = dist.new_group(ranks, backend="link")
+    try:
+        yield group
+        dist.barrier()  # nobody closes connections that another still reads from
+    finally:
+        link.use("none")
+        link.check_calls(True)
+        if isinstance(group, link_group.LinkGroup):
+            dist.destroy_process_group(group)
+
+
+def clock(fn, *args):
+    """Call in step with the other ranks; return (result, seconds)."""
+    dist.barrier()
+    start = time.monotonic()
+    result = fn(*args)
+    return result, time.monotonic() - start
+
+
+def data(*shape, salt=0):
+    """Random values, different on every rank."""
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    return torch.randn(*shape, generator=generator)
+
+
+# ---------------------------------------------------------------------- the cost model, pure
+ALPHA, BETA = 1e-3, 1e8  # 1 ms, 100 MB/s
+
+
+@pytest.mark.parametrize(
+    "verb, size, steps, sent",
+    [
+        # Ring, as in Thakur, Rabenseifner & Gropp 2005 and Patarasuk & Yuan 2009.
+        ("all_reduce", 4, 6, 1_500_000),
+        ("all_reduce", 3, 4, 1_333_333),
+        ("all_reduce", 2, 2, 1_000_000),
+        ("all_gather", 4, 3, 750_000),
+        ("reduce_scatter", 4, 3, 750_000),
+        ("all_to_all", 8, 7, 875_000),
+        # Pipelined trees, as in the lower bounds of Chan et al. 2007.
+        ("broadcast", 8, 3, 1_000_000),
+        ("broadcast", 5, 3, 1_000_000),
+        ("reduce", 4, 2, 1_000_000),
+        ("scatter", 4, 2, 750_000),
+        ("gather", 4, 2, 750_000),
+        ("barrier", 6, 3, 0),
+        ("send", 2, 1, 1_000_000),
+        ("recv", 2, 1, 1_000_000),
+    ],
+)
+def test_cost_table(verb, size, steps, sent):
+    """Numbers worked out by hand: catches a wrong step count and 2(n-1)/n for (n-1)/n."""
+    cost = link.seconds(verb, 1_000_000, size, Link("test", ALPHA, BETA))
+    assert cost == pytest.approx(steps * ALPHA + sent / BETA, rel=1e-9)
+
+
+def test_one_rank_costs_nothing():
+    for verb in link._STEPS:
+        assert link.seconds(verb, 1_000_000, 1, Link("test", ALPHA, BETA)) == 0
+
+
+def test_links_are_plausible_and_sourced():
+    assert LINKS["1gbe"].bandwidth == 1e9 / 8
+    assert LINKS["ib-ndr"].bandwidth == 400e9 / 8
+    assert LINKS["nvlink4"].bandwidth == 450e9
+    assert LINKS["none"].bandwidth == math.inf and LINKS["none"].latency == 0
+    assert all(each.source for each in LINKS.values())
+
+
+def test_scaling_keeps_the_ratio_and_says_so():
+    slow = LINKS["nvlink4"].scaled(1000).scaled(2)
+    assert slow.label == "emulated NVLink 4, slowed 2000x"
+    assert LINKS["1gbe"].label == "emulated 1 GbE"
+    assert LINKS["none"].label == "no emulated link"
+    for verb in ("all_reduce", "broadcast"):
+        fast = link.seconds(verb, 10**9, 4, LINKS["nvlink4"])
+        assert link.seconds(verb, 10**9, 4, slow) == pytest.approx(2000 * fast)
+    assert "slowed 10x" in Topology().scaled(10).label
+    assert link.parse("1gbe*4") == LINKS["1gbe"].scaled(4) and link.parse("none") == LINKS["none"]
+
+
+def test_topology_picks_the_slowest_hop():
+    topology = Topology(2, 4, LINKS["nvlink4"], LINKS["100gbe"])
+    assert topology.between([0, 1, 2, 3]) == LINKS["nvlink4"]
+    assert topology.between([4, 7]) == LINKS["nvlink4"]
+    assert topology.between([3, 4]) == LINKS["100gbe"]
+    assert topology.between(range(8)) == LINKS["100gbe"]
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="did you mean 'nvlink4'"):
+        link.use("NVLink-4")
+    with pytest.raises(ValueError, match="write it like"):
+        link.parse("1gbe*fast")
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        Link("broken", 0, 0)
+    with pytest.raises(ValueError, match="latency=-1"):
+        Link("broken", -1, 1)
+    with pytest.raises(ValueError, match="factor"):
+        LINKS["1gbe"].scaled(0)
+    with pytest.raises(ValueError, match="ranks_per_node=0"):
+        Topology(2, 0)
+
+
+# ---------------------------------------------------------------------- measured against the model
+def call(verb, num_bytes, group):
+    """Return a function that does `verb`; `num_bytes` is the whole tensor's."""
+    rank, n = dist.get_rank(group), group.size()
+    whole, piece = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4 // n)
+    pieces = list(whole.chunk(n)) if rank == 0 else None
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, piece, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "scatter": lambda: dist.scatter(piece, pieces, 0, group=group),
+        "gather": lambda: dist.gather(piece, pieces, 0, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+        "send": lambda: (dist.recv, dist.send)[rank == 0](whole, 1 - rank, group=group),
+    }[verb]
+
+
+def measure(verbs, sizes, setting):
+    rows = []
+    with a_link_group(setting) as group:
+        for verb in verbs:
+            for num_bytes in sizes:
+                model = link.seconds(verb, num_bytes, group.size(), setting)
+                fn, best = call(verb, num_bytes, group), math.inf
+                for _ in range(6):
+                    best = min(best, clock(fn)[1])
+                    good = torch.tensor(best < 1.1 * model, dtype=torch.int32)
+                    dist.all_reduce(good, dist.ReduceOp.MIN)  # all ranks try again, or none
+                    if good:
+                        break
+                rows.append((verb, num_bytes, model, best))
+    return rows
+
+
+def report_and_check(results):
+    for rows in zip(*results, strict=True):
+        verb, num_bytes, model, _ = rows[0]
+        measured = [row[3] for row in rows]
+        print(f"{verb:15}{num_bytes:>12,} B  model {1e3 * model:8.2f} ms  measured", end=" ")
+        print(" ".join(f"{1e3 * each:8.2f} ms ({each / model - 1:+.1%})" for each in measured))
+        assert model > 0
+        for each in measured:
+            assert 0.999 * model <= each <= 1.10 * model, (verb, num_bytes, model, measured)
+
+
+VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+VERBS += ["broadcast", "reduce", "scatter", "gather"]
+
+
+def test_time_follows_the_model_from_1kb_to_64mb(ranks):
+    """Catches a term missing from the wait, and waits that add up over what gloo takes itself."""
+    sizes = [1_000, 64_000, 1_000_000, 8_000_000, 64_000_000]
+    setting = Link("test", 25e-3, 100e6)
+    report_and_check(ranks(2).run(measure, [*VERBS, "send"], sizes, setting))
+
+
+def test_time_follows_the_model_on_four_ranks(ranks):
+    """Catches formulas that are right for two ranks only."""
+    setting = Link("test", 20e-3, 50e6)
+    report_and_check(ranks(4).run(measure, [*VERBS, "barrier"], [4_000_000], setting))
+
+
+# ---------------------------------------------------------------------- the bits are gloo's
+def every_verb(group):
+    """One result per way of communicating that torch has."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    out = {}
+    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+        out[name] = data(5)
+        dist.all_reduce(out[name], getattr(dist.ReduceOp, name), group=group)
+    out["async"] = data(1000, salt=1)
+    work = dist.all_reduce(out["async"], group=group, async_op=True)
+    out["future"] = work.get_future().wait()[0]
+    out["all_gather_single"] = torch.empty(3 * n)
+    dist.all_gather_single(out["all_gather_single"], data(3, salt=2), group=group)
+    out["all_gather"] = [torch.empty(2, 3) for _ in range(n)]
+    dist.all_gather(out["all_gather"], data(2, 3, salt=3), group=group)
+    out["reduce_scatter_single"] = torch.empty(3)
+    dist.reduce_scatter_single(out["reduce_scatter_single"], data(3 * n, salt=4), group=group)
+    out["reduce_scatter"] = torch.empty(3)
+    dist.reduce_scatter(out["reduce_scatter"], list(data(n, 3, salt=5)), group=group)
+    out["all_to_all_single"] = torch.empty(2 * n)
+    dist.all_to_all_single(out["all_to_all_single"], data(2 * n, salt=6), group=group)
+    sent, received = [(rank + to) % 3 for to in range(n)], [(rank + at) % 3 for at in range(n)]
+    out["uneven"] = torch.empty(sum(received), 2)
+    rows = data(sum(sent), 2, salt=7)
+    dist.all_to_all_single(out["uneven"], rows, received, sent, group=group)
+    out["broadcast"] = data(4, salt=9)
+    dist.broadcast(out["broadcast"], 1, group=group)
+    out["reduce"] = data(4, salt=10)
+    dist.reduce(out["reduce"], 1, group=group)
+    if rank != 1:
+        del out["reduce"]  # of no meaning elsewhere
+    out["gather"] = [torch.empty(2) for _ in range(n)] if rank == 1 else None
+    dist.gather(data(2, salt=11), out["gather"], 1, group=group)
+    out["scatter"] = torch.empty(2)
+    dist.scatter(out["scatter"], list(data(n, 2)) if rank == 1 else None, 1, group=group)
+    out["ring"] = torch.empty(3)
+    works = [dist.isend(data(3), right, group=group), dist.irecv(out["ring"], left, group=group)]
+    out["batch"] = torch.empty(3)
+    ops = [
+        dist.P2POp(dist.isend, data(3), right, group=group),
+        dist.P2POp(dist.irecv, out["batch"], left, group=group),
+    ]
+    for work in works + dist.batch_isend_irecv(ops):
+        work.wait()
+    if rank == 0:
+        out["from any"] = [torch.empty(1) for _ in range(1, n)]
+        sources = [dist.recv(buffer, group=group) for buffer in out["from any"]]
+        order = sorted(range(n - 1), key=lambda i: sources[i])
+        out["from any"] = [out["from any"][i] for i in order]
+    else:
+        dist.send(torch.tensor([1.0 * rank]), 0, group=group)
+    out["objects"] = [None] * n
+    dist.all_gather_object(out["objects"], {"rank": rank}, group=group)
+    out["object"] = [f"from {rank}"]
+    dist.broadcast_object_list(out["object"], 1, group=group)
+    out["coalesced"] = [data(2), data(3)]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for tensor in out["coalesced"]:
+            dist.all_reduce(tensor, group=group)
+    manager.wait()
+    dist.barrier(group=group)
+    for name, result in {
+        "f.all_reduce": funcol.all_reduce(data(3), "sum", group),
+        "f.all_gather": funcol.all_gather_single(data(3), 0, group),
+        "f.reduce_scatter": funcol.reduce_scatter_single(data(3 * n), "sum", 0, group),
+        "f.all_to_all": funcol.all_to_all_single(data(n), None, None, group),
+        "f.broadcast": funcol.broadcast(data(3), 1, group),
+    }.items():
+        out[name] = funcol.wait_tensor(result)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+    out["DTensor"] = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]).full_tensor()
+    return out
+
+
+def gathers_coalesced(group):
+    n, gathered = group.size(), [torch.empty(2 * group.size()), torch.empty(3 * group.size())]
+    scattered = [torch.empty(2), torch.empty(3)]
+    with dist._coalescing_manager(group):
+        for whole in gathered:
+            dist.all_gather_single(whole, data(len(whole) // n), group=group)
+    with dist._coalescing_manager(group):
+        for piece in scattered:
+            dist.reduce_scatter_single(piece, data(n * len(piece)), group=group)
+    return gathered, scattered
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def compare_verbs(checks):
+    gloo = dist.new_group(backend="gloo")
+    n = dist.get_world_size()
+    with a_link_group("none", checks=checks) as group:
+        ours, truth = every_verb(group), every_verb(gloo)
+        assert ours.keys() == truth.keys() and len(truth) > 25
+        wrong = [name for name in truth if not equal(ours[name], truth[name])]
+        gathered, scattered = gathers_coalesced(group)
+    one, another, *_ = ours["all_gather"]
+    assert not torch.equal(one, another)  # the ranks did hold different data
+    for whole, piece in zip(gathered, scattered, strict=True):
+        single = torch.empty_like(whole)
+        dist.all_gather_single(single, data(len(whole) // n))
+        assert torch.equal(whole, single)
+        dist.reduce_scatter_single(single[: len(piece)], data(n * len(piece)))
+        assert torch.equal(piece, single[: len(piece)])
+    dist.destroy_process_group(gloo)
+    return wrong
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_every_verb_gives_the_bits_of_gloo(ranks, checks):
+    """With the checks on it also catches a check that refuses a correct call."""
+    assert ranks(4).run(compare_verbs, checks) == [[]] * 4
+
+
+def train(wrap, group, steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
+    before = model[0].weight.detach().clone()
+    model = wrap(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        model(data(4, 32, salt=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    assert not torch.equal(before, state[0])
+    return state
+
+
+def ddp(model, group):
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.005)
+
+
+def fsdp(model, group):
+    # Named, because torch takes two meshes of the same ranks for equal, and caches by mesh.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def compare_training(wrap):
+    gloo = dist.new_group(backend="gloo")
+    seen = []
+    with a_link_group(Link("test", 1e-3, 100e6)) as group:
+        link.observers.append(seen.append)
+        ours = train(wrap, group)
+        link.observers.clear()
+    truth, alone = train(wrap, gloo), train(lambda model, group: model, None)
+    dist.destroy_process_group(gloo)
+    assert not equal(alone, truth)  # the ranks did train on different data
+    return equal(ours, truth), sorted({work.verb for work in seen})
+
+
+def test_torch_ddp_trains_to_the_same_bits(ranks):
+    for same, verbs in ranks(2).run(compare_training, ddp):
+        assert same and "all_reduce" in verbs
+
+
+def test_torch_fully_shard_trains_to_the_same_bits(ranks):
+    for same, verbs in ranks(2).run(compare_training, fsdp):
+        assert same and {"all_gather", "reduce_scatter"} <= set(verbs)
+
+
+# ---------------------------------------------------------------------- overlap, queues, lateness
+def overlap():
+    with a_link_group(Link("test", 0.1, math.inf)) as group:  # 2 ranks: an all-reduce takes 0.2 s
+
+        def step(hide):
+            work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+            if not hide:
+                work.wait()
+            time.sleep(0.2)  # stands for computing
+            work.wait()
+
+        return clock(step, False)[1], clock(step, True)[1]
+
+
+def test_communication_hides_behind_computing(ranks):
+    """Catches a work that only waits when waited for: it would take the sum, not the maximum."""
+    for exposed, hidden in ranks(2).run(overlap):
+        assert 0.4 <= exposed < 0.4 + SLACK
+        assert 0.2 <= hidden < 0.2 + SLACK
+
+
+def queue():
+    with a_link_group(Link("test", 0, 40e6)) as group:
+        tensors = [torch.ones(1_000_000) for _ in range(2)]  # 4 MB: 0.1 s each
+        works, issue = clock(
+            lambda: [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+        )
+        for work in works:
+            work.wait()
+        (start_1, end_1), (start_2, end_2) = (work.times for work in works)
+        return issue, end_1 - start_1, start_2 - start_1, end_2 - start_1
+
+
+def test_two_operations_queue_on_the_link(ranks):
+    """Catches a link without memory of when it is free: both would take 0.1 s."""
+    for issue, first, second_start, both in ranks(2).run(queue):
+        assert issue < 0.02
+        assert 0.0999 <= first < 0.1 + SLACK
+        assert 0.0999 <= second_start < 0.1 + SLACK
+        assert 0.1999 <= both < 0.2 + SLACK
+
+
+def full_duplex():
+    peer = 1 - dist.get_rank()
+    with a_link_group(Link("test", 0.1, 40e6)) as group:
+
+        def swap(count):
+            works = []
+            for _ in range(count):  # both send first: a single queue would deadlock
+                works.append(dist.isend(torch.ones(1_000_000), peer, group=group))
+            for _ in range(count):
+                works.append(dist.irecv(torch.empty(1_000_000), peer, group=group))
+            for work in works:
+                work.wait()
+
+        return clock(swap, 1)[1], clock(swap, 2)[1]
+
+
+def test_messages_pass_in_both_directions_and_in_a_row(ranks):
+    """0.2 s each way at once; the second message leaves while the first one still travels."""
+    for one, two in ranks(2).run(full_duplex):
+        assert 0.2 <= one < 0.2 + SLACK
+        assert 0.3 <= two < 0.3 + 0.9 * SLACK  # one after the other it would be 0.4
+
+
+def late(verb, checks):
+    """Return when this rank called, and when the wire began and ended. Rank 0 calls late."""
+    rank = dist.get_rank()
+    with a_link_group(Link("test", 0.05, math.inf), checks=checks) as group:
+        tensor, gathered = torch.ones(4), torch.empty(8)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.2)
+        if verb == "all_reduce":  # 0.1 s
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+        elif verb == "all_gather":  # 0.05 s
+            work = dist.all_gather_single(gathered, tensor, group=group, async_op=True)
+        elif verb == "broadcast":
+            work = dist.broadcast(tensor, 0, group=group, async_op=True)
+        elif (verb == "send") == (rank == 0):
+            work = dist.isend(tensor, 1 - rank, group=group)
+        else:
+            work = dist.irecv(tensor, 1 - rank, group=group)
+        work.wait()
+        return work.t_issue, *work.times
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize(
+    "verb, duration",
+    [
+        ("all_reduce", 0.1),
+        ("all_gather", 0.05),
+        ("broadcast", 0.05),
+        ("send", 0.05),
+        ("recv", 0.05),
+    ],
+)
+def test_time_runs_from_the_last_call(ranks, verb, duration, checks):
+    """Catches a clock that starts at each rank's own call: the early one would end too soon."""
+    (issued, start_0, end_0), (early, start_1, end_1) = ranks(2).run(late, verb, checks)
+    assert issued - early > 0.19
+    for start, end in ((start_0, end_0), (start_1, end_1)):
+        assert start == pytest.approx(issued, abs=1e-6)
+        assert duration <= end - issued < duration + SLACK
+
+
+def uneven():
+    rank = dist.get_rank()
+    with a_link_group(Link("test", 0, 20e6)) as group:
+        # Rank 0 is the popular expert: it keeps all of its rows and gets all of rank 1's.
+        sent, received = [1_000_000, 0], [1_000_000, 1_000_000] if rank == 0 else [0, 0]
+        out = torch.empty(sum(received))
+        rows = torch.ones(1_000_000)
+        work = lambda: dist.all_to_all_single(out, rows, received, sent, group=group)  # noqa: E731
+        return clock(work)[1]
+
+
+def test_the_busiest_rank_rules_an_uneven_exchange(ranks):
+    """8 MB arrive at rank 0: 4 MB over the wire by the formula, 0.2 s, on both ranks."""
+    for took in ranks(2).run(uneven):
+        assert 0.2 <= took < 0.2 + SLACK
+
+
+def changing():
+    seen = []
+    with a_link_group("none") as group:
+        for latency in (0.0, 0.05, 0.1, 0.0):
+            link.use(Link("test", latency, math.inf))
+            seen.append(clock(lambda: dist.all_reduce(torch.ones(4), group=group))[1])
+        assert link.current().latency == 0
+    return seen
+
+
+def test_use_takes_effect_between_calls(ranks):
+    for none, some, more, again in ranks(2).run(changing):
+        assert none < SLACK and again < SLACK
+        assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
+
+
+def two_levels():
+    rank = dist.get_rank()
+    fast, slow = Link("fast", 0.02, math.inf), Link("slow", 0.2, math.inf)
+    took = {}
+    with a_link_group(Topology(2, 2, fast, slow)) as world:
+        took["world"] = clock(lambda: dist.all_gather_single(torch.empty(4), torch.ones(1), world))[
+            1
+        ]
+        for name, pairs in {"intra": [[0, 1], [2, 3]], "inter": [[0, 2], [1, 3]]}.items():
+            made = [dist.new_group(pair, backend="link") for pair in pairs]
+            group = next(g for g, pair in zip(made, pairs, strict=True) if rank in pair)
+            took[name] = clock(lambda g=group: dist.all_reduce(torch.ones(1), group=g))[1]
+            me = group.rank()
+            hop = (dist.send, dist.recv)[me]
+            took[f"{name} hop"] = clock(hop, torch.ones(1), None, group, 0, 1 - me)[1]
+            dist.barrier()
+            dist.destroy_process_group(group)
+        for name, peer in {"next": rank ^ 1, "far": (rank + 2) % 4}.items():
+
+            def swap(peer=peer):
+                work = dist.isend(torch.ones(1), peer, group=world)
+                dist.recv(torch.ones(1), peer, group=world)
+                work.wait()
+
+            took[name] = clock(swap)[1]
+        with pytest.raises(ValueError, match="their product must be 4"):
+            link.use(Topology(2, 3))
+    return took
+
+
+def test_topology_times(ranks):
+    """Catches a topology that mistakes a group's own numbering for global ranks."""
+    for took in ranks(4).run(two_levels):
+        model = {"world": 3 * 0.2, "intra": 2 * 0.02, "inter": 2 * 0.2}
+        model |= {"intra hop": 0.02, "inter hop": 0.2, "next": 0.02, "far": 0.2}
+        assert took.keys() == model.keys()
+        for name, want in model.items():
+            assert want <= took[name] < want + SLACK, (name, took)
+
+
+def idle():
+    with a_link_group(Link("test", 0.4, math.inf)) as group:
+        dist.all_reduce(torch.ones(1), group=group)
+        start = time.process_time()
+        _, took = clock(lambda: dist.all_reduce(torch.ones(1), group=group))
+        return took, time.process_time() - start
+
+
+def test_waiting_burns_no_cpu(ranks):
+    for took, burnt in ranks(2).run(idle):
+        assert took >= 0.8 and burnt < 0.04
+
+
+# ---------------------------------------------------------------------- when things go wrong
+class Block(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.ddp = DistributedDataParallel(self.layers, process_group=group, bucket_cap_mb=0.001)
+
+
+def hang(what):
+    """Rank 0 does not take part; rank 1 is freed by its own timer, after 0.3 s."""
+    rank = dist.get_rank()
+    with a_link_group("none") as group:
+        model = Block(group).ddp if what == "backward" else None
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.3, group.abort, ["rank 0 has left"]).start()
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match="rank 0 has left"):
+                if what == "all_reduce":
+                    dist.all_reduce(torch.ones(4), group=group)
+                elif what == "recv":
+                    dist.recv(torch.ones(4), 0, group=group)
+                else:
+                    model(torch.ones(2, 16)).sum().backward()
+            took = time.monotonic() - start
+            late = []
+
+            def later():
+                for call in (group.barrier, lambda: dist.send(torch.ones(1), 0, group=group)):
+                    try:
+                        call()
+                    except RuntimeError as error:
+                        late.append(str(error))
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            thread.join(5)
+            assert len(late) == 2 and all("rank 0 has left" in error for error in late)
+        dist.barrier()
+        return took if rank == 1 else None
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "backward"])
+def test_abort_frees_a_blocked_rank(ranks, what):
+    """Gloo's own abort does nothing. A future that fails in Python only crashes DDP's backward."""
+    _, took = ranks(2).run(hang, what)
+    assert 0.29 < took < 1.0
+
+
+def abort_long_transfer():
+    with a_link_group(Link("test", 3600, 1)) as group:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        dist.barrier()
+        start = time.monotonic()
+        threading.Timer(0.1, group.abort, ["enough"]).start()
+        with pytest.raises(RuntimeError, match="all_reduce on rank .: enough"):
+            work.wait()
+        failed = work.get_future()
+        with pytest.raises(RuntimeError, match="enough"):
+            failed.wait()
+        assert work.is_completed() and not work.is_success() and work.exception() is not None
+        return time.monotonic() - start
+
+
+def test_abort_ends_an_emulated_transfer(ranks):
+    assert max(ranks(2).run(abort_long_transfer)) < 1.0
+
+
+def disagree(what):
+    rank = dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        start = time.monotonic()
+        with pytest.raises(link_group.Mismatch) as error:
+            if what == "shape":
+                dist.all_reduce(torch.ones(3 if rank == 1 else 4), group=group)
+            elif what == "dtype":
+                dtype = torch.float64 if rank == 1 else torch.float32
+                dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
+            elif what == "reduction":
+                op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+                dist.all_reduce(torch.ones(4), op, group=group)
+            elif what == "root":
+                dist.broadcast(torch.ones(4), 1 if rank == 1 else 0, group=group)
+            elif rank == 1:
+                dist.barrier(group=group)
+            else:
+                dist.all_reduce(torch.ones(4), group=group)
+        took = time.monotonic() - start
+        total = torch.ones(4)
+        dist.all_reduce(total, group=group)  # the group is still good
+        assert total.tolist() == [4.0] * 4
+        return took, str(error.value)
+
+
+@pytest.mark.parametrize(
+    "what, others, one",
+    [
+        ("shape", "all_reduce(sum) of float32 (4,)", "all_reduce(sum) of float32 (3,)"),
+        ("dtype", "all_reduce(sum) of float32 (4,)", "all_reduce(sum) of float64 (4,)"),
+        ("reduction", "all_reduce(sum) of float32 (4,)", "all_reduce(max) of float32 (4,)"),
+        ("root", "broadcast of float32 (4,) at rank 0", "broadcast of float32 (4,) at rank 1"),
+        ("verb", "all_reduce(sum) of float32 (4,)", "barrier"),
+    ],
+)
+def test_mismatch_says_who_called_what(ranks, what, others, one):
+    """On gloo these hang, end the process, or (the shape) give wrong sums in silence."""
+    for took, message in ranks(4).run(disagree, what):
+        assert took < 1.0
+        assert message == (
+            f"the ranks do not agree: ranks 0, 2, 3 called {others}; rank 1 called {one}"
+        )
+
+
+def wrong_sizes(what):
+    rank = dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        start = time.monotonic()
+        errors = []
+        try:
+            if what == "splits":
+                received = [3, 2] if rank == 0 else [1, 2]
+                rows = torch.ones(5), received, [3, 2]
+                dist.all_to_all_single(torch.empty(sum(received)), *rows, group=group)
+            elif (what == "late send") == (rank == 0):
+                time.sleep(0.2)
+            if what != "splits":  # whoever came first waits, until it is freed
+                threading.Timer(0.5, group.abort, ["freed"]).start()
+                if rank == 0:
+                    dist.send(torch.ones(4), 1, group=group)
+                else:
+                    dist.recv(torch.ones(3), 0, group=group)
+        except RuntimeError as error:
+            errors.append(str(error))
+        return errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("what", ["splits", "late send", "late recv"])
+def test_messages_of_a_wrong_size_are_refused(ranks, what):
+    """On gloo a message longer than its buffer ends the process."""
+    (sender, took_0), (receiver, took_1) = ranks(2).run(wrong_sizes, what)
+    assert max(took_0, took_1) < 1.0
+    if what == "splits":
+        says = "rank 0 sends 8 bytes to rank 1, which expects 4 from it"
+        assert sender == receiver == [says]
+    else:
+        says = "rank 0 sends 16 bytes to rank 1, which expects 12 from it"
+        first, second = (receiver, sender) if what == "late send" else (sender, receiver)
+        assert second == [says] and "freed" in first[0]
+
+
+def tags():
+    """Messages of different tags are received in another order than they were sent in."""
+    peer = 1 - dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        sent = [dist.isend(torch.ones(n), peer, group=group, tag=n) for n in (1, 2, 3)]
+        received = {n: torch.zeros(n) for n in (3, 1, 2)}
+        for n, buffer in received.items():
+            dist.recv(buffer, peer, group=group, tag=n)
+        for work in sent:
+            work.wait()
+        return all(torch.equal(buffer, torch.ones(n)) for n, buffer in received.items())
+
+
+def test_tags_are_kept_apart(ranks):
+    assert ranks(2).run(tags) == [True, True]
+
+
+def leftovers():
+    def lanes():
+        return [t for t in threading.enumerate() if t.name.startswith(f"link {name} ")]
+
+    with a_link_group("none") as group:
+        name = group.group_name
+        dist.all_reduce(torch.ones(1), group=group)
+        during = len(lanes())
+    deadline = time.monotonic() + 5
+    while lanes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return during, len(lanes())
+
+
+def test_threads_end_with_the_group(ranks):
+    assert ranks(2).run(leftovers) == [(1, 0)] * 2

@@ -1,0 +1,217 @@
+"""The mesh: arithmetic for grids of any shape, process groups on real ranks."""
+
+import datetime
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar.comm import mesh as mesh_module
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Axis, Mesh, check_sizes, coordinates, groups_along, rank_at
+
+SIZES = st.lists(st.integers(1, 4), max_size=4).map(
+    lambda sizes: dict(zip(["pp", "dp", "cp", "tp"], sizes, strict=False))
+)
+
+
+# ---------------------------------------------------------------------- arithmetic
+@given(SIZES)
+def test_coordinates_and_rank_at_are_inverse(sizes):
+    seen = [coordinates(rank, sizes) for rank in range(math.prod(sizes.values()))]
+    # The whole grid, each place once, in the order of nested loops: the last axis varies fastest.
+    places = itertools.product(*(range(size) for size in sizes.values()))
+    assert [tuple(coords.values()) for coords in seen] == list(places)
+    assert all(list(coords) == list(sizes) for coords in seen)
+    assert [rank_at(coords, sizes) for coords in seen] == list(range(len(seen)))
+
+
+@given(SIZES, st.data())
+def test_groups_partition_the_ranks(sizes, data):
+    names = data.draw(st.lists(st.sampled_from(list(sizes)), unique=True)) if sizes else []
+    groups = groups_along(names, sizes)
+    world_size = math.prod(sizes.values())
+    assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+    assert {len(group) for group in groups} == {math.prod(sizes[name] for name in names)}
+    assert groups == sorted(groups)
+    for group in groups:
+        assert list(group) == sorted(group)
+        fixed = [
+            {name: c for name, c in coordinates(rank, sizes).items() if name not in names}
+            for rank in group
+        ]
+        assert all(coords == fixed[0] for coords in fixed)
+
+
+def test_groups_of_the_picture_in_the_docstring():
+    sizes = {"dp": 2, "tp": 2}
+    assert groups_along(["tp"], sizes) == [(0, 1), (2, 3)]
+    assert groups_along(["dp"], sizes) == [(0, 2), (1, 3)]
+    assert groups_along(["dp", "tp"], sizes) == [(0, 1, 2, 3)]
+    assert groups_along([], sizes) == [(0,), (1,), (2,), (3,)]
+
+
+@given(SIZES, st.integers(1, 64))
+@settings(max_examples=200)
+def test_check_sizes_suggests_only_what_would_work(sizes, world_size):
+    product = math.prod(sizes.values())
+    if product == world_size:
+        return check_sizes(sizes, world_size)
+    with pytest.raises(ValueError) as error:
+        check_sizes(sizes, world_size)
+    message = str(error.value)
+    assert f"needs {product} ranks but there are {world_size}" in message
+    assert f"start {product} ranks" in message
+    if ", or " in message:
+        name, size = message.split(", or ")[1].split()[0].split("=")
+        check_sizes({**sizes, name: int(size)}, world_size)
+    elif sizes:  # it was right to be silent: no size of the last axis would do
+        assert world_size % math.prod(list(sizes.values())[:-1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "message"),
+    [
+        (
+            {"dp": 2, "tp": 3},
+            4,
+            "mesh dp=2, tp=3 needs 6 ranks but there are 4; start 6 ranks, or tp=2 on 4 ranks",
+        ),
+        ({"dp": 3}, 4, "mesh dp=3 needs 3 ranks but there are 4; start 3 ranks, or dp=4 on 4 rank"),
+        ({"dp": 3, "tp": 2}, 4, "mesh dp=3, tp=2 needs 6 ranks but there are 4; start 6 ranks$"),
+        ({"dp": 0}, 4, "dp=0 must be a whole number from 1 up"),
+        ({"dp": -2, "tp": -2}, 4, "dp=-2 must be a whole number from 1 up"),
+        ({"dp": 2.0}, 2, "dp=2.0 must be a whole number"),
+        ({"size": 4}, 4, "'size' cannot name an axis; use pp, dp, cp, ep, tp"),
+        ({"world": 4}, 4, "'world' cannot name an axis"),
+    ],
+)
+def test_check_sizes_says_what_is_wrong(sizes, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        check_sizes(sizes, world_size)
+
+
+def test_reserved_names_are_what_a_mesh_has():
+    """An axis called like an attribute could not be reached: `Mesh(size=2).size` is a number."""
+    public = {name for name in (*vars(Mesh()), *vars(Mesh)) if not name.startswith("_")}
+    assert public == set(mesh_module.RESERVED)
+
+
+# ---------------------------------------------------------------------- one device
+def test_mesh_of_one_device_needs_no_torch_distributed():
+    assert not dist.is_initialized()
+    for mesh in Mesh(), Mesh(dp=1, tp=1):
+        assert (mesh.rank, mesh.size) == (0, 1)
+        for axis in mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.world, mesh.joint("dp", "cp"):
+            assert (axis.rank, axis.size, axis.ranks, axis.group) == (0, 1, (0,), None)
+        assert mesh.dp.name == "dp"
+    assert not dist.is_initialized()
+    assert Mesh().label == "rank 0 of 1"
+    assert Mesh(dp=1).label == "rank 0 of 1 (dp=0)"
+    with pytest.raises(ValueError, match="mesh dp=2 needs 2 ranks but there are 1"):
+        Mesh(dp=2)
+
+
+def test_unknown_axes_are_refused():
+    mesh = Mesh(dp=1, mine=1)
+    assert mesh.mine == Axis("mine", 0, 1, (0,))
+    with pytest.raises(AttributeError, match=r"'dq' is no axis.*\['dp', 'mine'\]"):
+        _ = mesh.dq
+    with pytest.raises(KeyError, match="'dq' is no axis"):
+        _ = mesh["dq"]
+    with pytest.raises(ValueError, match=r"axis 'dq' is not of this mesh; it has \['dp', 'mine'\]"):
+        mesh.joint("dp", "dq")
+    assert mesh["dp"] == mesh.dp
+    assert not hasattr(mesh, "__deepcopy__")  # no axis: copying and pickling stay possible
+
+
+# ---------------------------------------------------------------------- real groups
+def total(axis: Axis) -> int:
+    """Sum of the global ranks along the axis, by a real all-reduce."""
+    tensor = torch.tensor([dist.get_rank()])
+    if axis.group is not None:
+        dist.all_reduce(tensor, group=axis.group)
+    return tensor.item()
+
+
+def describe(sizes: dict[str, int], joints: list[tuple[str, ...]]) -> dict:
+    mesh = Mesh(**sizes)
+    axes = {name: mesh[name] for name in (*sizes, "ep")} | {"world": mesh.world}
+    for names in joints:
+        axes["*".join(names)] = mesh.joint(*names)
+    found = {
+        name: (axis.name, axis.rank, axis.ranks, axis.size, total(axis))
+        for name, axis in axes.items()
+    }
+    assert mesh.joint(*sizes).group is dist.group.WORLD  # no second group for the same ranks
+    return {"rank": mesh.rank, "label": mesh.label, "repr": repr(mesh), **found}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "joints"),
+    [
+        ({"dp": 2, "tp": 2}, [("dp", "tp"), ("tp", "dp"), ("dp", "cp")]),
+        ({"pp": 2, "dp": 1, "tp": 2}, [("pp", "tp"), ("pp", "dp"), ("cp",)]),
+        ({"dp": 3}, [("dp", "cp")]),
+    ],
+)
+def test_groups_of_real_ranks(ranks, sizes, joints):
+    size = math.prod(sizes.values())
+    for rank, found in enumerate(ranks(size).run(describe, sizes, joints)):
+        coords = coordinates(rank, sizes)
+        asked = {name: (name,) for name in sizes} | {"ep": ()} | {"world": tuple(sizes)}
+        asked |= {"*".join(names): names for names in joints}
+        for name, along in asked.items():
+            along = [axis for axis in sizes if axis in along]
+            expected = tuple(
+                other
+                for other in range(size)
+                if all(coordinates(other, sizes)[a] == coords[a] for a in sizes if a not in along)
+            )
+            axis_name, axis_rank, axis_ranks, axis_size, summed = found[name]
+            assert axis_ranks == expected
+            assert axis_rank == expected.index(rank)
+            assert axis_size == len(expected)
+            assert summed == sum(expected)  # the process group joins just these
+            if name in sizes:
+                assert axis_name == name and axis_rank == coords[name]
+        assert found["rank"] == rank
+        where = ", ".join(f"{name}={coord}" for name, coord in coords.items())
+        assert found["label"] == f"rank {rank} of {size} ({where})"
+        assert found["repr"].endswith(f"# {found['label']}")
+
+
+def test_joint_axis_is_named_in_the_order_of_the_mesh(ranks):
+    names = ranks(4).run(lambda: Mesh(dp=2, tp=2).joint("tp", "dp").name)
+    assert names == ["dp+tp"] * 4
+
+
+def test_wrong_sizes_raise_on_every_rank(ranks):
+    def later() -> int:
+        return total(Mesh(dp=2, tp=2).tp)
+
+    pool = ranks(4)
+    before = pool.remade
+    with pytest.raises(RankError, match="all 4 ranks alike") as error:
+        pool.run(lambda: Mesh(dp=2, tp=4))
+    failures = error.value.failures.values()
+    assert {failure.kind for failure in failures} == {"ValueError"}
+    assert "or tp=2 on 4 ranks" in str(error.value)
+    assert pool.run(later) == [1, 1, 5, 5]
+    assert pool.remade == before  # nothing was sent, so nothing had to be mended
+
+
+def test_subgroups_have_the_timeout_of_the_world(ranks):
+    """`dist.new_group` alone would wait for its own default, 30 minutes."""
+
+    def timeouts() -> list[datetime.timedelta]:
+        mesh = Mesh(dp=2, tp=2)
+        groups = [dist.group.WORLD, mesh.dp.group, mesh.tp.group]
+        return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+    for found in ranks(4).run(timeouts):
+        assert found == [datetime.timedelta(seconds=20)] * 3

@@ -1,0 +1,746 @@
+"""The timeline: what overlaps, what the recorder sees, and what others' profiles say.
+
+Every number here is either worked out by hand beside the spans that it follows from, or compared
+with a second way of computing it.
+"""
+
+import gzip
+import json
+import random
+import time
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import backward as backward_imported_early
+from torch.optim import optimizer as optimizer_module
+from torch.utils.checkpoint import checkpoint
+
+from minipar.comm import collectives, kineto, timeline
+from minipar.comm.mesh import Mesh
+from minipar.comm.recorder import blocks
+from minipar.comm.spans import Span, intersect, measure, subtract, union
+from minipar.comm.timeline import Timeline, record, span
+from minipar.model.llama import Llama, LlamaConfig
+
+
+def compute(start, end, rank=0, kind="forward"):
+    return Span(kind, "block", rank, start, end)
+
+
+def comm(start, end, rank=0, axis="dp", num_bytes=0):
+    return Span("comm", "all_reduce", rank, start, end, axis, num_bytes)
+
+
+# ---------------------------------------------------------------------- overlap
+def test_hidden_is_where_the_same_rank_computes():
+    """By hand. Catches: counting shared time twice, the compute of other ranks, copies."""
+    spans = [
+        compute(0, 4),
+        compute(5, 6, kind="optimizer"),
+        comm(1, 3, num_bytes=10),  # hidden, and in flight together with ...
+        comm(2, 7, num_bytes=20),  # ... this: the union is 1..7, exposed 4..5 and 6..7
+        comm(0, 2, axis="tp", num_bytes=5),
+        compute(0, 9, rank=1),
+        comm(4, 5, rank=2),  # computes nothing
+        Span("copy", "memcpy", 2, 4, 5),
+    ]
+    rows = {(o.rank, o.axis): o for o in Timeline(spans).overlap()}
+    assert list(rows) == [(0, "dp"), (0, "tp"), (2, "dp")]
+    dp = rows[0, "dp"]
+    assert (dp.total, dp.hidden, dp.exposed, dp.num_bytes, dp.count) == (6, 4, 2, 30, 2)
+    assert (rows[0, "tp"].total, rows[0, "tp"].exposed) == (2, 0)
+    assert (rows[2, "dp"].hidden, rows[2, "dp"].exposed) == (0, 1)
+    # rank 0 talks 0..7 on either axis, hidden 5 of 7; rank 2 hides 0 of 1
+    assert Timeline(spans).hidden_fraction == 5 / 8
+    assert Timeline(spans).bytes_by_axis() == {"dp": 30, "tp": 5}
+
+
+def test_without_communication_there_is_no_fraction():
+    silent = Timeline([compute(0, 1)])
+    assert silent.overlap() == [] and silent.hidden_fraction != silent.hidden_fraction  # nan
+    assert "no communication" in str(silent)
+    assert Timeline().duration == 0 and "0 ranks" in str(Timeline())
+
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8)
+
+
+@given(intervals, intervals)
+def test_interval_arithmetic_equals_sets_of_cells(a, b):
+    """The same sets, as sets of unit cells. Catches an interval lost or counted twice."""
+    a, b = ([(s, s + n) for s, n in x] for x in (a, b))
+    cells_a, cells_b = ({c for s, e in x for c in range(s, e)} for x in (a, b))
+    joined_a, joined_b = union(a), union(b)
+    assert measure(joined_a) == len(cells_a)
+    assert measure(intersect(joined_a, joined_b)) == len(cells_a & cells_b)
+    assert measure(subtract(joined_a, joined_b)) == len(cells_a - cells_b)
+    assert all(x[1] < y[0] for x, y in zip(joined_a, joined_a[1:], strict=False))
+
+
+def test_select_shift_and_table():
+    t = Timeline([comm(12, 14, rank=1, num_bytes=3_000_000), compute(10, 13, rank=1)], "measured")
+    assert (t.start, t.end, t.duration, t.ranks) == (10, 14, 4, [1])
+    assert [s.start for s in t.shifted()] == [0, 2] and t.shifted().label == "measured"
+    assert len(t.select(kind="comm", rank=1)) == 1 and len(t.select(rank=0)) == 0
+    head, row = t.table().splitlines()
+    assert row.split() == ["1", "dp", "1", "3.00", "2000.0", "1000.0", "1000.0", "50%"]
+    assert "50% of communication hidden" in str(t) and "measured" in str(t)
+
+
+# ---------------------------------------------------------------------- files
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_save_and_load_are_exact(tmp_path, name):
+    """Catches rounding to the microseconds of the file format: 0.1 + 0.2 s has none."""
+    spans = [
+        Span("backward", "layers.3", 1, 0.1 + 0.2, 1 / 3, meta={"microbatch": 2}),
+        Span("comm", "send", 0, 1e-9, 7.7, axis="pp", num_bytes=12345),
+    ]
+    t = Timeline(spans, label="measured, 2 ranks")
+    assert Timeline.load(t.save(tmp_path / name)) == t
+    assert (tmp_path / name).read_bytes()[:2] == (b"\x1f\x8b" if name.endswith("gz") else b'{"')
+
+
+def test_perfetto_can_show_the_file(tmp_path):
+    """The format wants spans of one thread nested or apart. Catches queued collectives on one."""
+    spans = [compute(0, 9), comm(1, 5), comm(2, 6), comm(3, 4), comm(6, 7), comm(0, 3, rank=3)]
+    events = json.loads(Timeline(spans).save(tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e for e in events if e["name"] == "thread_name"}
+    assert names == {0: "rank 0", 3: "rank 3"}
+    lanes = {}
+    for e in (e for e in events if e["ph"] == "X"):
+        lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    assert lanes.keys() == threads.keys() and len(lanes) == 1 + 3 + 1
+    for lane in lanes.values():
+        assert all(x[1] <= y[0] for x, y in zip(sorted(lane), sorted(lane)[1:], strict=False))
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == 9e6  # microseconds from 0
+
+
+def test_load_names_the_file_that_is_no_timeline(tmp_path):
+    for content, message in [
+        (b'{"traceEvents": []}', "from_profiler"),
+        (b'{"a": 1}', "no list `traceEvents`"),
+        (b"hello", "no readable trace"),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "no readable trace"),
+    ]:
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            Timeline.load(tmp_path / "x.json")
+
+
+# ---------------------------------------------------------------------- the recorder
+def test_nothing_is_recorded_by_default():
+    assert timeline.active() is None
+    with span("compute", "nobody looks"):
+        pass
+    with record() as t:
+        assert timeline.active() is not None
+    assert timeline.active() is None and t.spans == []
+
+
+def test_inner_spans_interrupt_outer_ones():
+    """Catches nested spans that count time twice, and waiting that counts as computing."""
+    with record(label="mine") as t, span("compute", "outer"):
+        time.sleep(0.01)
+        with span("compute", "inner"):
+            time.sleep(0.01)
+            with timeline.active().blocked():
+                time.sleep(0.02)
+        time.sleep(0.01)
+    assert t.label == "mine"
+    names = [s.name for s in t]
+    assert [n for i, n in enumerate(names) if names[:i][-1:] != [n]] == ["outer", "inner", "outer"]
+    assert_disjoint(t)
+    assert sum(s.duration for s in t.select(name="outer")) >= 0.02
+    assert t.duration - sum(s.duration for s in t) >= 0.02  # the wait
+
+
+def assert_disjoint(t):
+    spans = [s for s in t if s.kind != "comm"]
+    assert all(x.end <= y.start for x, y in zip(spans, spans[1:], strict=False))
+
+
+def test_recording_twice_is_refused_and_failures_leave_nothing_behind():
+    with record() as t:
+        with pytest.raises(RuntimeError, match="recording already"), record():
+            pass
+        with pytest.raises(KeyError), span("compute", "fails"):
+            raise KeyError
+        with span("compute", "next"):
+            time.sleep(0.001)
+    assert [s.name for s in t][-1] == "next"
+    with pytest.raises(KeyError), record():
+        raise KeyError
+    assert timeline.active() is None
+
+
+# ---------------------------------------------------------------------- a model
+LLAMA = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2
+)
+
+
+def llama(**changes):
+    return Llama(LlamaConfig(**{**LLAMA, **changes})).double()
+
+
+def step(model, tokens):
+    logits = model(tokens)
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+
+def in_order(t, kind):
+    """Names of the blocks in order of time, what happens between blocks left out."""
+    names = [s.name for s in t if s.kind == kind and s.name != kind]
+    return [n for i, n in enumerate(names) if i == 0 or names[i - 1] != n]
+
+
+def test_blocks_of_a_model():
+    names = list(blocks(llama()))
+    layers = [n for n in names if ".layers." in n or n.startswith("layers.")]
+    assert len(layers) == 3 and all(n.rsplit(".", 1)[1].isdigit() for n in layers)
+    others = [n.rsplit(".", 1)[-1] for n in names if n not in layers]
+    assert others == ["embed_tokens", "norm", "lm_head"]
+    assert list(blocks(nn.Linear(2, 2))) == ["Linear"]
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert list(blocks(inner)) == ["0", "1"]  # blocks are not descended into
+
+
+def test_every_block_is_seen_forward_backward_and_in_order():
+    """Catches: a first block (tokens have no gradient) or a last one without backward."""
+    model, tokens = llama(), torch.randint(64, (2, 8))
+    adamw = torch.optim.AdamW(model.parameters())
+    with record(model) as t:
+        step(model, tokens)
+        adamw.step()
+    names = list(blocks(model))
+    assert in_order(t, "forward") == names
+    assert in_order(t, "backward") == names[::-1]
+    assert [s.name for s in t if s.kind == "optimizer"] == ["AdamW"]
+    assert next(s for s in t if s.kind == "backward").name == "backward"  # of the loss
+    assert_disjoint(t)
+    by_kind = {k: [s for s in t if s.kind == k] for k in ("forward", "backward", "optimizer")}
+    assert by_kind["forward"][-1].end <= by_kind["backward"][0].start
+    assert by_kind["backward"][-1].end <= by_kind["optimizer"][0].start
+
+
+class Sleep(torch.autograd.Function):
+    """Multiplies by a weight; sleeps forward, and three times as long backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.save_for_backward(x, weight)
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        time.sleep(3 * ctx.seconds)
+        return grad * weight, (grad * x).sum().reshape(1), None
+
+
+def test_backward_time_goes_to_the_block_that_spends_it():
+    """Blocks of known, different lengths. Catches spans shifted by a block, and halves swapped."""
+
+    class Block(nn.Module):
+        def __init__(self, seconds):
+            super().__init__()
+            self.weight, self.seconds = nn.Parameter(torch.ones(1)), seconds
+
+        def forward(self, x):
+            return Sleep.apply(x, self.weight, self.seconds)
+
+    lengths = [0.004, 0.012, 0.008]
+    model = nn.Sequential(*(Block(seconds) for seconds in lengths))
+    with record(model) as t:
+        model(torch.ones(2)).sum().backward()
+    for i, seconds in enumerate(lengths):
+        forward = sum(s.duration for s in t.select(kind="forward", name=str(i)))
+        backward = sum(s.duration for s in t.select(kind="backward", name=str(i)))
+        assert forward >= seconds and backward >= 3 * seconds
+
+
+def test_recording_changes_no_gradient_and_leaves_no_hook():
+    """Also with in-place work on a block's output and views, which full backward hooks forbid."""
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                x.mul_(2)
+                x = x.view(2, 2, 4)[0].relu_().repeat(2, 1)
+            return x
+
+    model, x = InPlace(), torch.randn(4, 4)
+    model(x).sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    functions = torch.autograd.backward, torch.autograd.grad
+    model.zero_grad()
+    with record(model) as t:
+        model(x).sum().backward()
+        assert torch.autograd.backward is not functions[0]
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+    assert any(g.abs().sum() > 0 for g in plain) and in_order(t, "backward")
+    assert (torch.autograd.backward, torch.autograd.grad) == functions
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert not optimizer_module._global_optimizer_pre_hooks
+    assert not optimizer_module._global_optimizer_post_hooks
+
+
+def test_a_graph_that_outlives_the_recording_runs_without_it():
+    model = llama()
+    with record(model):
+        loss = model(torch.randint(64, (1, 4))).sum()
+        recorder = timeline.active()
+    before = len(recorder.spans)
+    with record() as other:
+        loss.backward()
+    assert other.spans == [] and len(recorder.spans) == before > 0
+
+
+def test_without_gradients_and_with_accumulation():
+    model, tokens = llama(), torch.randint(64, (2, 8))
+    with record(model) as t, torch.no_grad():
+        model(tokens)
+    assert in_order(t, "forward") == list(blocks(model)) and not in_order(t, "backward")
+    with record(model) as t:
+        for _ in range(3):
+            step(model, tokens)
+    assert in_order(t, "backward") == 3 * list(blocks(model))[::-1]
+    assert_disjoint(t)
+
+
+def test_a_backward_reached_around_the_patch_is_closed():
+    """`from torch.autograd import backward` at import time: seen from the first block on."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    with record(model) as t:
+        backward_imported_early(model(x).sum())
+        end = time.monotonic()
+    assert in_order(t, "backward") == ["1", "0"]
+    assert t.end <= end  # not open until the recording ends
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_backward_work(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
+            )
+
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    model, x = Checkpointed(), torch.randn(2, 4)
+    with record(model) as t:
+        model(x).sum().backward()
+    assert in_order(t, "forward") == ["embed", "layers.0", "layers.1", "layers.2"]
+    names = in_order(t, "backward")
+    for name in ("layers.0", "layers.1", "layers.2"):
+        assert f"{name} (recompute)" in names and name in names
+    assert_disjoint(t)
+    with record(model) as t:
+        model(x).sum().backward()
+        end = time.monotonic()
+        time.sleep(0.002)
+        with span("compute", "after"):
+            pass
+    assert t.select(kind="backward").end <= end  # nothing stays open
+
+
+def test_a_block_that_fails_is_closed():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("on purpose")
+
+    model = nn.Sequential(nn.Linear(2, 2), Fails())
+    with record(model) as t:
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.ones(2))
+        end = time.monotonic()
+        time.sleep(0.002)
+        with span("compute", "after"):
+            pass
+    assert in_order(t, "forward") == ["0", "1"] and t.select(kind="forward").end <= end
+
+
+def test_an_optimizer_that_fails_is_closed_by_the_span_around_it():
+    """torch calls no hook after a step that raised. Catches a span that stays open for ever."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("on purpose")
+
+    broken = Fails([nn.Parameter(torch.ones(1))], lr=1)
+    with record() as t:
+        with pytest.raises(ValueError, match="on purpose"), span("compute", "around"):
+            broken.step()
+        end = time.monotonic()
+        time.sleep(0.002)
+        with span("compute", "after"):
+            pass
+    assert [s.kind for s in t][:2] == ["compute", "optimizer"]
+    assert all(s.end <= end for s in t if s.name != "after")
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that fight over busy cores would make the step long, and the share small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_recording_costs_under_two_percent_of_a_step(one_thread):
+    """Events of a step x cost of an event / length of the step.
+
+    The cost comes from many blocks that do next to nothing, recorded and not, in turns; the best of
+    several turns of each, so that a busy machine does not matter.
+    """
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.weight
+
+    tiny = nn.Sequential(*(Tiny() for _ in range(100)))
+    x = torch.ones(1)
+
+    def run(model, *args):
+        start = time.perf_counter()
+        model(*args).sum().backward()
+        return time.perf_counter() - start
+
+    plain, recorded = [], []
+    for _ in range(7):
+        plain.append(run(tiny, x))
+        with record(tiny):
+            recorded.append(run(tiny, x))
+    cost = (min(recorded) - min(plain)) / 100  # of one block, forward and backward
+    assert 0 < cost < 1e-3
+
+    model = llama(hidden_size=128, intermediate_size=384, num_layers=4, vocab_size=256).float()
+    tokens = torch.randint(256, (4, 128))
+    run(model, tokens)
+    seconds = median(run(model, tokens) for _ in range(5))
+    share = cost * len(blocks(model)) / seconds
+    print(f"{1e6 * cost:.0f} us a block, {share:.2%} of {1e3 * seconds:.0f} ms")
+    assert share < 0.02, f"{1e6 * cost:.0f} us a block is {share:.1%} of {1e3 * seconds:.0f} ms"
+
+
+# ---------------------------------------------------------------------- several ranks
+def _talk():
+    mesh = Mesh(dp=2, tp=2)
+    with record(label="measured") as t:
+        collectives.all_reduce(torch.ones(1000), mesh.dp)
+        with span("compute", "alone"):
+            time.sleep(0.002)
+        collectives.all_gather(torch.ones(500), mesh.tp)
+    return mesh.rank, t, t.gather(mesh.world), t.gather(mesh.tp)
+
+
+def test_gather_merges_all_ranks_on_one_clock(ranks):
+    """Catches ranks that are mixed up, and clocks that do not agree."""
+    results = ranks(4).run(_talk)
+    for rank, mine, everyone, tp in results:
+        assert mine.ranks == [rank] and everyone.ranks == [0, 1, 2, 3] and tp.label == "measured"
+        assert tp.ranks == ([0, 1] if rank < 2 else [2, 3])
+        assert everyone == results[0][2]
+        assert everyone.select(rank=rank) == mine
+    everyone = results[0][2]
+    assert everyone.bytes_by_axis() == {"dp": 4 * 4000, "tp": 4 * 2000}  # 2(n-1)/n N, (n-1)/n N
+    ends = [next(s for s in everyone.select(rank=r, kind="comm")).end for r in range(4)]
+    starts = [next(s for s in everyone.select(rank=r, kind="comm")).start for r in range(4)]
+    # Neither rank of a dp pair is through before both began: only on one clock.
+    for a, b in [(0, 2), (1, 3)]:
+        assert max(starts[a], starts[b]) < min(ends[a], ends[b])
+
+
+def _late(seconds):
+    mesh = Mesh(dp=2)
+    collectives.barrier(mesh.world)
+    with record() as t, span("compute", "all the while"):
+        if mesh.rank == 1:
+            time.sleep(seconds)
+        collectives.all_reduce(torch.ones(10), mesh.world)
+    return t
+
+
+def test_a_rank_that_waits_does_not_compute(ranks):
+    """Rank 0 waits 60 ms inside of a compute span. A recorder that ignores waiting hides it all."""
+    first, second = ranks(2).run(_late, 0.06)
+    waiting = first.overlap()[0]
+    assert waiting.total > 0.05 and waiting.hidden < 0.5 * waiting.total
+    assert second.overlap()[0].total < waiting.total
+
+
+def _hidden():
+    mesh = Mesh(dp=2)
+    collectives.barrier(mesh.world)
+    with record() as t:
+        if mesh.rank == 1:
+            time.sleep(0.06)
+        pending = collectives.all_reduce(torch.ones(10), mesh.world, async_op=True)
+        with span("compute", "meanwhile"):
+            time.sleep(0.06)
+        pending.wait()
+    return t
+
+
+def test_asynchronous_communication_under_compute_is_hidden(ranks):
+    first, _ = ranks(2).run(_hidden)
+    overlap = first.overlap()[0]
+    assert overlap.total > 0.05 and overlap.hidden > 0.5 * overlap.total
+
+
+# ---------------------------------------------------------------------- others' profiles
+def _profiled(folder):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import ProfilerActivity, profile
+
+    rank = dist.get_rank()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    ddp, adamw = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            adamw.step()
+            dist.all_gather_single(torch.empty(128), torch.ones(64))
+    name = f"{folder}/job.{rank}.json" + (".gz" if rank else "")
+    profiler.export_chrome_trace(name)
+
+
+def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
+    """torch's DDP under torch.profiler, nothing of ours inside; one trace plain, one gzipped."""
+    ranks(2).run(_profiled, str(tmp_path))
+    t = Timeline.from_profiler(tmp_path, label="DDP")
+    assert t == Timeline.from_profiler(f"{tmp_path}/job.*", label="DDP")
+    assert t.ranks == [0, 1] and t.start == 0 and t.label == "DDP"
+    for rank in t.ranks:
+        mine = t.select(rank=rank)
+        assert {s.kind for s in mine} == {"forward", "backward", "optimizer", "comm"}
+        assert [s.name for s in mine.select(kind="optimizer")] == ["AdamW"] * 3
+        assert len(mine.select(kind="comm", name="all_gather")) == 3
+        assert len(mine.select(kind="comm", name="all_reduce")) >= 3
+        assert {s.axis for s in mine if s.kind == "comm"} == {"world"}
+        assert_disjoint(mine)
+        order = [s.kind for s in mine if s.kind != "comm"]
+        assert order.index("forward") < order.index("backward") < order.index("optimizer")
+    ends = [s.end for r in t.ranks for s in [t.select(rank=r, name="all_gather").spans[-1]]]
+    assert abs(ends[0] - ends[1]) < 0.2  # files of one host share a clock
+
+
+def _kernel(name, ts, dur, correlation, **args):
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": ts,
+        "dur": dur,
+        "args": {"device": 0, "stream": 7, "correlation": correlation, **args},
+    }
+
+
+def _host(name, ts, dur, tid, cat="cpu_op", **args):
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 99,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
+
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def gpu_trace(rank, host="node0", skew_us=0.0):
+    """As Kineto writes it: host threads launch (correlation), streams run later."""
+    group = {"Process Group Name": "3", "Process Group Description": "mesh_dp", "Group size": 4}
+    sizes = {"In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "BFloat16"}
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    launch = {"cat": "cuda_runtime", "tid": 1}
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 99, "tid": 0, "args": {"name": "python"}},
+        _host("ProfilerStep#3", 0, 500, 1, cat="user_annotation"),
+        _host("aten::mm", 10, 20, 1),
+        _host("cudaLaunchKernel", 15, 5, correlation=1, **launch),
+        _host(engine, 40, 50, 2),
+        _host("cudaLaunchKernel", 50, 5, correlation=2, **{**launch, "tid": 2}),
+        _host("Optimizer.step#AdamW.step", 100, 50, 1, cat="user_annotation"),
+        _host("cuLaunchKernelEx", 110, 5, correlation=3, cat="cuda_driver", tid=1),
+        _host("nccl:all_reduce", 60, 5, 2, cat="user_annotation"),
+        _kernel("sm90_xmma_gemm_bf16", 100, 100, 1),
+        _kernel("sm90_xmma_gemm_bf16", 200, 100, 2),
+        _kernel(NCCL, 250, 100, 9, **{"Collective name": "allreduce", "Seq": 41}, **group, **sizes),
+        _kernel("multi_tensor_apply_kernel", 360, 40, 3),
+        _kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 380, 10, 10),
+        {**_kernel("Memcpy HtoD", 0, 10, 11), "cat": "gpu_memcpy"},
+        {**_kernel("nccl:all_reduce", 250, 100, 9), "cat": "gpu_user_annotation"},
+    ]
+    events = [e | ({"ts": e["ts"] + skew_us} if "ts" in e else {}) for e in events]
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 4},
+        "host_name": host,
+        "baseTimeNanoseconds": 1_790_857_026_000_000_000,
+        "traceEvents": events,
+    }
+
+
+def write(path, document):
+    data = json.dumps(document).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_gpu_profiles_by_kernels_and_who_launched_them(tmp_path):
+    """By hand from `gpu_trace`. Catches host time taken for GPU time, and annotations counted."""
+    t = Timeline.from_profiler(write(tmp_path / "a.json.gz", gpu_trace(rank=2)))
+    assert t.ranks == [2] and len(t) == 6
+    kinds = [s.kind for s in t]
+    assert kinds == ["copy", "forward", "backward", "comm", "optimizer", "comm"]
+    reduce, message = t.select(kind="comm")
+    assert (reduce.name, reduce.axis) == ("all_reduce", "dp")
+    assert reduce.num_bytes == 2 * 3 * 2000 // 4  # ring, 4 ranks, 1000 items of 2 bytes
+    assert (message.name, message.axis, message.num_bytes) == ("exchange", "world", 0)
+    assert reduce.start == pytest.approx(250e-6) and t.duration == pytest.approx(400e-6)
+    dp, world = t.overlap()
+    assert (dp.hidden, dp.exposed) == (pytest.approx(50e-6), pytest.approx(50e-6))
+    assert world.exposed == pytest.approx(0)
+
+
+def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
+    """`record` there, with the trace of a GPU in place of the profiler: clock, names and bytes.
+
+    Catches kernels left on the wall clock, named by when they ran, or without the ledger's bytes.
+    """
+
+    class Profiler:
+        def stop(self):
+            pass
+
+        def export_chrome_trace(self, path):
+            write(tmp_path / "t.json", document).rename(path)
+
+    now = time.monotonic()
+    document = gpu_trace(0) | {"baseTimeNanoseconds": time.time_ns()}  # so the trace begins now
+    host = [  # launches lie at 15, 50 and 110 us
+        Span("forward", "layers.0", 0, now, now + 3.2e-5),
+        Span("backward", "layers.0", 0, now + 3.2e-5, now + 8e-5),
+        Span("optimizer", "AdamW", 0, now + 8e-5, now + 2e-4),
+        Span("comm", "reduce_scatter", 0, now, now + 1, "dp", 77),
+        Span("comm", "send", 0, now + 1e-5, now + 1, "pp", 88),
+    ]
+    # Reading the two clocks takes time: hold them together as the trace does, to the microsecond.
+    with pytest.MonkeyPatch.context() as patch:
+        base = document["baseTimeNanoseconds"]
+        patch.setattr(time, "time_ns", lambda: base)
+        patch.setattr(time, "monotonic_ns", lambda: int(1e9 * now))
+        spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.kind, s.name) for s in spans] == [
+        ("copy", "Memcpy HtoD"),
+        ("forward", "layers.0"),
+        ("backward", "layers.0"),
+        ("comm", "reduce_scatter"),
+        ("optimizer", "AdamW"),
+        ("comm", "send"),
+    ]
+    assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
+    assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
+    assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
+
+
+def test_without_a_gpu_no_profiler_runs():
+    if not torch.cuda.is_available():
+        assert kineto.start_profiler() is None
+
+
+def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
+    """A hook that all-reduces within backward: 20..80 us of 0..100 are spent waiting."""
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    events = [
+        _host(engine, 0, 100, 1),
+        _host("c10d::allreduce_", 20, 60, 1),
+        _host("gloo:all_reduce", 21, 58, 5, cat="user_annotation"),
+    ]
+    t = Timeline.from_profiler(write(tmp_path / "rank0.json", {"traceEvents": events}))
+    assert [s.kind for s in t] == ["backward", "comm", "backward"]
+    assert [round(1e6 * s.duration) for s in t] == [20, 58, 20]
+    assert t.hidden_fraction == 0
+
+
+def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
+    """2 s of skew, three files. Catches a sign error, and clocks of one host that are moved."""
+    shift = {0: 0.0, 1: 2e6, 2: -3e6}
+    files = [
+        write(tmp_path / f"rank{r}.json", gpu_trace(r, f"node{r}", us)) for r, us in shift.items()
+    ]
+    random.Random(0).shuffle(files)
+    t = Timeline.from_profiler(files)
+    assert t.duration == pytest.approx(400e-6)
+    assert t.ranks == [0, 1, 2]
+    same = [write(tmp_path / f"rank{r}.json", gpu_trace(r, "node0", us)) for r, us in shift.items()]
+    assert Timeline.from_profiler(same).duration == pytest.approx(5 + 400e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["rank1.json", "rank3.json"], [1, 3]),
+        (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
+        (["5.json", "trace6.json"], [5, 6]),
+        (["a_1.2.json", "b_3.4.json"], [0, 1]),
+    ],
+)
+def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
+    document = gpu_trace(0)
+    del document["distributedInfo"]
+    files = [write(tmp_path / name, document) for name in names]
+    assert Timeline.from_profiler(files).ranks == sorted(ranks)
+    assert kineto._trace_ranks(files, [document] * len(files)) == ranks
+
+
+def test_bad_profiles_are_named(tmp_path):
+    good = write(tmp_path / "good.json", gpu_trace(0))
+    twice = write(tmp_path / "twice.json", gpu_trace(0))
+    empty = write(tmp_path / "empty.json", {"traceEvents": []})
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(gzip.compress(json.dumps(gpu_trace(0)).encode())[:200])
+    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300])
+    for paths, message in [
+        ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
+        (empty, r"empty\.json .* holds no operator and no kernel"),
+        (cut, r"cut\.json\.gz is no readable trace"),
+        (tmp_path / "half.json", r"half\.json is no readable trace"),
+        (tmp_path / "none*.json", r"no such trace: .*none"),
+        ([good, tmp_path / "gone.json"], r"no such trace: .*gone\.json"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Timeline.from_profiler(paths)

@@ -1,0 +1,21 @@
+"""One standing pool of ranks per size, shared by all tests: a start per size, not per test."""
+
+import pytest
+
+from minipar.comm.launch import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """``ranks(4).run(fn, ...)`` runs fn on a standing group of four ranks."""
+    pools: dict[tuple, Ranks] = {}
+
+    def get(size: int, backend: str = "gloo") -> Ranks:
+        key = size, backend
+        if key not in pools or pools[key].closed:
+            pools[key] = Ranks(size, backend=backend, grace=0.3)
+        return pools[key]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
