@@ -1,0 +1,1 @@
+"""Floor 2: one strategy, one file."""

@@ -1,0 +1,259 @@
+"""Data parallelism: every rank holds the whole model and computes on its own share of the batch.
+
+Idea.   The gradient of a sum over samples is the sum of the gradients. So each rank computes the
+        gradient of its share, and one all-reduce per step makes them the gradient of the batch.
+Math.   g = (1/n) sum_r g_r  with ``average=True``, for a loss that each rank averages over its
+        own samples; g = sum_r g_r  with ``average=False``, for a loss that every rank has already
+        divided by the number of tokens of *all* ranks (right for uneven shares; see train/).
+Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradients P@dp,
+        all-reduced to R@dp.
+Comms.  P bytes of gradients and e bytes for each of N parameters (a count of the ranks that used
+        it; e the size of one element): 2 (n-1)/n (P + N e) per rank and step, in the backward.
+Memory. Everything n times over. Gradients live inside the buckets: no second copy of them.
+Costs you. A model that fits on one device; batches so large that computing outlasts sending.
+Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+        (arXiv 2006.15704), section 3.
+In torch: `torch.nn.parallel.DistributedDataParallel`.
+Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb.
+
+Three versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`.
+"""
+
+from collections import Counter
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import Pending, all_reduce, broadcast
+from minipar.comm.mesh import Axis
+from minipar.parallel.strategy import Strategy, replicate
+
+Version = Literal["naive", "bucketed", "overlapped"]
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    version: Version = "overlapped",
+    bucket_mb: float | None = None,
+    average: bool = True,
+) -> Strategy:
+    """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
+
+    Args:
+        version: "naive", "bucketed" or "overlapped".
+        bucket_mb: capacity of a bucket in MB (10^6 bytes). By default an eighth of the gradients,
+            at most 25 MB: the last bucket has no computation left to hide behind, so it should
+            be a small part of the whole.
+        average: divide the sum of the gradients by the number of ranks.
+
+    A parameter that no rank used keeps ``grad=None``, as on one device; one that only some ranks
+    used counts as zero on the others. Buffers are made equal here, once; from then on each rank's
+    are its own. After a backward that an exception cut short, call `finish_backward` and zero the
+    gradients on all ranks: then they are in step again.
+
+    Raises `ValueError` for an unknown version, a bucket without capacity, or a model without a
+    trainable parameter.
+    """
+    if version not in VERSIONS:
+        raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("the model has no trainable parameter: there are no gradients to share")
+    replicate(model, axis)
+    if version == "naive":
+        return Naive(model, axis, average)
+    return VERSIONS[version](model, axis, average, bucket_mb)
+
+
+# ---------------------------------------------------------------------- 1. one call per parameter
+class Naive(Strategy):
+    """After backward, one all-reduce per parameter.
+
+    Right, and slow twice over: each call pays the latency of the link, and nothing is computed
+    meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, average: bool = True) -> None:
+        super().__init__(model, axis)
+        self.op = "avg" if average else "sum"
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def finish_backward(self) -> None:
+        # A rank that skips a parameter it did not use would leave the others waiting: all ranks
+        # reduce all parameters, and a count tells "unused everywhere" from "zero".
+        used = torch.tensor([float(p.grad is not None) for p in self.parameters])
+        used = all_reduce(used.to(self.parameters[0]), self.axis)
+        for p, users in zip(self.parameters, used, strict=True):
+            unused_here = p.grad is None
+            if unused_here:
+                p.grad = torch.zeros_like(p)
+            all_reduce(p.grad, self.axis, self.op, out=p.grad)
+            if unused_here and not used_elsewhere(users):
+                p.grad = None
+
+
+def used_elsewhere(users: Tensor) -> bool:
+    """Whether others used a parameter that this rank did not; on "meta" all ranks are alike."""
+    return not users.is_meta and bool(users)
+
+
+# ---------------------------------------------------------------------- 2. fewer, larger calls
+class Bucket:
+    """One flat buffer that the gradients of several parameters live in.
+
+    Layout: the gradients one after the other, then for each the number of ranks that used it
+    (averaged: their share).
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [p.numel() for p in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
+        *pieces, self.users = self.flat.split([*sizes, len(parameters)])
+        self.views = {p: v.view_as(p) for p, v in zip(parameters, pieces, strict=True)}
+        self.pending: Pending | None = None
+        self.expected = self.missing = len(parameters)  # gradients per backward; still to come
+        for p in parameters:
+            if p.grad is not None:
+                self.take(p)
+
+    def take(self, p: nn.Parameter) -> None:
+        """Move the gradient of `p` into the bucket; from now on it accumulates there."""
+        view = self.views[p]
+        if p.grad is not view:
+            view.copy_(p.grad)
+            p.grad = view
+
+    def launch(self, axis: Axis, op: str) -> None:
+        """Start the all-reduce."""
+        self.users.fill_(1)
+        for i, p in enumerate(self.parameters):
+            if p.grad is None:
+                self.views[p].zero_()
+                self.users[i] = 0
+            else:
+                self.take(p)
+        self.pending = all_reduce(self.flat, axis, op, out=self.flat, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce; hand the gradients out."""
+        self.pending.wait()
+        self.pending, self.missing = None, self.expected
+        for i, p in enumerate(self.parameters):
+            # Looks at a value only where this rank has no gradient of its own.
+            if p.grad is None and used_elsewhere(self.users[i]):
+                p.grad = self.views[p]
+
+
+def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
+    """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
+
+    A parameter larger than that has a bucket to itself. Different dtypes or devices do not mix.
+    """
+    groups: list[list[nn.Parameter]] = []
+    room: dict[tuple, tuple[list[nn.Parameter] | None, float]] = {}
+    for p in parameters:
+        key = p.dtype, p.device
+        group, left = room.get(key, (None, 0.0))
+        if group is None or p.nbytes > left:
+            group, left = [], capacity
+            groups.append(group)
+        group.append(p)
+        room[key] = group, left - p.nbytes
+    return [Bucket(group) for group in groups]
+
+
+class Bucketed(Naive):
+    """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, average: bool = True, bucket_mb: float | None = None
+    ) -> None:
+        super().__init__(model, axis, average)
+        num_bytes = sum(p.nbytes for p in self.parameters)
+        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
+        # Gradients come into being from the last layer to the first.
+        self.buckets = fill_buckets(self.parameters[::-1], self.capacity)
+
+    def finish_backward(self) -> None:
+        for bucket in self.buckets:
+            if bucket.pending is None:
+                bucket.launch(self.axis, self.op)
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+# ---------------------------------------------------------------------- 3. while computing goes on
+class Overlapped(Bucketed):
+    """A bucket is sent as soon as backward has filled it, while backward goes on.
+
+    All ranks must send the same buckets in the same order, whatever the order in which their
+    gradients are ready: a bucket waits for those before it. The first backward is a rehearsal. It
+    sends nothing early but notes in which order gradients arrive, and how often (a parameter used
+    by two re-entrant checkpoints receives its gradient in two parts); from then on buckets follow
+    that order, as rank 0 saw it.
+    """
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, average: bool = True, bucket_mb: float | None = None
+    ) -> None:
+        super().__init__(model, axis, average, bucket_mb)
+        self.rehearsal: Counter[nn.Parameter] | None = Counter()  # arrivals, in order
+        self.next = 0  # the bucket whose turn it is
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        if axis.size > 1:
+            for p in self.parameters:
+                p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        bucket = self.bucket_of[p]
+        if bucket.pending is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
+                f"was sent, unlike in the first backward. Call finish_backward() after each "
+                f"backward outside of no_sync(), also after one that was cut short by an exception "
+                f"(and zero the gradients then); or use version='bucketed' if the graph changes"
+            )
+        bucket.take(p)
+        if not self.synchronises:
+            return
+        if self.rehearsal is not None:
+            self.rehearsal[p] += 1
+            return
+        bucket.missing -= 1
+        while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
+            self.buckets[self.next].launch(self.axis, self.op)
+            self.next += 1
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        self.next = 0
+        if self.rehearsal is not None:
+            self._learn(self.rehearsal)
+            self.rehearsal = None
+
+    def _learn(self, arrived: Counter[nn.Parameter]) -> None:
+        """Refill the buckets in the order in which gradients arrived in the rehearsal."""
+        unused = [p for p in reversed(self.parameters) if p not in arrived]
+        number = {p: i for i, p in enumerate(self.parameters)}
+        order = [number[p] for p in [*arrived, *unused]]
+        device = self.parameters[0].device
+        if device.type != "meta":  # where there are no values to tell, all ranks are alike
+            order = broadcast(torch.tensor(order, device=device), self.axis, src=0).tolist()
+        self.buckets, self.bucket_of = [], {}  # each old one goes when its gradients have moved
+        self.buckets = fill_buckets([self.parameters[i] for i in order], self.capacity)
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        for bucket in self.buckets:
+            bucket.expected = bucket.missing = sum(max(1, arrived[p]) for p in bucket.parameters)
+
+
+VERSIONS: dict[str, type[Naive]] = {
+    "naive": Naive,
+    "bucketed": Bucketed,
+    "overlapped": Overlapped,
+}

@@ -1,0 +1,52 @@
+"""What every strategy has in common: three words, and how to leave synchronisation out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from minipar.comm.collectives import broadcast
+from minipar.comm.mesh import Axis
+
+
+class Strategy:
+    """A way to share the work on `model` along `axis`; made by the `apply` of a strategy's file.
+
+    A training step reads::
+
+        loss.backward()
+        strategy.finish_backward()     # from here on, gradients are those of the whole batch
+        optimizer.step()
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        self.model, self.axis = model, axis
+        self.synchronises = True
+
+    def finish_backward(self) -> None:
+        """Complete the communication of gradients that backward started."""
+        raise NotImplementedError
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return copies of all parameters and buffers, named and shaped as in the serial model.
+
+        Tied weights stay one tensor. A collective wherever the strategy shards: all ranks call it.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
+        return {name: copies[id(tensor)] for name, tensor in state.items()}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate here, unsent: for every microbatch but the last."""
+        before, self.synchronises = self.synchronises, False
+        try:
+            yield
+        finally:
+            self.synchronises = before
+
+
+def replicate(model: nn.Module, axis: Axis) -> None:
+    """Give all ranks of `axis` the parameters and buffers of its rank 0, in place."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        broadcast(tensor.data, axis, src=0, out=tensor.data)

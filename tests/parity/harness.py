@@ -1,0 +1,197 @@
+"""The law of parity: a strategy must compute what one device computes.
+
+`serial(task)` trains a model on one device in float64; `parallel(task, sizes, attach)` trains it on
+the ranks of a mesh, with every rank *seeded differently*, so that nothing is equal by luck. Both
+go through `train_step`, the loop of the real trainer. `assert_parity` compares initial weights,
+losses, every gradient, gradient norms and parameters after all steps, to a relative 1e-10.
+
+A strategy plugs in with one function ``attach(model, mesh) -> [strategies]``; see test_ddp.py.
+A proof that cannot fail proves nothing: `parallel(..., mute=True)` trains without communication,
+and parity must then be violated.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import collectives, timeline
+from minipar.comm.mesh import Mesh
+from minipar.parallel.strategy import Strategy
+from minipar.train.data import IGNORE, share
+from minipar.train.trainer import Microbatch, train_step
+
+Attach = Callable[[nn.Module, Mesh], Sequence[Strategy]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A small training job, the same wherever it runs."""
+
+    build: Callable[[int], nn.Module]  # seed -> model
+    vocab_size: int = 61
+    num_sequences: int = 6  # of a global batch
+    seq_len: int = 7
+    microbatches: int = 1
+    steps: int = 3
+    max_norm: float = 0.5  # low enough to clip
+    fine_tune: Callable[[nn.Module], None] = lambda model: None  # such as freezing a part
+
+    def batch(self, step: int) -> Microbatch:
+        """The global batch [B, T] of a step: rows of very uneven length, one without any target."""
+        generator = torch.Generator().manual_seed(step)
+        shape = self.num_sequences, self.seq_len
+        inputs = torch.randint(self.vocab_size, shape, generator=generator)
+        targets = torch.randint(self.vocab_size, shape, generator=generator)
+        for row in range(self.num_sequences):
+            targets[row, (row * 5 + step) % self.seq_len :] = IGNORE
+        targets[step % self.num_sequences] = IGNORE
+        return inputs, targets
+
+    def microbatches_of(self, step: int, rank: int, size: int) -> list[Microbatch]:
+        """The share of `rank`, cut into microbatches of one shape; missing rows are padding."""
+        inputs, targets = self.batch(step)
+        mine = share(torch.arange(self.num_sequences), rank, size)
+        rows = -(-self.num_sequences // (size * self.microbatches))
+        result = []
+        for m in range(self.microbatches):
+            chosen = share(mine, m, self.microbatches)
+            x = torch.zeros(rows, self.seq_len, dtype=torch.int64)
+            y = torch.full_like(x, IGNORE)
+            x[: len(chosen)], y[: len(chosen)] = inputs[chosen], targets[chosen]
+            result.append((x, y))
+        return result
+
+
+@dataclass
+class Outcome:
+    """All that one run of a task computed, in the shapes of the serial model."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)  # bytes along each axis in the last step
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients by name; a strategy that shards them passes a function of its own."""
+    return {
+        name: None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def serial(task: Task, seed: int = 0) -> Outcome:
+    """Train on one device."""
+    return _train(task, task.build(seed), Mesh(), lambda model, mesh: [])
+
+
+def parallel(
+    task: Task,
+    sizes: dict[str, int],
+    attach: Attach,
+    *,
+    gradients: Callable[[nn.Module], dict[str, Tensor | None]] = gradients_of,
+    mute: bool = False,
+) -> Outcome:
+    """Train on the ranks of a mesh; called on each of them, with a seed of its own."""
+    mesh = Mesh(**sizes)
+    torch.manual_seed(1000 + mesh.rank)
+    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute)
+
+
+def _train(
+    task: Task,
+    model: nn.Module,
+    mesh: Mesh,
+    attach: Attach,
+    gradients: Callable = gradients_of,
+    mute: bool = False,
+) -> Outcome:
+    model.double()
+    task.fine_tune(model)
+    strategies = list(attach(model, mesh))
+
+    def weights() -> dict[str, Tensor]:
+        if strategies:
+            return strategies[-1].full_state_dict()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.02, weight_decay=0.1)
+    outcome = Outcome(before=weights(), after={})
+    with muted() if mute else contextlib.nullcontext():
+        for step in range(task.steps):
+            with timeline.record() as recorded:
+                result = train_step(
+                    model,
+                    strategies,
+                    optimizer,
+                    task.microbatches_of(step, mesh.dp.rank, mesh.dp.size),
+                    mesh.dp,
+                    max_norm=task.max_norm,
+                )
+            outcome.losses.append(result.loss.item())
+            outcome.num_tokens.append(int(result.num_tokens))
+            outcome.norms.append(result.grad_norm.item())
+            outcome.gradients.append(gradients(model))
+    outcome.sent = recorded.bytes_by_axis()
+    outcome.after = weights()
+    return outcome
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """The mutant of every strategy: its collectives return, but nothing is sent.
+
+    Those of the trainer itself, which count tokens and report the loss, go on.
+    """
+    real = collectives._launch
+
+    def silent(verb, axis, sent, call, *rest, **options):
+        caller = sys._getframe(2).f_globals["__name__"]  # past the verb, whoever called it
+        if not caller.startswith("minipar.train"):
+            call = lambda async_op: None  # noqa: E731
+        return real(verb, axis, sent, call, *rest, **options)
+
+    with mock.patch.object(collectives, "_launch", silent):
+        yield
+
+
+def assert_parity(found: Outcome, expected: Outcome, rtol: float = 1e-10) -> None:
+    """Raise `AssertionError` that says what differs first, in the order of computation."""
+    _assert_equal("initial weights", found.before, expected.before, rtol)
+    assert found.num_tokens == expected.num_tokens, (found.num_tokens, expected.num_tokens)
+    for step, (ours, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        _assert_close(f"loss of step {step}", found.losses[step], expected.losses[step], rtol)
+        _assert_close(
+            f"gradient norm of step {step}", found.norms[step], expected.norms[step], rtol
+        )
+        _assert_equal(f"gradient in step {step}", ours, theirs, rtol)
+    _assert_equal("weights after training", found.after, expected.after, rtol)
+
+
+def _assert_close(what: str, found: float, expected: float, rtol: float) -> None:
+    assert abs(found - expected) <= rtol * abs(expected), f"{what}: {found!r}, not {expected!r}"
+
+
+def _assert_equal(what: str, found: dict, expected: dict, rtol: float) -> None:
+    assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
+    for name, theirs in expected.items():
+        ours = found[name]
+        if theirs is None or ours is None:
+            assert ours is theirs, f"{what} {name}: one of them is None"
+            continue
+        assert ours.shape == theirs.shape, f"{what} {name}: {ours.shape}, not {theirs.shape}"
+        if not theirs.numel():
+            continue
+        scale = theirs.abs().max()
+        error = (ours - theirs).abs().max()
+        assert error <= rtol * scale, f"{what} {name}: off by {error:.3g} of {scale:.3g}"
