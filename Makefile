@@ -36,8 +36,8 @@ notebooks: $(READY) ## execute the notebooks again and normalise them
 bench: $(READY) ## compare our data parallel with PyTorch's own
 	$(BIN)/minipar bench ddp $(ARGS)
 
-gpu-check: $(READY) ## the tests that need a GPU, alone
-	$(BIN)/pytest -m gpu $(ARGS)
+gpu-check: $(READY) ## parity, utilisation and a timeline on this machine's GPU
+	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 
 lint: $(READY) ## check style and the direction of imports
 	$(BIN)/ruff check --quiet

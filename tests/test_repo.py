@@ -225,9 +225,7 @@ def test_the_model_reads_no_environment():
 # ------------------------------------------------------------------------------ no GPU needed
 
 # Private functions that run only with a GPU, since their callers have asked; each with the reason.
-CALLED_WITH_A_GPU = {
-    "minipar/comm/kineto.py": {"with_kernels"},  # its profiler exists only where there is one
-}
+CALLED_WITH_A_GPU: dict[str, set[str]] = {}
 GPU_ONLY = {"apex", "cupy", "deepspeed", "flash_attn", "pynvml", "transformer_engine", "triton"}
 QUESTIONS = {"is_available", "is_initialized", "device_count"}  # of torch.cuda: safe without a GPU
 

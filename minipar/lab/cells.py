@@ -1,0 +1,359 @@
+"""One notebook, many ranks: ``%%ranks`` runs a cell on all of them, and nothing ever hangs.
+
+    ranks = Ranks(4, link="1gbe")          # once, in an ordinary cell
+
+    %%ranks                                # all of them, or a few: %%ranks -r 0,2
+    x = torch.full((3,), float(rank))
+    dist.all_reduce(x)
+    x                                      # shown as IPython shows it, behind the rank's number
+
+    ranks["x"]                             # the x of every rank, in a list
+    ranks.put(lr=0.1)                      # the other way round
+
+Every rank keeps a namespace of its own from cell to cell; ``rank``, ``world_size``, ``mesh``,
+``device``, ``torch`` and ``dist`` are in it. Output appears behind ``[rank]``: that of the first
+rank while it runs, that of the others in rank order once all are done, so that it is the same each
+time.
+
+The ranks are those of `minipar.comm.launch`, with a shell in each (`minipar.lab.shell`). Whatever a
+cell does, the notebook is usable again within seconds: an error, ranks that disagree or wait for
+what nobody sends, the stop button, a killed process. One line then says what must be run again.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from IPython import get_ipython
+from IPython.core.error import UsageError
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from minipar.comm import backends, launch, worker
+from minipar.comm import link as links
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import check_sizes
+from minipar.lab import shell
+from minipar.lab.shell import RankShell, Source
+
+
+class CellError(RankError):
+    """A cell failed on some ranks. `advice` says in a line what must be run again, if anything."""
+
+    def __init__(self, failures: dict[int, worker.Failure], advice: str = "") -> None:
+        self.advice = advice
+        super().__init__(failures)
+
+    def reports(self) -> list[str]:
+        """The tracebacks of the ranks that failed, equal ones once, and the advice."""
+        return super().reports() + [self.advice] * bool(self.advice)
+
+    def __str__(self) -> str:
+        said = dict.fromkeys(f"{f.kind}: {f.message}" for f in self.failures.values())
+        ranks = ", ".join(map(str, self.failures))
+        return f"rank{'s' * (len(self.failures) > 1)} {ranks}: {'; '.join(said)}"
+
+    def _render_traceback_(self) -> list[str]:
+        return "\n\n".join(self.reports()).splitlines()  # in place of our own frames
+
+    def __reduce__(self):
+        return CellError, (self.failures, self.advice)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The stop button was pressed while ranks were at work."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Interrupted. {self}"]
+
+
+class TimedOut(TimeoutError):
+    """A cell took longer than `time_limit` allows."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Stopped. {self}"]
+
+
+class Ranks(launch.Ranks):
+    """Ranks behind a notebook, for ``%%ranks``. Starting new ones ends those from before.
+
+    Args:
+        size: number of ranks.
+        link: what connects them: a name such as "1gbe" (`minipar.comm.link.LINKS`), a `Link` or
+            a `Topology`. `use` changes it later.
+        mesh: sizes of the axes of ``mesh`` on the ranks; all in one axis ``dp`` if not given.
+        backend: "link", "gloo" or "nccl"; "nccl" if there is a GPU per rank, else "link".
+        options: of `minipar.comm.launch.Ranks`.
+
+    Raises `ValueError` for a size, link, mesh or backend that cannot be.
+    """
+
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        link: Any = "none",
+        mesh: dict[str, int] | None = None,
+        backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        global _current
+        self._mesh = {"dp": size} if mesh is None else dict(mesh)
+        check_sizes(self._mesh, size)
+        self._transcript: _Transcript | None = None
+        self._live = False
+        self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
+        self._num_done = 0
+        backend = backend or {"nccl": "nccl"}.get(backends.pick_backend(size), "link")
+        if backend != "link" and link != "none":
+            raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
+        self.backend, self.link = backend, _link_of(link)
+        preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
+        if _current is not None:
+            _current.close()
+        super().__init__(size, backend=backend, sink=self._hear, preload=preload, **options)
+        self._prepare()
+        _current = self
+        register_magic()
+
+    def cell(
+        self,
+        code: str,
+        on: Iterable[int] | None = None,
+        *,
+        live: bool = False,
+        number: int = 1,
+    ) -> None:
+        """Run `code` in the namespaces of the ranks `on` (None: all), as ``%%ranks`` does.
+
+        With `live` all ranks may speak at any time. Raises `CellError`.
+        """
+        chosen = set(range(self.size) if on is None else on)
+        self._live = live
+        try:
+            args = [(code, number) if rank in chosen else None for rank in range(self.size)]
+            self.run_each(shell.run_cell, args)
+        finally:
+            self._live = False
+
+    def __getitem__(self, expression: str) -> list[Any]:
+        """Evaluate an expression on every rank: ``ranks["loss"]``; tensors come to the CPU."""
+        return self.run(shell.evaluate, expression)
+
+    def put(self, **values: Any) -> None:
+        """Set variables on every rank."""
+        self.run(shell.put, values)
+
+    def use(self, wire: Any) -> None:
+        """Change the emulated link, from now on: ``ranks.use("100gbe")``."""
+        if self.backend != "link":
+            raise ValueError(f"there is a link to change with backend='link', not {self.backend!r}")
+        wire = _link_of(wire)
+        self.run(links.use, wire)
+        self.link = wire
+
+    def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
+        """As in `launch.Ranks`; after a failure the namespaces fit the new process group."""
+        remade, pids = self.remade, list(self._processes and self.pids)
+        speakers = [rank for rank, args in enumerate(args_of) if args is not None]
+        self._transcript, self._stuck = _Transcript(speakers, self._live), {}
+        if source := Source.of(fn, cell_numbers()):
+            args_of = [None if args is None else (source, fn, *args) for args in args_of]
+            fn = shell.call_from
+        try:
+            return super().run_each(fn, args_of, **kwargs)
+        except RankError as error:
+            raise CellError(error.failures, self._recover(remade, pids)) from None
+        except KeyboardInterrupt:
+            raise Interrupted(self._recover(remade, pids)) from None
+        except TimeoutError as error:
+            raise TimedOut(f"{error}. {self._recover(remade, pids)}") from None
+        finally:
+            self._transcript.close()
+            self._transcript = None
+
+    def restart(self) -> None:
+        """End all ranks and start fresh ones, with empty namespaces."""
+        super().restart()
+        self._prepare()
+
+    def __repr__(self) -> str:
+        wire = f", {self.link.label}" if self.backend == "link" else ""
+        state = "closed" if self.closed else f"backend {self.backend}{wire}"
+        return f"Ranks({self.size})  # {state}"
+
+    # ------------------------------------------------------------------ after a failure
+    def _prepare(self) -> None:
+        super().run_each(shell.prepare, [(self._mesh, self.link)] * self.size)
+
+    def _recover(self, remade: int, pids: list[int]) -> str:
+        """Bring the namespaces in line with the process group; say what is to be run again."""
+        if self.closed or self.remade == remade:
+            return ""
+        found = super().run_each(shell.mesh_sizes, [()] * self.size)
+        self._mesh = next((sizes for sizes in found if sizes), self._mesh)
+        self._prepare()
+        born = [
+            str(r) for r, (old, new) in enumerate(zip(pids, self.pids, strict=True)) if old != new
+        ]
+        if not born:
+            return (
+                "The process group was made anew, all variables are kept: "
+                "re-run the cells that built models or groups on it."
+            )
+        many = len(born) > 1
+        return (
+            f"The process group was made anew; rank{'s' * many} {', '.join(born)} restarted with "
+            f"{'empty namespaces' if many else 'an empty namespace'}: "
+            "re-run the cells that defined what you need, from the first on."
+        )
+
+    def _press(self, job: Any) -> None:
+        """As in `launch.Ranks`; and if all who have not finished wait in vain, stop them."""
+        super()._press(job)
+        if self._num_done != len(job.results):  # who was waiting may have been freed by this one
+            self._stuck, self._num_done = {}, len(job.results)
+        recent = time.monotonic() - 1.5
+        # Said twice: a word that was under way when the wait ended is not taken for the last one.
+        stuck = {
+            r: said[-1] for r, said in self._stuck.items() if said[1:] and said[-1][0] > recent
+        }
+        if not job.waiting or job.failures or job.stopped or not job.waiting <= set(stuck):
+            return
+        done = ", ".join(map(str, sorted(job.results)))
+        others = f"finished by now: rank {done}" if done else "all ranks wait"
+        for rank in job.waiting:
+            _, verb, line = stuck[rank]
+            message = f"waits in {verb}, in vain ({others})"
+            label = f"rank {rank} of {self.size}"
+            job.failures[rank] = worker.Failure(label, "Stuck", message, f"{message}\n{line}")
+        self._stuck = {}
+        self._stop(job)
+
+    def _hear(self, rank: int, kind: str, content: Any) -> None:
+        if kind == "stuck":
+            self._stuck.setdefault(rank, []).append((time.monotonic(), *content))
+        elif self._transcript is not None:
+            self._transcript.hear(rank, kind, content)
+
+
+def _link_of(wire: Any) -> Any:
+    """Return the `Link` or `Topology` that is meant. The notebook's own formulas use it as well."""
+    return links.use(wire)
+
+
+class _Transcript:
+    """What ranks say during one call: the first one's at once, the others' in order at the end."""
+
+    def __init__(self, ranks: list[int], live: bool) -> None:
+        self._live = set(ranks if live else ranks[:1])
+        self._held: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in ranks}
+        self._line: tuple[int, str] | None = None  # rank and stream of a line that has not ended
+
+    def hear(self, rank: int, kind: str, content: Any) -> None:
+        if rank in self._live:
+            self._show(rank, kind, content)
+        elif self._held[rank] and kind != "display" and self._held[rank][-1][0] == kind:
+            self._held[rank][-1] = kind, self._held[rank][-1][1] + content
+        else:
+            self._held[rank].append((kind, content))
+
+    def close(self) -> None:
+        self._end_line()
+        for rank, said in self._held.items():
+            for kind, content in said:
+                if kind != "display":  # of a progress bar, its last state
+                    content = re.sub(r"[^\n]*\r(?!\n)", "", content)
+                self._show(rank, kind, content)
+            self._end_line()
+
+    def _show(self, rank: int, kind: str, content: Any) -> None:
+        if kind != "display":
+            self._write(rank, kind, content)
+        elif set(content[0]) == {"text/plain"}:
+            self._write(rank, "stdout", content[0]["text/plain"] + "\n")
+        else:
+            self._write(rank, "stdout", "\n")
+            display(content[0], raw=True, metadata=content[1])
+
+    def _write(self, rank: int, stream: str, text: str) -> None:
+        out = getattr(sys, stream)
+        for line in re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text.replace("\r\n", "\n")):
+            if self._line != (rank, stream):
+                self._end_line()
+                label = f"[{rank}]" if line == "\n" else f"[{rank}] "
+                out.write(label if line != "\r" else "")
+            out.write(line)
+            self._line = None if line[-1] in "\r\n" else (rank, stream)
+        out.flush()
+
+    def _end_line(self) -> None:
+        if self._line is not None:
+            print(file=getattr(sys, self._line[1]), flush=True)
+            self._line = None
+
+
+# ---------------------------------------------------------------------- the magic
+_current: Ranks | None = None  # the ranks of this notebook
+
+
+def current() -> Ranks | None:
+    """Return the ranks that ``%%ranks`` speaks to, or None when none are running."""
+    return None if _current is None or _current.closed else _current
+
+
+def chosen_ranks(text: str, size: int) -> list[int]:
+    """Return the ranks that "0,2" or "1-3" names. Raises `ValueError` if there are none such."""
+    chosen: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not ends or int(ends[2] or ends[1]) >= size:
+            raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2 or 1-3")
+        chosen.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+    return sorted(chosen)
+
+
+class Misused(UsageError):
+    """``%%ranks`` cannot do what it was asked; shown in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"%%ranks: {self}"]
+
+
+@magic_arguments()
+@argument("-r", "--ranks", help="only these ranks, such as 0,2 or 1-3")
+@argument("--live", action="store_true", help="show what any rank prints at once, as it comes")
+@argument("--here", action="store_true", help="run the cell in the notebook's own process as well")
+def _ranks_magic(line: str, cell: str) -> None:
+    """Run the cell on all ranks."""
+    asked, ranks, here = parse_argstring(_ranks_magic, line), current(), get_ipython()
+    if ranks is None:
+        raise Misused("no ranks are running; start some with  ranks = Ranks(4)")
+    try:
+        on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
+    except ValueError as error:
+        raise Misused(str(error)) from None
+    # The magic's own line stays as a comment, so that line numbers are those of the notebook.
+    head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
+    # Not here.execution_count: some versions of IPython count on before they run the cell.
+    number = max(cell_numbers().values(), default=here.execution_count)
+    ranks.cell(head + cell, on, live=asked.live, number=number)
+    if asked.here:
+        exec(compile(here.transform_cell(cell), "<cell>", "exec"), here.user_ns)
+
+
+def cell_numbers() -> dict[str, int]:
+    """Return the number of each cell that was run here, by the file name that Python knows."""
+    return getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
+
+
+def register_magic() -> None:
+    """Make ``%%ranks`` known, in a notebook; elsewhere do nothing."""
+    here = get_ipython()
+    if here is not None and not isinstance(here, RankShell):
+        here.register_magic_function(_ranks_magic, "cell", "ranks")
+
+
+register_magic()  # so that %%ranks without ranks is answered, too

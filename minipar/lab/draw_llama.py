@@ -1,0 +1,179 @@
+"""Pictures of the model: where data flows, how positions turn, which heads share.
+
+Each is a plain function of a `LlamaConfig`, in the house style of `minipar.lab.draw`.
+"""
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
+
+from minipar.lab import draw
+from minipar.lab.draw import INK, KIND, MUTED, PAPER, RANK, SERIES
+from minipar.model.llama import LlamaConfig, rope_frequencies
+
+PARTS = dict(zip(("attention", "embedding", "mlp", "norm"), SERIES, strict=False))
+"""The colour of each part of the model, as `draw.bars` gives them."""
+
+
+def parameters(config: LlamaConfig) -> dict[str, int]:
+    """Parameters of the whole model by part; tied embeddings are counted once."""
+    width = config.hidden_size
+    heads = config.num_heads + config.num_kv_heads
+    tables = 1 if config.tie_embeddings else 2
+    return {
+        "attention": config.num_layers * 2 * width * config.head_dim * heads,
+        "embedding": tables * config.vocab_size * width,
+        "mlp": config.num_layers * 3 * width * config.intermediate_size,
+        "norm": config.num_layers * 2 * width + width,
+    }
+
+
+def model(config: LlamaConfig) -> Figure:
+    """The way of a token through the model, with shapes and with the parameters of each part."""
+    width, height = draw.WIDTH, 2.95
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, "One stream from byte to prediction; each layer adds to it twice")
+    count = parameters(config)
+    layers, line, branch = config.num_layers, 1.95, 0.98
+    once = 2 if config.tie_embeddings else 1
+    embedding = f"{count['embedding'] * once // 2:,}"
+    ax.add_patch(
+        FancyBboxPatch(
+            (1.95, 0.42),
+            5.15,
+            1.95,
+            boxstyle="round,pad=0,rounding_size=0.1",
+            fc=KIND["idle"],
+            lw=0,
+        )
+    )
+    draw._text(ax, 2.07, 2.22, f"a layer, {layers} times", color=MUTED)
+    arrow = {"arrowstyle": "-|>", "mutation_scale": 13, "color": INK, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch((0.45, line), (width - 0.66, line), lw=2.6, **arrow, zorder=1))
+    draw._text(ax, 0.18, line, "[T]")
+    draw._text(ax, width - 0.6, line, "[T, V]")
+    draw._text(ax, 1.62, line + 0.16, "[T, D]", color=MUTED, ha="center")
+    tied = "same as embed" if config.tie_embeddings else embedding
+    _part(ax, 1.02, line, 0.74, "embed", "embedding", embedding)
+    _part(ax, 7.55, line, 0.62, "norm", "norm", f"{config.hidden_size:,}")
+    _part(ax, 8.42, line, 0.62, "head", "embedding", tied)
+    for x, name, part in ((2.5, "attention", "attention"), (4.95, "SwiGLU", "mlp")):
+        plus = x + 1.75
+        path = ((x - 0.25, line), (x - 0.25, branch)), ((plus, branch), (plus, line - 0.1))
+        ax.plot(
+            *zip((x - 0.25, line), (x - 0.25, branch), (plus, branch), strict=True),
+            color=INK,
+            lw=1.2,
+            zorder=1,
+        )
+        ax.add_patch(FancyArrowPatch(*path[1], lw=1.2, **arrow, zorder=1))
+        _part(ax, x + 0.2, branch, 0.58, "norm", "norm", f"{layers} · {config.hidden_size:,}")
+        _part(ax, x + 1.1, branch, 0.92, name, part, f"{count[part]:,}")
+        ax.add_patch(Circle((plus, line), 0.12, fc=PAPER, ec=INK, lw=1.2, zorder=3))
+        draw._text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
+    total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
+    draw._footnote(figure, total, height)
+    return figure
+
+
+def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, below: str) -> None:
+    """A box around (x, y), its name inside, its parameters below."""
+    fill, height = PARTS[part], 0.42
+    corner = x - width / 2, y - height / 2
+    box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": fill, "ec": PAPER, "lw": 1.2}
+    ax.add_patch(FancyBboxPatch(corner, width, height, **box, zorder=2))
+    draw._text(ax, x, y - 0.01, name, color=draw._on(fill), ha="center", weight="bold", zorder=3)
+    draw._text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
+
+
+def rotations(
+    config: LlamaConfig, pairs: Sequence[int] = (), positions: Sequence[int] = range(8)
+) -> Figure:
+    """What RoPE does to a head: a dial per pair of coordinates (row) and position (column).
+
+    Raises ValueError for a pair that the head does not have.
+    """
+    turns = rope_frequencies(config).tolist()
+    pairs = pairs or [0, 2, 4, len(turns) - 1]
+    if not all(0 <= pair < len(turns) for pair in pairs):
+        raise ValueError(f"pairs={list(pairs)}: a head has pairs 0 to {len(turns) - 1}")
+    cell, left = 0.78, 1.55
+    width, height = left + cell * len(positions) + 0.2, 0.85 + cell * len(pairs)
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
+    draw._title(figure, f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}")
+    for row, pair in enumerate(pairs):
+        y = height - 0.95 - cell * row
+        draw._text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
+        draw._text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
+        for column, position in enumerate(positions):
+            _dial(ax, left + cell * (column + 0.5), y, 0.31, position * turns[pair])
+    for column, position in enumerate(positions):
+        x = left + cell * (column + 0.5)
+        draw._text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
+    return figure
+
+
+def _degrees(angle: float) -> str:
+    return f"{math.degrees(angle):.2g}°"
+
+
+def _dial(ax: Axes, x: float, y: float, radius: float, angle: float) -> None:
+    """A clock hand that starts on the right and has turned by `angle`, against the clock."""
+    ax.add_patch(Circle((x, y), radius, fc=KIND["idle"], lw=0))
+    rest = math.degrees(angle) % 360
+    ax.add_patch(Wedge((x, y), radius, 0, rest, fc=KIND["forward"], lw=0))
+    tip = x + radius * math.cos(angle), y + radius * math.sin(angle)
+    ax.plot((x, tip[0]), (y, tip[1]), color=KIND["backward"], lw=2.2, solid_capstyle="round")
+    ax.add_patch(Circle((x, y), 0.03, fc=KIND["backward"], lw=0, zorder=3))
+
+
+def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
+    """Which query heads share a key/value head, and which tokens each head may look at."""
+    heads, groups = config.num_heads, config.num_kv_heads
+    side = 0.26  # inches of a cell of the mask
+    width = draw.WIDTH
+    height = 1.15 + side * num_tokens
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    share = heads // groups
+    draw._title(figure, f"{share} query heads share one key/value head; no token sees a later one")
+    inks = [RANK[i % len(RANK)] for i in range(groups)]
+    room = width - side * num_tokens - 2.4
+    top, bottom = height - 0.95, 0.8
+    for head in range(heads):
+        x = 0.5 + room * (head + 0.5) / heads
+        group = head // share
+        centre = 0.5 + room * (group + 0.5) / groups
+        ax.plot((centre, x), (bottom + 0.2, top - 0.2), color=inks[group], lw=2.5, zorder=1)
+        _head(ax, x, top, f"q{head}", inks[group])
+    for group in range(groups):
+        centre = 0.5 + room * (group + 0.5) / groups
+        _head(ax, centre, bottom, f"k{group}  v{group}", inks[group], 0.85)
+    draw._text(ax, 0.5 + room / 2, top + 0.42, f"{heads} query heads", color=MUTED, ha="center")
+    text = f"{groups} key/value heads"
+    draw._text(ax, 0.5 + room / 2, bottom - 0.42, text, color=MUTED, ha="center")
+    corner = width - 0.3 - side * num_tokens, 0.62
+    for query in range(num_tokens):
+        for key in range(num_tokens):
+            at = corner[0] + side * key, corner[1] + side * (num_tokens - 1 - query)
+            ink = KIND["backward"] if key == query else KIND["forward" if key < query else "idle"]
+            ax.add_patch(Rectangle(at, side - 0.03, side - 0.03, fc=ink, lw=0))
+    middle = side * num_tokens / 2
+    draw._text(ax, corner[0] + middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
+    for query in range(num_tokens):
+        y = corner[1] + side * (num_tokens - 0.5 - query) - 0.02
+        draw._text(ax, corner[0] - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
+    return figure
+
+
+def _head(ax: Axes, x: float, y: float, name: str, ink: str, width: float = 0.5) -> None:
+    corner = x - width / 2, y - 0.2
+    box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": ink, "ec": PAPER, "lw": 1.2}
+    ax.add_patch(FancyBboxPatch(corner, width, 0.4, **box, zorder=2))
+    draw._text(ax, x, y - 0.01, name, color=draw._on(ink), ha="center", weight="bold", zorder=3)

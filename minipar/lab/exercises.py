@@ -1,0 +1,333 @@
+"""Exercises that check themselves: ``check("2.1", ring_all_reduce)``.
+
+A check runs the learner's function on real ranks with fresh random inputs, compares what comes back
+with the truth, and counts what every rank sent: a function that computes the right thing from too
+many bytes, or from none, does not pass. It raises `CheckFailed`, and never only prints.
+
+An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what is what:
+
+    \"\"\"Title, in the first line of the docstring.\"\"\"
+    LEVEL, MINUTES = "medium", 30
+    GOOD = "what counts as good"
+    PRAISE = "what the learner has just built"           # shown by a check that passes
+    SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
+
+    def given(size, random): ...        # -> for each rank, the arguments of the learner's function
+    def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
+    def check_traffic(case): ...
+    def bonus_one_message(case): ...    # asked for by check("2.1", fn, bonus=True) only
+    def solution(tensor, axis): ...     # the learner's function gets the Axis after what is given
+    def solution_bonus(tensor, axis): ...                # where there are bonus targets
+    @fails("traffic")                   # which check refuses this wrong answer
+    def wrong_sends_everything(tensor, axis): ...
+    def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
+
+The tests prove every file found there: the solution passes, each wrong answer fails as it says.
+"""
+
+import importlib.util
+import inspect
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from IPython.display import Code
+
+from minipar.comm import link, link_group, worker
+from minipar.comm.launch import RankError, Ranks
+from minipar.comm.mesh import Axis, group_timeout
+from minipar.lab import cells
+from minipar.lab.shell import Source, call_from
+
+TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
+
+
+class CheckFailed(AssertionError):
+    """A check refused an answer; `criterion` is the name of what was not met."""
+
+    def __init__(self, message: str, criterion: str = "") -> None:
+        super().__init__(message)
+        self.criterion = criterion
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()  # a learner is not helped by our frames
+
+
+# ====================================================================== what a check looks at
+@dataclass(frozen=True)
+class Sent:
+    """One operation of one rank: `num_bytes` it sent; `peer` is whom, of a message."""
+
+    verb: str
+    num_bytes: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        to = "" if self.peer is None else f" to rank {self.peer}"
+        return f"{self.verb}{to}, {self.num_bytes} bytes"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an answer on `size` ranks: per rank what it was given, returned and sent."""
+
+    size: int
+    given: list[tuple]
+    results: list[Any]
+    sent: list[list[Sent]]
+
+    def expect_close(self, expected: list[Any], what: str = "the result") -> None:
+        """Compare the result of each rank with the truth, a tensor or a list of tensors."""
+        for rank, (got, want) in enumerate(zip(self.results, expected, strict=True)):
+            if not isinstance(want, list):
+                got, want = [got], [want]
+            if not isinstance(got, list) or len(got) != len(want):
+                raise CheckFailed(f"{what} of rank {rank}: expected {len(want)} tensors, got {got}")
+            for i, pair in enumerate(zip(got, want, strict=True)):
+                name = what if len(want) == 1 else f"{what} {i}"
+                _expect_close(*pair, f"{name} of rank {rank}")
+
+    def expect_sent(self, rank: int, expected: list[Sent]) -> None:
+        """Compare what a rank sent with what it should have sent, in any order."""
+        got, want = Counter(self.sent[rank]), Counter(expected)
+        if got != want:
+            raise CheckFailed(
+                f"rank {rank} of {self.size} sent\n{_ledger(got)}\nexpected\n{_ledger(want)}\n"
+                f"{_difference(got, want)}"
+            )
+
+
+def _expect_close(got: Any, want: torch.Tensor, what: str) -> None:
+    if not isinstance(got, torch.Tensor):
+        raise CheckFailed(f"{what}: expected a tensor, got {got!r}")
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise CheckFailed(
+            f"{what}: expected {tuple(want.shape)} of {want.dtype}, "
+            f"got {tuple(got.shape)} of {got.dtype}"
+        )
+    wrong = ~torch.isclose(got, want, rtol=1e-9, atol=1e-12)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise CheckFailed(
+            f"{what}: {int(wrong.sum())} of {want.numel()} values are wrong, the first at "
+            f"{list(at)}: expected {want[at].item():.6g}, got {got[at].item():.6g}"
+        )
+
+
+def _ledger(sent: Counter) -> str:
+    if not sent:
+        return "    nothing"
+    lines = [f"    {count} x {one}" for one, count in sorted(sent.items(), key=str)]
+    return "\n".join([*lines, f"    = {_total(sent)} bytes in all"])
+
+
+def _total(sent: Counter) -> int:
+    return sum(one.num_bytes * count for one, count in sent.items())
+
+
+def _difference(got: Counter, want: Counter) -> str:
+    counts, bytes_ = got.total() - want.total(), _total(got) - _total(want)
+    return f"difference: {counts:+d} operations, {bytes_:+d} bytes"
+
+
+def fails(criterion: str) -> Callable[[Callable], Callable]:
+    """Say of a wrong answer which check refuses it: "result" for ``check_result``."""
+
+    def mark(answer: Callable) -> Callable:
+        answer.fails = criterion
+        return answer
+
+    return mark
+
+
+# ====================================================================== finding exercises
+class Exercise:
+    """One file of ``notebooks/solutions``, with its parts by name."""
+
+    def __init__(self, file: Path) -> None:
+        self.id = file.stem.removeprefix("ex_").replace("_", ".")
+        module = _load(file)
+        self.title = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        self.level, self.minutes, self.good = module.LEVEL, module.MINUTES, module.GOOD
+        self.praise = module.PRAISE
+        self.sizes: tuple[int, ...] = getattr(module, "SIZES", (4,))
+        self.given, self.solution = module.given, module.solution
+        self.solution_bonus = getattr(module, "solution_bonus", None)
+        self.run = getattr(module, "run", _run)
+        self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
+        self.wrongs = _named(module, "wrong_")
+
+
+def _run(answer: Callable, axis: Axis, *given: Any) -> Any:
+    return answer(*given, axis)
+
+
+def _named(module: ModuleType, prefix: str) -> dict[str, Callable]:
+    """Return the functions whose names begin so, in the order of the file."""
+    return {n.removeprefix(prefix): f for n, f in vars(module).items() if n.startswith(prefix)}
+
+
+def _load(file: Path) -> ModuleType:
+    name = f"minipar_solutions_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # the ranks cannot import it by this name
+    return module
+
+
+def exercises() -> dict[str, Path]:
+    """Return the file of each exercise, by id. Raises `FileNotFoundError` if there are none."""
+    here, package = Path.cwd(), Path(__file__).resolve().parents[2]
+    folders = [here / "solutions", here / "notebooks/solutions", package / "notebooks/solutions"]
+    for folder in folders:
+        if files := sorted(folder.glob("ex_*.py")):
+            return {file.stem.removeprefix("ex_").replace("_", "."): file for file in files}
+    looked = "\n".join(f"    {folder}" for folder in folders)
+    raise FileNotFoundError(
+        f"no exercises found; run the notebook from the notebooks folder. Looked in\n{looked}"
+    )
+
+
+@cache
+def _exercise(file: Path) -> Exercise:
+    return Exercise(file)
+
+
+def exercise(number: str) -> Exercise:
+    """Return an exercise by its id, "2.1". Raises `ValueError` if there is none such."""
+    files = exercises()
+    if number not in files:
+        raise ValueError(f"there is no exercise {number!r}; there are {', '.join(files)}")
+    return _exercise(files[number])
+
+
+# ====================================================================== what a learner calls
+def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | None = None) -> None:
+    """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
+
+    Raises `CheckFailed` with what was expected and what came; it names the `seed` to get the same
+    inputs again.
+    """
+    asked = exercise(number)
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    criteria = asked.checks | asked.bonuses if bonus else asked.checks
+    for size in asked.sizes:
+        try:
+            case = play(asked, answer, size, seed)
+            for name, criterion in criteria.items():
+                _judge(name, criterion, case)
+        except CheckFailed as error:
+            if error.criterion == "written":
+                raise CheckFailed(str(error), "written") from None
+            again = f'check("{number}", {getattr(answer, "__name__", "...")}, seed={seed})'
+            raise CheckFailed(
+                f"Exercise {number}{_on((size,))}: not there yet ({error.criterion}).\n{error}\n"
+                f"What counts as good: {asked.good}.\nThe same inputs again: {again}",
+                error.criterion,
+            ) from None
+    print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
+    if asked.bonuses and not bonus:
+        print(f'Want more? check("{number}", ..., bonus=True): {", ".join(asked.bonuses)}')
+
+
+def _on(sizes: tuple[int, ...]) -> str:
+    """Say on how many ranks, where there is more than one."""
+    return "" if sizes == (1,) else f" on {' and '.join(map(str, sizes))} ranks"
+
+
+def solution(number: str) -> Code:
+    """Return the stored answer, as highlighted source."""
+    return Code(inspect.getsource(exercise(number).solution), language="python")
+
+
+def _judge(name: str, criterion: Callable[[Case], None], case: Case) -> None:
+    try:
+        criterion(case)
+    except CheckFailed as error:
+        raise CheckFailed(str(error), name) from None
+
+
+# ====================================================================== running an answer
+def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
+    """Run `answer` once on the first `size` ranks. Raises `CheckFailed` if it does not return."""
+    given = asked.given(size, torch.Generator().manual_seed(seed))
+    source = Source.of(answer, cells.cell_numbers())
+    ranks = _pool(size)
+    calls = [(answer, asked.run, source, size, mine) for mine in given]
+    calls += [(answer, asked.run, source, size, ())] * (ranks.size - size)
+    before, ranks.time_limit = ranks.time_limit, TIME_LIMIT
+    try:
+        answers = ranks.run_each(_play, calls)[:size]
+    except RankError as error:
+        kinds = {failure.kind for failure in error.failures.values()}
+        if kinds == {"NotImplementedError"}:
+            raise CheckFailed(
+                f"Exercise {asked.id} is waiting for you: {asked.title}.\n"
+                f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
+                "run its cell, then this one again.",
+                "written",
+            ) from None
+        raise CheckFailed("\n\n".join(error.reports()), "run") from None
+    except TimeoutError as error:
+        raise CheckFailed(
+            f"{error}\nDoes a rank wait for a message that nobody sends, or loop for ever? "
+            "Does every collective get group=axis.group?",
+            "run",
+        ) from None
+    finally:
+        ranks.time_limit = before
+    return Case(size, given, [result for result, _ in answers], [sent for _, sent in answers])
+
+
+_own: Ranks | None = None
+
+
+def _pool(size: int) -> Ranks:
+    """Return the notebook's ranks if they will do, else ranks of our own, kept for the next."""
+    global _own
+    here = cells.current()
+    if here is not None and here.backend == "link" and here.size >= size:
+        return here
+    if _own is None or _own.closed or _own.size < size:
+        if _own is not None:
+            _own.close()
+        _own = Ranks(1 if size == 1 else max(4, size), backend="link")
+    return _own
+
+
+def _play(answer: Callable, run: Callable, source: Any, size: int, given: tuple) -> Any:
+    """On a rank: give `answer` an axis of its own, and listen to what goes over it."""
+    rank, ranks = dist.get_rank(), tuple(range(size))
+    group = dist.new_group(list(ranks), timeout=group_timeout())
+    if rank >= size:
+        return None
+    sent: list[Sent] = []
+
+    def note(work: link_group.LinkWork) -> None:
+        if work.verb not in ("recv", "barrier") and work.exception() is None:
+            sent.append(Sent(work.verb, work.num_bytes, getattr(work, "peer", None)))
+
+    wire = link.current()
+    link.use("none")
+    link.observers.append(note)
+    try:
+        axis = Axis("dp", rank, size, ranks, group)
+        args = (answer, axis, *given)
+        result = run(*args) if source is None else call_from(source, run, *args)
+        dist.barrier(group)  # everybody is through, so nothing is under way any more
+    finally:
+        worker.shield()  # an interrupted clean-up would leave torch with half a group
+        link.observers.remove(note)
+        link.use(wire)
+        dist.destroy_process_group(group)
+    return result, sent

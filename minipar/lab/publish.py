@@ -1,0 +1,201 @@
+"""Execute the notebooks and make what is committed the same on every machine.
+
+    python -m minipar.lab.publish notebooks/            # execute, normalise, write
+    python -m minipar.lab.publish notebooks/ --check    # only look at what is there
+
+A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
+no times of execution, no versions, no widget state. A check says what is wrong with one: outputs
+that are missing, an error outside of the cells tagged ``raises-exception`` (or none inside), the
+path of a machine, anything on stderr, a figure too large for the repository.
+"""
+
+import argparse
+import base64
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbformat import NotebookNode
+
+MAX_FIGURE_BYTES = 100_000
+CELL_TIMEOUT = 120  # seconds
+RAISES = "raises-exception"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
+"""What a path of somebody's machine looks like."""
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """Return the notebooks among `paths`, and those in folders. Raises `FileNotFoundError`."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"there is no {path}")
+        notebooks = [path] if path.is_file() else sorted(path.glob("*.ipynb"))
+        found += [p for p in notebooks if ".ipynb_checkpoints" not in p.parts]
+    return found
+
+
+# ====================================================================== executing
+def execute(notebook: NotebookNode, folder: Path, timeout: float = CELL_TIMEOUT) -> None:
+    """Run all cells, in place, in a fresh kernel that works in `folder`.
+
+    Raises `CellExecutionError` for an error outside of the cells tagged ``raises-exception``, and
+    `CellTimeoutError` for a cell that takes longer than `timeout` seconds.
+    """
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],  # else every start warns of TCP on this machine
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+
+
+# ====================================================================== normalising
+def normalise(notebook: NotebookNode, root: Path) -> None:
+    """Take out of a notebook, in place, what depends on the machine or the moment.
+
+    `root` is the folder of the repository: paths below it become relative.
+    """
+    notebook.metadata = NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5  # the first with ids of cells
+    seen: set[str] = set()
+    for cell in notebook.cells:
+        cell.id = _cell_id(cell, seen)
+        kept = ("tags", "jupyter", "slideshow")
+        cell.metadata = NotebookNode({k: cell.metadata[k] for k in kept if k in cell.metadata})
+        if "outputs" in cell:
+            cell.outputs = _joined(cell.outputs)
+            for output in cell.outputs:
+                _normalise_output(output, root)
+
+
+def _cell_id(cell: NotebookNode, seen: set[str]) -> str:
+    """Name a cell by its content: an id changes when the cell does, not when its place does."""
+    text = f"{cell.cell_type}\n{cell.source}"
+    while (name := hashlib.sha256(text.encode()).hexdigest()[:8]) in seen:
+        text += "\nonce more"
+    seen.add(name)
+    return name
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Join text that arrived in several pieces: where it was cut is a matter of luck."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if output.output_type == "stream" and last.get("name") == output.name:
+            last.text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def _normalise_output(output: NotebookNode, root: Path) -> None:
+    if "metadata" in output:
+        output.metadata = NotebookNode()
+    if "text" in output:
+        output.text = without_paths(output.text, root)
+    if "traceback" in output:
+        output.traceback = [without_paths(line, root) for line in output.traceback]
+        output.evalue = without_paths(output.evalue, root)
+    for kind, content in output.get("data", {}).items():
+        if kind == WIDGET:
+            content.model_id = "0" * 32  # drawn by lot, and of no use without the widget's state
+        elif kind.startswith("text/"):
+            output.data[kind] = without_paths(content, root)
+
+
+def without_paths(text: str, root: Path) -> str:
+    """Return `text` with the paths of this machine shortened to what a reader elsewhere knows."""
+    text = re.sub(r"/tmp/ipykernel_\d+/\d+\.py", "<cell>", text)
+    packages = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    for folder in sorted((*packages, str(root)), key=len, reverse=True):
+        text = text.replace(folder.rstrip("/") + "/", "").replace(folder, ".")
+    return text
+
+
+# ====================================================================== checking
+def complaints(notebook: NotebookNode) -> list[str]:
+    """Return what is wrong with a published notebook, a line for each finding."""
+    found = []
+    if "widgets" in notebook.metadata:
+        found.append("widget state is saved")
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            found += [f"cell {number}: {what}" for what in _complaints(cell)]
+    return found
+
+
+def _complaints(cell: NotebookNode) -> list[str]:
+    found = []
+    if cell.source.strip() and cell.execution_count is None:
+        found.append("was not executed")
+    raised = any(output.output_type == "error" for output in cell.outputs)
+    tagged = RAISES in cell.metadata.get("tags", [])
+    if raised and not tagged:
+        found.append(f"ends in an error, and is not tagged {RAISES}")
+    if tagged and not raised:
+        found.append(f"is tagged {RAISES}, but raises none")
+    for output in cell.outputs:
+        texts = [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
+        for kind, content in output.get("data", {}).items():
+            if kind.startswith("image/"):
+                size = len(content) if kind == "image/svg+xml" else len(base64.b64decode(content))
+                if size > MAX_FIGURE_BYTES:
+                    found.append(f"a figure of {size / 1000:.0f} kB; at most 100 kB")
+            elif isinstance(content, str):
+                texts.append(content)
+        for path in dict.fromkeys(FOREIGN.findall("\n".join(texts))):
+            found.append(f"names a path of a machine: {path}")
+        if output.get("name") == "stderr":
+            first = output.text.strip().splitlines()[:1]
+            found.append(f"writes to stderr: {' '.join(first)[:80]}")
+    return found
+
+
+# ====================================================================== the command
+def publish(path: Path, timeout: float = CELL_TIMEOUT) -> list[str]:
+    """Execute and normalise a notebook and write it; return what is wrong with it.
+
+    A notebook whose execution fails is left as it was.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    try:
+        execute(notebook, path.parent, timeout)
+    except (CellExecutionError, CellTimeoutError) as error:
+        return [f"execution failed: {error}"]
+    normalise(notebook, path.resolve().parents[1])
+    nbformat.write(notebook, path)
+    return complaints(notebook)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as a command; the exit code is 1 if there is something to complain about."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
+    parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
+    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds per cell")
+    asked = parser.parse_args(arguments)
+    found = 0
+    for path in find(asked.paths):
+        if asked.check:
+            wrong = complaints(nbformat.read(path, as_version=4))
+        else:
+            wrong = publish(path, asked.timeout)
+        print("\n".join([f"{path}: {'ok' if not wrong else ''}".rstrip(), *wrong]), flush=True)
+        found += len(wrong)
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

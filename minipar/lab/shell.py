@@ -1,0 +1,244 @@
+"""The rank's side of ``%%ranks``: an IPython shell in every rank, whose output travels.
+
+The functions of this file run inside of the ranks of `minipar.lab.cells`, called like any other
+function: `run_cell` runs a cell in the rank's namespace, `prepare` puts ``rank``, ``mesh`` and the
+like into it. What a cell prints goes through the standard output of the rank; what it displays,
+figures and tables, is sent by `worker.say`; what goes wrong becomes the text of a traceback in
+which only the learner's own lines are left.
+"""
+
+import linecache
+import os
+import sys
+import threading
+import time
+import tokenize
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from IPython.core import page
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from minipar.comm import backends, launch, link, link_group, worker
+from minipar.comm.mesh import Mesh
+from minipar.comm.worker import Stopped
+
+PLUMBING = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, launch))
+"""Folders whose frames at the end of a traceback tell a learner nothing: the line above does."""
+PATIENCE = 2.0  # seconds after which a rank that waits for the others says so
+
+
+# ---------------------------------------------------------------------- the shell
+class _Publisher(DisplayPublisher):
+    """Sends what `display` is given to the notebook."""
+
+    def publish(self, data: dict, metadata: dict | None = None, *_: Any, **__: Any) -> None:
+        worker.say("display", (data, metadata or {}))
+
+    def clear_output(self, wait: bool = False) -> None:
+        pass  # the other ranks write to the same place
+
+
+class _LastValue(DisplayHook):
+    """Sends the value of a cell's last expression to the notebook."""
+
+    def quiet(self) -> bool:
+        return self.shell.ends_in_semicolon
+
+    def start_displayhook(self) -> None:
+        pass
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: dict, md_dict: dict | None = None) -> None:
+        worker.say("display", (format_dict, md_dict or {}))
+
+    def finish_displayhook(self) -> None:
+        pass
+
+
+class RankShell(InteractiveShell):
+    """The IPython of one rank. A traceback is kept instead of printed: the notebook shows it."""
+
+    displayhook_class = Type(_LastValue)
+    display_pub_class = Type(_Publisher)
+    ends_in_semicolon = False
+    traceback_text: str | None = None
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        pass  # a rank has no windows
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        worker.shield()  # being stopped while the error is put into words would lose the words
+        error = sys.exc_info()[1]
+        if not isinstance(error, Stopped):
+            _cut_plumbing(error)
+            super().showtraceback(*args, **kwargs)
+
+    def _showtraceback(self, etype: type, evalue: BaseException, stb: list[str]) -> None:
+        self.traceback_text = self.InteractiveTB.stb2text(stb)
+
+
+def _cut_plumbing(error: BaseException) -> None:
+    """Take the frames of `PLUMBING` off the end of a traceback, and causes that lie all there."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [frame.f_code.co_filename.startswith(PLUMBING) for frame in frames]
+    tb = error.__traceback__
+    for _ in range(max((i for i, is_ours in enumerate(ours) if not is_ours), default=0)):
+        tb = tb.tb_next
+    if tb is not None:
+        tb.tb_next = None
+    if error.__context__ is not None:
+        cause = [frame for frame, _ in traceback.walk_tb(error.__context__.__traceback__)]
+        if all(frame.f_code.co_filename.startswith(PLUMBING) for frame in cause):
+            error.__context__ = None
+
+
+def _shell() -> RankShell:
+    """Return the shell of this rank; the first call makes it."""
+    if not RankShell.initialized():
+        os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        shell = RankShell.instance(config=Config(HistoryManager={"enabled": False}))
+        shell.run_line_magic("matplotlib", "inline")
+        shell.set_hook("show_in_pager", page.as_hook(page.display_page), 90)  # for torch.ones?
+        from minipar.lab import draw
+
+        draw.register()  # meshes and timelines draw themselves here too
+        threading.Thread(target=_watch, args=(shell,), daemon=True).start()
+    return RankShell.instance()
+
+
+# ---------------------------------------------------------------------- who waits for whom
+def _watch(shell: RankShell) -> None:
+    """Tell the notebook, about twice a second, where this rank waits in vain, if it does.
+
+    Only the notebook sees whether all ranks do: then it need not sit out the timeout.
+    """
+    main = threading.main_thread().ident
+    while True:
+        time.sleep(0.5)
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+        waits = [i for i, f in enumerate(frames) if f.f_code is link_group.LinkWork.wait.__code__]
+        if not waits:
+            continue
+        work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
+        called = time.monotonic() - work.t_issue
+        if work.t_start is None and called > PATIENCE and not _anything_moves():
+            own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
+            worker.say("stuck", (work.verb, _line_of(own[0], shell)))
+
+
+def _anything_moves() -> bool:
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
+
+
+def _line_of(frame: FrameType, shell: RankShell) -> str:
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    number = shell.compile._filename_map.get(name)
+    title = _titles.get(name, name) if number is None else f"Cell In[{number}]"
+    return f"{title}, line {line}\n    {linecache.getline(name, line).strip()}"
+
+
+# ---------------------------------------------------------------------- called by the notebook
+def run_cell(code: str, number: int) -> None:
+    """Run a cell in this rank's namespace; `number` is what tracebacks call it."""
+    shell = _shell()
+    shell.traceback_text, shell.execution_count = None, number
+    shell.ends_in_semicolon = _ends_in_semicolon(code)
+    result = shell.run_cell(code, store_history=False)
+    worker.shield()
+    error = result.error_before_exec or result.error_in_exec
+    if error is not None:
+        _raise_with_report(error, shell.traceback_text)
+
+
+def _ends_in_semicolon(code: str) -> bool:
+    try:
+        return DisplayHook.semicolon_at_end_of_expression(code)
+    except (SyntaxError, tokenize.TokenError):  # magics are no Python
+        return False
+
+
+def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
+    """Put into the namespace what every cell may rely on, for the process group of now."""
+    link.use(wire)
+    device = backends.device_of(dist.get_rank())
+    known = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": device}
+    _shell().user_ns.update(known, mesh=Mesh(**sizes), torch=torch, dist=dist)
+
+
+def mesh_sizes() -> dict[str, int] | None:
+    """Return the sizes of the namespace's ``mesh``; None if there is none."""
+    mesh = _shell().user_ns.get("mesh")
+    return mesh.sizes if isinstance(mesh, Mesh) else None
+
+
+def put(values: dict[str, Any]) -> None:
+    """Set variables of the namespace."""
+    _shell().user_ns.update(values)
+
+
+def evaluate(expression: str) -> Any:
+    """Return the value of an expression; a tensor comes without its graph, on the CPU."""
+    try:
+        value = eval(expression, _shell().user_ns)
+    except Exception as error:
+        _raise_with_report(error, f"{type(error).__name__}: {error}")
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------------- functions of the notebook
+@dataclass(frozen=True)
+class Source:
+    """The cell in which a function was written: it travels along, for the sake of tracebacks."""
+
+    filename: str
+    title: str  # "Cell In[3]"
+    lines: tuple[str, ...]
+
+    @staticmethod
+    def of(function: Callable, titles: dict[str, int]) -> "Source | None":
+        """Return the source of `function` if its file is in `titles`, those of the cells."""
+        filename = getattr(getattr(function, "__code__", None), "co_filename", None)
+        if filename not in titles:
+            return None
+        title = f"Cell In[{titles[filename]}]"
+        return Source(filename, title, tuple(linecache.getlines(filename)))
+
+
+_titles: dict[str, str] = {}  # of the notebook's cells whose functions ran here, by file name
+
+
+def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return ``fn(*args, **kwargs)``; the traceback of an error shows only lines of `source`."""
+    linecache.cache[source.filename] = len(source.lines), None, source.lines, source.filename
+    _titles[source.filename] = source.title
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        _cut_plumbing(error)
+        frames = error.__traceback__
+        while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:
+            frames = frames.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        _raise_with_report(error, text.replace(f'File "{source.filename}"', source.title))
+
+
+def _raise_with_report(error: BaseException, report: str | None) -> None:
+    """Raise `error`; the notebook shows `report` of it."""
+    if report is not None:
+        with suppress(AttributeError):  # an exception without room for it
+            error.report = report
+    raise error

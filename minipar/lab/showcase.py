@@ -1,0 +1,88 @@
+"""The picture that README opens with: `python -m minipar.lab.showcase`.
+
+One training step of the same Llama, on the same ranks and the same emulated link: once with one
+all-reduce per parameter after backward, once with buckets that travel while backward goes on.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from minipar.comm import backends, link, timeline
+from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Mesh
+from minipar.comm.timeline import Timeline
+from minipar.lab import draw
+from minipar.model.llama import PRESETS, Llama
+from minipar.parallel import ddp
+from minipar.train.trainer import train_step
+
+
+@dataclass(frozen=True)
+class Showcase:
+    """Measure one training step, naive and overlapped, and draw both on one time axis."""
+
+    ranks: int = 2
+    """Number of ranks."""
+    preset: str = "small"
+    """The model."""
+    batch_size: int = 4
+    """Sequences per rank."""
+    seq_len: int = 128
+    """Tokens per sequence."""
+    link: str = "1gbe"
+    """The emulated link."""
+    out: str = "notebooks/assets/naive_and_overlapped.png"
+    """Where to draw."""
+
+
+def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timeline:
+    """Return the timeline, of all ranks, of the step of median length; called on every rank."""
+    mesh = Mesh(dp=show.ranks)
+    link.use(link.parse(show.link))
+    link.check_calls(False)
+    shape = PRESETS[show.preset]
+    generator = torch.Generator().manual_seed(mesh.rank)
+    tokens = torch.randint(
+        shape.vocab_size, (show.batch_size, show.seq_len + 1), generator=generator
+    ).to(backends.device_of(mesh.rank))
+    batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
+    model = Llama(shape).to(tokens.device)
+    strategy = ddp.apply(model, mesh.dp, version=version, average=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    steps = []
+    for _ in range(3 + repeats):
+        barrier(mesh.world)
+        with timeline.record(model) as recorded:
+            train_step(model, [strategy], optimizer, batch, mesh.dp)
+        steps.append(recorded.gather(mesh.world).shifted())
+    steps = sorted(steps[3:], key=lambda step: step.duration)  # the first three warm up
+    chosen = all_gather_object(steps[repeats // 2], mesh.world)[0]
+    chosen.label = f"measured, {mesh.size} ranks, {link.current().label}"
+    return chosen
+
+
+def main(argv: list[str]) -> None:
+    """Measure, draw, and print what the picture shows."""
+    show = tyro.cli(Showcase, args=argv)
+    with Ranks(show.ranks, backend="link", sink=None) as ranks:
+        steps = {
+            "One all-reduce per parameter, after backward": ranks.run(median_step, show, "naive")[
+                0
+            ],
+            "Buckets, while backward goes on": ranks.run(median_step, show, "overlapped")[0],
+        }
+    for title, step in steps.items():
+        print(f"{title}\n{step}\n")
+    Path(show.out).parent.mkdir(parents=True, exist_ok=True)
+    print(f"drawn into {draw.save(draw.before_after(steps), show.out)}")
+
+
+if __name__ == "__main__":
+    from minipar.lab import showcase  # by its name, which the ranks can import, too
+
+    showcase.main(sys.argv[1:])

@@ -1,0 +1,193 @@
+"""Widgets: a slider over a plain drawing function, and nothing more.
+
+    def figure(micro=4, stages=4): ...                     # returns a Figure, tested as such
+    box = explore(figure, micro=(1, 32), stages=[2, 4, 8])
+    box.sliders["micro"].value = 12                        # what a hand does; box.image follows
+
+The picture is the value of an `Image` widget, never output that an `Output` widget catches: so it
+works in every front end and in tests, without a browser. Show the plain figure first, then the
+widget: a reader on GitHub sees only the figure.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+from minipar.comm.timeline import Span, Timeline
+from minipar.lab import draw
+
+Drawn = Figure | tuple[Figure, str]
+"""What a drawing function returns: a figure, or a figure and a line of text below it."""
+
+
+class Explorer(ipywidgets.VBox):
+    """Controls above a picture. `sliders` by name, `image` and `text` follow them.
+
+    `error` is the exception that the last drawing raised, or None; its message takes the place of
+    the text then.
+    """
+
+    def __init__(self, draw_fn: Callable[..., Drawn], sliders: dict[str, Any]) -> None:
+        self.draw_fn, self.sliders = draw_fn, sliders
+        self.image = ipywidgets.Image(format="png")
+        self.text = ipywidgets.Label()
+        self.error: Exception | None = None
+        for slider in sliders.values():
+            slider.observe(lambda _: self.redraw(), "value")
+        super().__init__([*sliders.values(), self.image, self.text])
+        self.redraw()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the sliders say now."""
+        return {name: slider.value for name, slider in self.sliders.items()}
+
+    def redraw(self) -> None:
+        """Draw the picture for the values of now."""
+        try:
+            drawn = self.draw_fn(**self.values)
+        except Exception as error:  # raised here it would reach nobody: front ends drop it
+            self.error, self.text.value = error, f"{type(error).__name__}: {error}"
+            return
+        figure, text = drawn if isinstance(drawn, tuple) else (drawn, "")
+        self.image.value, self.text.value, self.error = draw.png(figure), text, None
+
+    def __repr__(self) -> str:
+        # Without this, all bytes of the picture would be printed.
+        values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+        return f"{type(self).__name__}({values})"
+
+
+def explore(draw_fn: Callable[..., Drawn], **controls: Any) -> Explorer:
+    """Return `draw_fn`'s picture with a control per argument; it is drawn anew when one moves.
+
+    A control is ``(low, high)`` or ``(low, high, step)`` for a slider, a list or a dict of choices,
+    True or False for a box to tick, or a widget. Sliders start at the argument's default if it has
+    one. Raises `ValueError` for anything else, and what the first drawing raises.
+    """
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(draw_fn).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    sliders = {name: _control(name, how, defaults.get(name)) for name, how in controls.items()}
+    return Explorer(draw_fn, sliders)
+
+
+def _control(name: str, how: Any, default: Any) -> Any:
+    style = {"description": name, "continuous_update": False}
+    if isinstance(how, ipywidgets.Widget):
+        return how
+    if isinstance(how, bool):
+        return ipywidgets.Checkbox(how, description=name)
+    if isinstance(how, list | Mapping) and how:
+        choices = list(how.items()) if isinstance(how, Mapping) else how
+        values = list(how.values()) if isinstance(how, Mapping) else how
+        start = default if default in values else values[0]
+        return ipywidgets.SelectionSlider(options=choices, value=start, **style)
+    if isinstance(how, tuple) and len(how) in (2, 3) and how[0] < how[1]:
+        whole = all(isinstance(number, int) for number in how)
+        kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
+        low, high, step = *how[:2], how[2] if len(how) == 3 else (1 if whole else 0.1)
+        start = default if isinstance(default, int | float) and low <= default <= high else low
+        return kind(value=start, min=low, max=high, step=step, **style)
+    raise ValueError(
+        f"{name}={how!r} is no control; use (low, high), (low, high, step), [choice, ...], "
+        "{name: choice, ...}, True, False, or a widget"
+    )
+
+
+# ---------------------------------------------------------------------- timelines
+class TimelineExplorer(Explorer):
+    """A timeline to zoom into and to step through, span by span.
+
+    `sliders`: ``window`` (milliseconds), ``rank`` and ``span`` (the how-manieth of that rank; 0 is
+    none). `spans` are those of the chosen rank.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline.shifted()
+        end = 1e3 * self.timeline.duration
+        if not end > 0:
+            raise ValueError("this timeline has no spans to look at; record a step first")
+        window = ipywidgets.FloatRangeSlider(
+            value=(0.0, end),
+            min=0.0,
+            max=end,
+            step=end / 200,
+            description="ms",
+            readout_format=".1f",
+            continuous_update=False,
+        )
+        rank = ipywidgets.Dropdown(options=self.timeline.ranks, description="rank")
+        span = ipywidgets.IntSlider(0, 0, 1, description="span", continuous_update=False)
+        before, after = (ipywidgets.Button(description=text) for text in ("◀ back", "next ▶"))
+        super().__init__(self._draw, {"window": window, "rank": rank, "span": span})
+        self.before, self.after = before, after
+        before.on_click(lambda _: self.step(-1))
+        after.on_click(lambda _: self.step(+1))
+        rank.observe(lambda _: self._choose_rank(), "value")
+        self._choose_rank()
+        row = ipywidgets.HBox([rank, before, span, after])
+        self.children = [window, row, self.image, self.text]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans of the chosen rank, in order of their start."""
+        return self.timeline.select(rank=self.sliders["rank"].value).spans
+
+    def step(self, by: int) -> None:
+        """Go on by so many spans; the window follows if it must."""
+        slider = self.sliders["span"]
+        slider.value = min(max(slider.value + by, 1), slider.max)
+        span, window = self.spans[slider.value - 1], self.sliders["window"]
+        low, high = window.value
+        if 1e3 * span.start < low or 1e3 * span.end > high:
+            low = min(1e3 * span.start, window.max - (high - low))
+            window.value = (low, min(low + window.value[1] - window.value[0], window.max))
+
+    def _choose_rank(self) -> None:
+        slider = self.sliders["span"]
+        slider.value, slider.max = 0, max(1, len(self.spans))
+
+    def _draw(self, window: tuple[float, float], rank: int, span: int) -> Drawn:
+        figure = draw.timeline(self.timeline, xlim=window)
+        return figure, describe(self.spans[span - 1]) if 0 < span <= len(self.spans) else ""
+
+
+def describe(span: Span) -> str:
+    """Return a span in words: "rank 0: comm all_reduce, 1.2 ms (3.4 to 4.6), dp, 4,096 bytes"."""
+    text = (
+        f"rank {span.rank}: {span.kind} {span.name}, {1e3 * span.duration:.2f} ms "
+        f"({1e3 * span.start:.2f} to {1e3 * span.end:.2f})"
+    )
+    return f"{text}, {span.axis}, {span.num_bytes:,} bytes" if span.kind == "comm" else text
+
+
+def timeline(recorded: Timeline) -> TimelineExplorer:
+    """Return a widget that zooms into a timeline and steps through its spans.
+
+    Raises `ValueError` for a timeline without spans.
+    """
+    return TimelineExplorer(recorded)
+
+
+def before_after(timelines: Mapping[str, Timeline]) -> Explorer:
+    """Return a widget that toggles between timelines on one time axis, so that lengths compare.
+
+    Raises `ValueError` for fewer than two.
+    """
+    if len(timelines) < 2:
+        raise ValueError(f"{len(timelines)} timelines are none to compare; give two or more")
+    end = 1e3 * max(one.duration for one in timelines.values())
+    toggle = ipywidgets.ToggleButtons(options=list(timelines))
+
+    def picture(shown: str) -> Figure:
+        return draw.timeline(timelines[shown], title=shown, xlim=(0.0, end))
+
+    return Explorer(picture, {"shown": toggle})

@@ -1,0 +1,365 @@
+"""``%%ranks`` in a real kernel: what is shown, and that nothing ever hangs."""
+
+import ast
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from minipar.lab.cells import _Transcript, chosen_ranks
+from minipar.lab.stress import FAILURES, stress, table
+from tests.lab.kernel import Kernel
+
+USABLE = 5.0  # seconds until a next cell has run, after anything that may happen
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture(scope="module")
+def nb(notebook):
+    """A notebook whose first cell was run: four ranks."""
+    first = notebook.run(
+        "from minipar.lab.cells import Ranks\nranks = Ranks(4, link='1gbe')\nranks"
+    )
+    assert first.error == "" and first.stderr == ""
+    assert first.value == "Ranks(4)  # backend link, emulated 1 GbE"
+    return notebook
+
+
+def recovered(nb: Kernel, kept: str = "[42, 42, 42, 42]") -> float:
+    """Run the next cell: the group works, the mesh is of the new group, `keepsake` as expected."""
+    start = time.monotonic()
+    good = nb.run("%%ranks\none = torch.ones(1)\ndist.all_reduce(one, group=mesh.world.group)")
+    assert good.error == ""
+    assert nb.run("[int(one) for one in ranks['one']]").value == "[4, 4, 4, 4]"
+    assert nb.run("ranks['globals().get(\"keepsake\")']").value == kept
+    return time.monotonic() - start
+
+
+def keep(nb: Kernel) -> None:
+    assert nb.run("ranks.put(keepsake=42)").error == ""
+
+
+# ---------------------------------------------------------------------- what is shown
+def test_without_ranks_the_magic_says_how_to_start_some(notebook):
+    """Runs first, while the kernel is bare."""
+    notebook.run("import minipar.lab.cells")
+    shown = notebook.run("%%ranks\nprint(1)")
+    assert shown.error == "%%ranks: no ranks are running; start some with  ranks = Ranks(4)"
+
+
+def test_output_is_labelled_in_rank_order(nb):
+    """A pool that prints as things come would fail: here the last rank is the first to speak."""
+    shown = nb.run(
+        "%%ranks\nimport time\ntime.sleep(0.1 * (3 - rank))\nprint('hi', rank)\nprint()\nrank * 10"
+    )
+    assert shown.text == "".join(f"[{r}] hi {r}\n[{r}]\n[{r}] {10 * r}\n" for r in range(4))
+    assert shown.stderr == "" and shown.error == "" and shown.display == []
+
+
+def test_output_without_end_of_line_and_several_streams(nb):
+    shown = nb.run(
+        "%%ranks -r 0,1\nimport sys\nprint('a', end='', flush=True)\nprint('b')\n"
+        "print('to err', file=sys.stderr)\nprint('two\\nlines', end='')"
+    )
+    assert shown.text == "[0] ab\n[0] two\n[0] lines\n[1] ab\n[1] two\n[1] lines\n"
+    assert shown.stderr == "[0] to err\n[1] to err\n"
+
+
+def test_the_first_rank_is_seen_while_it_runs(nb):
+    """Output that is held back until the end of the cell would fail."""
+    shown = nb.run("%%ranks\nimport time\nprint('now')\ntime.sleep(1)\nprint('later')")
+    assert shown.arrived[0] < shown.seconds - 0.7
+    live = nb.run(
+        "%%ranks --live\nimport time\nif rank == 3: print('now')\ntime.sleep(1)\nprint('end')"
+    )
+    assert live.text.startswith("[3] now\n") and live.arrived[0] < live.seconds - 0.7
+
+
+def test_of_a_progress_bar_the_others_show_the_last_state(nb):
+    shown = nb.run(
+        "%%ranks -r 2,3\nimport sys\n"
+        "for i in range(3): print(f'\\r{i} of 2', end='', file=sys.stderr, flush=True)\nprint()"
+    )
+    # Rank 2 is live: what a front end makes of \\r is its last line.
+    assert shown.stderr.split("\r")[-1].startswith("[2] 2 of 2")
+    assert "[3] 2 of 2" in shown.stderr and "[3] 1 of 2" not in shown.stderr
+
+
+def test_last_value_semicolon_and_rich_display(nb):
+    assert nb.run("%%ranks -r 1\n'quiet';  # not shown").text == ""
+    assert nb.run("%%ranks -r 1\nNone").text == ""
+    assert nb.run("%%ranks -r 1\n'; # a string'").text == "[1] '; # a string'\n"
+    html = nb.run("%%ranks -r 0-1\nfrom IPython.display import HTML\nHTML(f'<b>{rank}</b>')")
+    assert html.text == "[0]\n[1]\n"
+    assert [shown["text/html"] for shown in html.display] == ["<b>0</b>", "<b>1</b>"]
+    figure = nb.run("%%ranks -r 0\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    assert len(figure.display) == 1 and figure.display[0]["image/png"].startswith("iVBOR")
+    assert "image/png" in nb.run("%%ranks -r 3\nmesh").display[0]  # meshes draw themselves
+
+
+def test_the_namespace_persists_and_holds_what_is_promised(nb):
+    nb.run("%%ranks\ncount = rank\ndef twice(x): return 2 * x")
+    assert nb.run("%%ranks -r 2\ncount += 5").error == ""
+    assert nb.run("ranks['twice(count)']").value == "[0, 2, 14, 6]"
+    names = nb.run("ranks['(rank, world_size, str(device), mesh.dp.size, dist.get_rank())']").value
+    assert ast.literal_eval(names) == [(r, 4, "cpu", 4, r) for r in range(4)]
+
+
+def test_values_travel_both_ways(nb):
+    nb.run("ranks.put(lr=0.5, table={'a': [1, 2]})")
+    assert nb.run("ranks['table[\"a\"][1] * lr']").value == "[1.0, 1.0, 1.0, 1.0]"
+    nb.run("%%ranks\nw = torch.full((2,), float(rank), requires_grad=True) * 1")
+    assert nb.run("[(w.sum().item(), w.requires_grad) for w in ranks['w']]").value == (
+        "[(0.0, False), (2.0, False), (4.0, False), (6.0, False)]"
+    )
+    missing = nb.run("ranks['no_such_name']")
+    assert "NameError: name 'no_such_name' is not defined" in missing.error
+    assert missing.error.count("NameError") == 1 and len(missing.error.splitlines()) == 2
+
+
+def test_the_shell_of_a_rank_is_a_shell(nb):
+    assert nb.run("%%ranks -r 1,2\n!echo from $rank").text == "[1] from 1\n[2] from 2\n"
+    assert "Docstring" in nb.run("%%ranks -r 0\ntorch.ones?").text
+    assert nb.run("%%ranks -r 0\n%%capture said\nprint('x')").error == ""
+    awaited = nb.run("%%ranks -r 0\nimport asyncio\nawait asyncio.sleep(0, 'done')")
+    assert awaited.text == "[0] 'done'\n"
+    assert "EOFError" in nb.run("%%ranks -r 0\ninput()").error  # ends at once instead of hanging
+
+
+def test_here_runs_in_the_notebook_as_well(nb):
+    nb.run("%%ranks --here\nwidth = 8\nclass Box: pass")
+    assert nb.run("width, Box.__name__, ranks['width']").value == "(8, 'Box', [8, 8, 8, 8])"
+
+
+def test_the_link_changes_between_cells_and_stays_with_new_ranks(nb):
+    label = "ranks['__import__(\"minipar.comm.link\", fromlist=[1]).current().name']"
+    nb.run("ranks.use('nvlink4')")
+    nb.run("%%ranks\nimport os\nif rank == 1: os._exit(1)")
+    assert nb.run(label).value == "['NVLink 4', 'NVLink 4', 'NVLink 4', 'NVLink 4']"
+    assert "did you mean" in nb.run("ranks.use('nvlnk4')").error
+    assert nb.run(label).value == "['NVLink 4', 'NVLink 4', 'NVLink 4', 'NVLink 4']"
+    nb.run("ranks.use('1gbe')")
+
+
+# ---------------------------------------------------------------------- errors
+def test_a_traceback_is_the_ranks_own_with_the_lines_of_the_notebook(nb):
+    keep(nb)
+    number = int(re.search(r"Cell In\[(\d+)\]", nb.run("1 / 0").error)[1]) + 1  # of the next cell
+    shown = nb.run(
+        "%%ranks\ndef f(x):\n    return 1 / x\n\nif rank in (1, 3):\n    f(0)\ndist.barrier()"
+    )
+    assert shown.error_name == "CellError"
+    assert shown.error_value == "ranks 1, 3: ZeroDivisionError: division by zero"
+    assert shown.error.startswith("ranks 1, 3 of 4:") and shown.error.count("Zero") == 2
+    # keep() has run one cell in between; line 1 is that of the magic, as line numbers count there.
+    assert f"Cell In[{number}], line 6" in shown.error and "----> 6     f(0)" in shown.error
+    assert "----> 3     return 1 / x" in shown.error
+    assert "launch.py" not in shown.error and "interactiveshell" not in shown.error
+    assert "Stopped" not in shown.error  # ranks 0 and 2 were freed, that is no news
+    assert shown.error.endswith(
+        "The process group was made anew, all variables are kept: "
+        "re-run the cells that built models or groups on it."
+    )
+    assert recovered(nb) < USABLE
+
+
+def test_an_error_of_all_ranks_is_shown_once_and_costs_nothing(nb):
+    before = nb.run("ranks.remade").value
+    for code in ("1 / 0", "x = = 1", "raise SystemExit"):
+        shown = nb.run(f"%%ranks\n{code}")
+        assert shown.error.startswith("all 4 ranks alike:") and shown.seconds < USABLE
+        assert "made anew" not in shown.error
+    assert "SyntaxError: invalid syntax" in nb.run("%%ranks\nx = = 1").error
+    assert nb.run("ranks.remade").value == before
+
+
+def test_different_calls_are_reported_with_who_called_what(nb):
+    keep(nb)
+    shapes = nb.run("%%ranks\ndist.all_reduce(torch.ones(2 + (rank == 1)))")
+    assert "ranks 0, 2, 3 called all_reduce" in shapes.error and "(3,)" in shapes.error
+    assert "c10d" not in shapes.error  # the traceback ends at the learner's own line
+    verbs = nb.run("%%ranks\ndist.barrier() if rank == 2 else dist.all_reduce(torch.ones(1))")
+    assert "rank 2 called barrier" in verbs.error
+    assert shapes.seconds < USABLE and verbs.seconds < USABLE
+    assert "made anew" not in shapes.error + verbs.error
+    assert recovered(nb) < USABLE
+
+
+def test_functions_of_the_notebook_fail_with_their_own_lines(nb):
+    shown = nb.run("def half(x):\n    y = x - 1\n    return 1 / y\nranks.run(half, 1)")
+    assert "line 3, in half\n    return 1 / y" in shown.error
+    assert "/tmp/" not in shown.error and "launch.py" not in shown.error
+    assert nb.run("ranks.run(half, 2)").value == "[1.0, 1.0, 1.0, 1.0]"
+
+
+def test_wrong_options_are_explained(nb):
+    assert "-r 4: the ranks are 0 to 3; write 0,2 or 1-3" in nb.run("%%ranks -r 4\n1").error
+    assert "unrecognized arguments: --lives" in nb.run("%%ranks --lives\n1").stderr
+
+
+# ---------------------------------------------------------------------- nothing hangs
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "dist.recv(torch.ones(1), (rank + 1) % 4)",
+        "if rank: dist.all_reduce(torch.ones(1))\nelse:\n    while True: pass",
+    ],
+    ids=["loop", "sleep", "recv", "all_reduce"],
+)
+def test_the_stop_button(nb, code):
+    """A pool that waits for its ranks, or a rank that is stuck in C++, would hang."""
+    keep(nb)
+    shown = nb.run(f"%%ranks\nprint('before')\n{code}", stop_after=0.5)
+    assert shown.error_name == "Interrupted" and shown.error.startswith("Interrupted. The process")
+    assert "all variables are kept" in shown.error
+    assert shown.text == "".join(f"[{r}] before\n" for r in range(4))
+    assert shown.seconds - 0.5 + recovered(nb) < USABLE
+
+
+def test_a_time_limit_presses_the_button_by_itself(nb):
+    """Without a rendering of its own, the error would show frames of ours instead of a line."""
+    keep(nb)
+    nb.run("ranks.time_limit = 1")
+    shown = nb.run("%%ranks\nwhile rank == 1: pass\ndist.barrier()")
+    nb.run("ranks.time_limit = None")
+    assert shown.error_name == "TimedOut" and "\n" not in shown.error
+    assert shown.error.startswith("Stopped. ranks 0, 1, 2, 3: not done after 1 s. The process")
+    assert "all variables are kept" in shown.error
+    assert recovered(nb) < USABLE
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "if rank != 2:\n    dist.barrier()",
+            "waits in barrier, in vain (finished by now: rank 2)",
+        ),
+        ("dist.recv(torch.ones(1), (rank + 1) % 4)", "waits in recv, in vain (all ranks wait)"),
+    ],
+)
+def test_waiting_in_vain_is_noticed_long_before_the_timeout(nb, code, says):
+    """A pool that only knows of errors would sit out the 20 s of the process group."""
+    keep(nb)
+    shown = nb.run(f"%%ranks\n{code}")
+    assert says in shown.error and "Cell In[" in shown.error and "    dist." in shown.error
+    assert shown.seconds + recovered(nb) < 2 * USABLE  # of which 3 s make sure
+
+
+def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
+    """A watch that is too quick would stop what only takes its time."""
+    late = nb.run("%%ranks\nimport time\nif rank == 3: time.sleep(4)\ndist.barrier()\nrank")
+    assert late.error == "" and late.text == "[0] 0\n[1] 1\n[2] 2\n[3] 3\n"
+    nb.run("from minipar.comm.link import LINKS\nranks.use(LINKS['1gbe'].scaled(100))")
+    slow = nb.run(
+        "%%ranks\nx = torch.ones(800_000)\n"
+        "works = [dist.all_reduce(x, async_op=True) for _ in range(2)]\n"
+        "works[-1].wait()"
+    )
+    nb.run("ranks.use('1gbe')")
+    assert slow.error == "" and 7 < slow.seconds < 12  # twice 3.84 s
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "os.abort()"])
+def test_a_rank_that_ends(nb, end):
+    keep(nb)
+    shown = nb.run(f"%%ranks\nimport os\nif rank == 2: {end}\ndist.barrier()")
+    assert shown.error.startswith("rank 2 of 4") and "the process ended by" in shown.error
+    assert shown.error.splitlines()[-1] == (
+        "The process group was made anew; rank 2 restarted with an empty namespace: "
+        "re-run the cells that defined what you need, from the first on."
+    )
+    assert shown.seconds + recovered(nb, "[42, 42, None, 42]") < USABLE
+
+
+def test_a_rank_that_is_killed_between_cells(nb):
+    keep(nb)
+    os.kill(ast.literal_eval(nb.run("ranks.pids").value)[1], signal.SIGKILL)
+    shown = nb.run("%%ranks\n1")
+    assert "rank 1 restarted with an empty namespace" in shown.error
+    assert shown.seconds + recovered(nb, "[42, None, 42, 42]") < USABLE
+
+
+def test_the_mesh_is_made_again_as_it_was(nb):
+    """A mesh of the old group would hang or fail; one of other sizes would surprise."""
+    nb.run("%%ranks\nfrom minipar.comm.mesh import Mesh\nmesh = Mesh(dp=2, tp=2)")
+    nb.run("%%ranks\nif rank == 0: raise ValueError\ndist.barrier()")
+    use = "%%ranks\nx = torch.tensor([1.0 + rank])\ndist.all_reduce(x, group=mesh.tp.group)\nint(x)"
+    assert nb.run(use).text == "[0] 3\n[1] 3\n[2] 7\n[3] 7\n"
+    nb.run("%%ranks\nimport os\nif rank == 0: os._exit(1)\ndist.barrier()")
+    assert nb.run(use).text == "[0] 3\n[1] 3\n[2] 7\n[3] 7\n"
+    nb.run("ranks.restart()")
+    assert nb.run("ranks['mesh.sizes']").value.count("'tp': 2") == 4
+
+
+def test_every_failure_of_the_stress_command_once():
+    """The command itself, one round on two ranks; its table is what the project shows."""
+    rows = stress(
+        rounds=1, size=2, names=["killed", "raises in a ring of messages", "different shapes"]
+    )
+    for name, row in rows.items():
+        assert max(row.seconds) < USABLE and not (row.unnoticed or row.lost or row.wrong), name
+    assert len(table(rows).splitlines()) == 4 and set(rows) < set(FAILURES)
+
+
+# ---------------------------------------------------------------------- start and end
+def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel():
+    kernel = Kernel()
+    try:
+        start = "from minipar.lab.cells import Ranks\nranks = Ranks(2, mesh={'tp': 2})\nranks.pids"
+        first = ast.literal_eval(kernel.run(start).value)
+        second = ast.literal_eval(kernel.run(start).value)
+        assert gone(first, 3) and all(psutil.pid_exists(pid) for pid in second)
+        assert kernel.run("ranks['mesh.tp.size']").value == "[2, 2]"
+        bad = kernel.run("Ranks(2, mesh={'tp': 3})")
+        assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
+        assert all(psutil.pid_exists(pid) for pid in second)
+        kernel.client.execute("%%ranks\nwhile True: pass")
+        time.sleep(0.5)
+        os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+        assert gone(second, 3)
+    finally:
+        kernel.close()
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---------------------------------------------------------------------- without a kernel
+def test_ranks_are_chosen_by_number_and_by_range():
+    assert chosen_ranks("0,2", 4) == [0, 2]
+    assert chosen_ranks("1-3", 4) == chosen_ranks("3, 1, 2", 4) == [1, 2, 3]
+    for wrong in ("4", "0-9", "a", "", "-1", "1,,2"):
+        with pytest.raises(ValueError, match="the ranks are 0 to 3"):
+            chosen_ranks(wrong, 4)
+
+
+def test_a_transcript_does_not_depend_on_who_speaks_first(capsys):
+    """One that interleaves what is held would give different notebooks from run to run."""
+    said = [(1, "b\n"), (0, "a1\n"), (2, "c"), (0, "a2"), (1, "b2\n")]
+    texts = set()
+    for order in (said, said[::-1][1:] + said[-1:], sorted(said)):
+        transcript = _Transcript([0, 1, 2], live=False)
+        for rank in range(3):
+            for text in [text for r, text in sorted(order) if r == rank]:
+                transcript.hear(rank, "stdout", text)
+        transcript.close()
+        texts.add(capsys.readouterr().out)
+    assert texts == {"[0] a1\n[0] a2\n[1] b\n[1] b2\n[2] c\n"}

@@ -1,0 +1,464 @@
+"""Figures: what is in them, by asking the figure itself. How they look is for eyes."""
+
+import io
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from PIL import Image
+
+from minipar.comm.timeline import Span, Timeline
+from minipar.lab import draw
+from minipar.train.data import epoch_order, share
+
+
+def step(overlapped, ranks=4, label="measured, 4 ranks"):
+    """Forward 4 x 10 ms, backward 4 x 20 ms, 4 all-reduces of 15 ms, optimizer 10 ms."""
+    spans = []
+    for rank in range(ranks):
+        forward = [(10 * i, 10 * i + 10, "forward", f"layers.{i}") for i in range(4)]
+        backward = [(40 + 20 * i, 60 + 20 * i, "backward", f"layers.{3 - i}") for i in range(4)]
+        first = 60 if overlapped else 120
+        gap = 20 if overlapped else 15
+        comm = [(first + gap * i, first + gap * i + 15) for i in range(4)]
+        end = comm[-1][1]
+        work = [*forward, *backward, (end, end + 10, "optimizer", "AdamW")]
+        spans += [Span(k, n, rank, 1e-3 * s, 1e-3 * e) for s, e, k, n in work]
+        spans += [
+            Span("comm", "all_reduce", rank, 1e-3 * s, 1e-3 * e, "dp", 4_000_000) for s, e in comm
+        ]
+    return Timeline(spans, label)
+
+
+def drawn(figure):
+    """Milliseconds of bars by colour, over all panels and ranks."""
+    total = {}
+    for ax in figure.axes:
+        for bars in ax.collections:
+            assert isinstance(bars, PolyCollection)
+            for path in bars.get_paths():
+                fill = to_hex(bars.get_facecolor()[0])
+                x = path.vertices[:, 0]
+                total[fill] = total.get(fill, 0) + x.max() - x.min()
+    return {fill: round(ms, 3) for fill, ms in total.items()}
+
+
+def texts(figure):
+    return [t.get_text() for ax in figure.axes for t in ax.texts] + [
+        t.get_text() for t in figure.texts
+    ]
+
+
+# ---------------------------------------------------------------------- colours
+# Machado, Oliveira & Fernandes 2009, "A physiologically-based model for simulation of color vision
+# deficiency", severity 1.0; on linear RGB.
+SIGHT = {
+    "all": np.eye(3),
+    "no green": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "no red": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+}
+XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+
+
+def lab(ink, sight):
+    rgb = np.array([int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
+    t = np.array(XYZ) @ seen / [0.9505, 1, 1.089]
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def nearest(inks):
+    """The two colours that are hardest to tell apart, and their distance (CIE 1976)."""
+    pairs = itertools.combinations(inks.items(), 2)
+    return min(
+        (np.linalg.norm(lab(x, sight) - lab(y, sight)), a, b, sight)
+        for (a, x), (b, y) in pairs
+        for sight in SIGHT
+    )
+
+
+def test_colours_stay_apart_for_every_eye():
+    """Catches a red beside a green of the same lightness: the check itself is checked below."""
+    everything = {**draw.KIND, **draw.AXIS, "exposed": draw.EXPOSED}
+    assert nearest(everything)[0] > 16, nearest(everything)
+    assert nearest(dict(enumerate(draw.RANK)))[0] > 14, nearest(dict(enumerate(draw.RANK)))
+    bad = {"red": "#c0392b", "green": "#5d7a1f"}
+    assert nearest(bad)[0] < 14 and np.linalg.norm(lab(bad["red"], "all")) > 50
+    assert draw.MEANING.keys() == everything.keys()
+
+
+def test_joint_and_unknown_axes_have_a_colour():
+    assert draw.colour("dp+cp") == draw.AXIS["dp"] and draw.colour("tp") == draw.AXIS["tp"]
+    assert draw.colour("my_group") == draw.AXIS["world"]
+
+
+# ---------------------------------------------------------------------- timelines
+def test_bars_are_as_long_as_the_work():
+    """By hand from `step`. Catches exposed drawn as hidden, ranks left out, lost spans."""
+    naive, overlapped = drawn(draw.timeline(step(False))), drawn(draw.timeline(step(True)))
+    for bars in (naive, overlapped):
+        assert bars[draw.KIND["forward"]] == 4 * 40
+        assert bars[draw.KIND["backward"]] == 4 * 80
+        assert bars[draw.KIND["optimizer"]] == 4 * 10
+    assert naive[draw.EXPOSED] == 4 * 60 and draw.AXIS["dp"] not in naive
+    assert overlapped[draw.EXPOSED] == 4 * 15 and overlapped[draw.AXIS["dp"]] == 4 * 45
+
+
+def test_one_collective_is_cut_where_computing_ends():
+    t = Timeline([Span("compute", "x", 0, 0, 0.02), Span("comm", "send", 0, 0.01, 0.05, "pp")])
+    bars = drawn(draw.timeline(t))
+    assert (bars[draw.AXIS["pp"]], bars[draw.EXPOSED]) == (10, 30)
+
+
+def test_the_finding_the_label_and_only_what_occurs():
+    words = texts(draw.before_after({"After backward": step(False), "Overlapped": step(True)}))
+    assert "190 ms a step, nothing hidden" in words
+    assert "145 ms a step, 75 % of communication hidden" in words
+    assert "After backward" in words and words.count("measured, 4 ranks") == 1
+    assert "all-reduce, hidden" in words and "all-reduce, exposed" in words
+    assert not {"weight gradient", "idle", "copy", "tp, hidden"} & set(words)
+    words = texts(draw.timeline(step(True), xlim=(0, 30)))
+    assert "forward" in words and "backward" not in words
+    quiet = Timeline([Span("forward", "x", 0, 0, 1.0)])
+    assert "1000 ms, no communication" in texts(draw.timeline(quiet, unit=""))
+
+
+def test_panels_share_the_time_axis():
+    figure = draw.before_after({"a": step(False), "b": step(True)})
+    a, b = (ax for ax in figure.axes if ax.collections)
+    assert a.get_xlim() == b.get_xlim() and a.get_xlim()[1] >= 190
+    assert [t.get_text() for t in a.get_yticklabels()] == [f"rank {r}" for r in range(4)]
+    ticks = dict(zip((t.get_text() for t in a.get_yticklabels()), a.get_yticks(), strict=True))
+    assert ticks["rank 0"] > ticks["rank 3"]  # rank 0 on top
+
+
+def test_compute_stands_above_communication_and_exposed_is_the_tallest():
+    figure = draw.timeline(step(True, ranks=1))
+    ax = next(ax for ax in figure.axes if ax.collections)
+    boxes = {
+        to_hex(bars.get_facecolor()[0]): bars.get_paths()[0].vertices[:, 1]
+        for bars in ax.collections
+        if bars.get_paths()
+    }
+    hidden, exposed = boxes[draw.AXIS["dp"]], boxes[draw.EXPOSED]
+    assert boxes[draw.KIND["backward"]].min() > exposed.max() >= hidden.max()
+    assert np.ptp(exposed) > 1.5 * np.ptp(hidden)
+
+
+def test_names_stand_where_they_fit():
+    words = texts(draw.timeline(step(True, ranks=1)))
+    assert [w for w in words if w.isdigit()] == list("01233210")
+    crowd = Timeline(
+        [Span("forward", f"layers.{i}", 0, i * 1e-3, (i + 1) * 1e-3) for i in range(900)]
+    )
+    assert not [w for w in texts(draw.timeline(crowd)) if w.isdigit()]
+
+
+def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
+    """Catches a drawing of every kernel by itself, and a merging that loses their time."""
+    kernels = [Span("forward", "gemm", 0, i * 1e-5, i * 1e-5 + 0.95e-5) for i in range(50_000)]
+    figure = draw.timeline(Timeline(kernels))
+    count = sum(len(bars.get_paths()) for ax in figure.axes for bars in ax.collections)
+    assert count < 2000
+    assert drawn(figure)[draw.KIND["forward"]] == pytest.approx(500, rel=0.01)
+
+
+def test_drawing_into_given_axes():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    ax = figure.add_subplot()
+    assert draw.timeline(step(True), ax=ax) is figure
+    assert drawn(figure)[draw.EXPOSED] == 4 * 15
+
+
+def test_empty_timelines_are_refused():
+    with pytest.raises(ValueError, match="Overlapped has no spans"):
+        draw.before_after({"Naive": step(False), "Overlapped": Timeline()})
+    with pytest.raises(ValueError, match="no timeline"):
+        draw.before_after({})
+
+
+# ---------------------------------------------------------------------- meshes, collectives
+def test_a_mesh_joins_the_ranks_of_each_group():
+    """Counts lines: 2 pp pairs x 6, 3-chains of tp = 2 lines x 4 groups."""
+    sizes = {"pp": 2, "dp": 2, "tp": 3}
+    figure = draw.mesh(sizes)
+    lines = [p for p in figure.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
+    count = {
+        name: sum(to_hex(p.get_edgecolor()) == draw.AXIS[name] for p in lines) for name in sizes
+    }
+    assert count == {"pp": 6, "dp": 6, "tp": 8}
+    words = texts(figure)
+    assert [w for w in words if w.isdigit()] == [str(r) for r in range(12)]
+    assert "12 ranks: pp 2 × dp 2 × tp 3" in words
+    assert any(w.startswith("tp groups: 0 1 2  |  3 4 5") for w in words)
+
+
+def test_between_large_panels_one_line_stands_for_all():
+    figure = draw.mesh({"pp": 2, "dp": 4, "tp": 4})
+    lines = [p for p in figure.axes[0].patches if type(p).__name__ == "FancyArrowPatch"]
+    assert sum(to_hex(p.get_edgecolor()) == draw.AXIS["pp"] for p in lines) == 1
+    assert any("only the first are drawn" in w for w in texts(figure))
+
+
+def test_meshes_without_axes_and_too_large():
+    assert "one device" in texts(draw.mesh({"dp": 1}))
+    with pytest.raises(ValueError, match="at most 4 axes and 256 ranks"):
+        draw.mesh({"dp": 512})
+
+
+VERBS = list(draw.SENTENCE)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_pictures_of_collectives_tell_the_truth(ranks, verb):
+    """Runs the verb on 4 real ranks and compares with every cell of the picture.
+
+    Block b of rank r holds 10 ** r * (b + 1): sums of ranks show as digits. Catches a transposed
+    all-to-all, a wrong root, a block in the wrong slot.
+    """
+    before, after = draw.blocks_of(verb, 4)
+
+    def number(cell):
+        sources, block = cell
+        return sum(10**r for r in sources) * (block + 1)
+
+    inputs = [[number(slots[b]) if b in slots else 0 for b in range(4)] for slots in before]
+    if verb in ("all_gather", "gather"):
+        inputs = [[number(cell) for cell in slots.values()] for slots in before]
+    results = ranks(4).run(_run_verb, verb, inputs)
+    for rank, (slots, got) in enumerate(zip(after, results, strict=True)):
+        if slots:
+            assert got == [number(slots[b]) for b in sorted(slots)], (rank, slots)
+
+
+def _run_verb(verb, inputs):
+    import torch
+
+    from minipar.comm import collectives
+    from minipar.comm.mesh import Mesh
+
+    mesh = Mesh(dp=4)
+    result = getattr(collectives, verb)(torch.tensor(inputs[mesh.rank]), mesh.dp)
+    return None if result is None else result.tolist()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_collective_can_be_drawn(verb):
+    words = texts(draw.collective(verb, 4))
+    assert [w for w in words if w.startswith("rank ")][:4] == [f"rank {r}" for r in range(4)]
+    cells = sum(len(slots) for side in draw.blocks_of(verb, 4) for slots in side)
+    assert sum(w.lstrip("Σ").isdigit() for w in words) == cells
+
+
+def test_pictures_that_do_not_exist():
+    with pytest.raises(ValueError, match="no picture of 'reduce_all'; there are all_reduce, "):
+        draw.collective("reduce_all")
+    with pytest.raises(ValueError, match="size=64"):
+        draw.collective("all_reduce", 64)
+
+
+# ---------------------------------------------------------------------- shares of the data
+def test_shares_are_those_that_training_deals_out():
+    """Every cell has the colour of the rank that `train.data.share` gives its sample to."""
+    order = epoch_order(22, seed=0, epoch=0)
+    figure = draw.shares(order.tolist(), size=4, batch_size=8)
+    cells = [p for p in figure.axes[0].patches if p.get_width() > 0.3]
+    numbers = [t.get_text() for t in figure.axes[0].texts if t.get_text().isdigit()]
+    shown = {int(n): to_hex(p.get_facecolor()) for n, p in zip(numbers, cells, strict=True)}
+    assert len(shown) == 22
+    for batch in order.split(8):
+        for rank in range(4):
+            for sample in share(batch, rank, 4).tolist():
+                assert shown[sample] == draw.RANK[rank]
+    for order, size, batch in ([1], 1, 1), ([], 2, 1), ([1], 2, 50):
+        with pytest.raises(ValueError, match="make no picture"):
+            draw.shares(order, size, batch)
+
+
+def ring(size):
+    """An all-gather round a ring: after round k, rank r has the blocks r-k to r."""
+    held = [[[] for _ in range(size)] for _ in range(size)]
+    history = {}
+    for step in range(size):
+        for rank in range(size):
+            block = (rank - step) % size
+            held[rank][block] = {block}
+        history[f"round {step}"] = [list(row) for row in held]
+    return history
+
+
+def test_rounds_frame_what_has_just_arrived():
+    """Catches frames around what was there before, and blocks in another's colour."""
+    figure = draw.rounds(ring(3), title="A ring")
+    patches = figure.axes[0].patches
+    frames = [p for p in patches if not p.get_fill()]
+    assert len(frames) == 2 * 3  # one for each rank in each of the two rounds that moved anything
+    fills = [to_hex(p.get_facecolor()) for p in patches if p.get_fill()]
+    assert [fills.count(draw.RANK[r]) for r in range(3)] == [1 + 2 + 3] * 3
+    assert texts(figure).count("rank 0") == 1  # named once on a line of panels
+    assert {"A ring", "round 0", "round 2"} <= set(texts(figure))
+
+
+def test_rounds_that_cannot_be_read():
+    with pytest.raises(ValueError, match="0 ranks of 0 blocks"):
+        draw.rounds({})
+    with pytest.raises(ValueError, match="9 ranks of 9 blocks"):
+        draw.rounds(ring(9))
+
+
+# ---------------------------------------------------------------------- curves and bars
+def test_curves_name_themselves_and_do_not_hide_each_other():
+    loss = [3.0 / (i + 1) for i in range(20)]
+    figure = draw.loss_curves(
+        {"one device": loss, "4 ranks": loss, "no sync": [v + 1 for v in loss]}
+    )
+    lines = figure.axes[0].get_lines()
+    assert [line.get_linewidth() > 3 for line in lines] == [True, False, False]
+    labels = {t.get_text(): t.get_position()[1] for t in figure.axes[0].texts}
+    assert {"one device", "4 ranks", "no sync"} <= labels.keys()
+    assert abs(labels["one device"] - labels["4 ranks"]) > 0.04  # pushed apart
+    assert labels["no sync"] > labels["4 ranks"]
+
+
+def test_curves_on_logarithmic_axes_with_points():
+    x = [1e3, 1e4, 1e5]
+    figure = draw.curves(
+        {"α + N/β": (x, x), "measured": (x, x)}, points=["measured"], logx=True, logy=True
+    )
+    ax = figure.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert [line.get_marker() for line in ax.get_lines()] == ["None", "o"]
+    assert all(0 <= t.get_position()[1] <= 1.2 for t in ax.texts)
+    own = draw.curves({"a": (x, x), "_measured": (x, x)}, points=["_measured"])
+    assert "a" in texts(own) and "_measured" not in texts(own)
+    with pytest.raises(ValueError, match="curve 'a' has 2 x and 1 y"):
+        draw.curves({"a": ([1, 2], [1])})
+
+
+def test_bars_plain_and_stacked():
+    figure = draw.bars({"naive": 717, "ours": 480}, unit="ms", highlight="ours")
+    assert {"717 ms", "480 ms"} <= set(texts(figure))
+    stacked = draw.bars(
+        {"ddp": {"weights": 2, "optimizer": 12}, "zero": {"weights": 0.5}}, unit="GB"
+    )
+    assert {"14 GB", "0.5 GB", "weights", "optimizer"} <= set(texts(stacked))
+    fills = {to_hex(p.get_facecolor()) for p in stacked.axes[0].patches}
+    assert draw.KIND["optimizer"] in fills
+    with pytest.raises(ValueError, match="'a' has a negative value"):
+        draw.bars({"a": -1})
+
+
+# ---------------------------------------------------------------------- files, notebooks
+FIGURES = {
+    "timeline": lambda: draw.before_after({"a": step(False), "b": step(True)}),
+    "mesh": lambda: draw.mesh({"pp": 2, "dp": 2, "tp": 2}),
+    "collective": lambda: draw.collective("all_reduce"),
+    "rounds": lambda: draw.rounds(ring(4), title="Four ranks"),
+    "curves": lambda: draw.curves({"a": ([1, 2], [3, 4])}),
+    "bars": lambda: draw.bars({"naive": 717, "ours": 480}, unit="ms", title="A step"),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_files_are_small_and_equal_every_time(tmp_path, name):
+    """Catches dates, random ids of SVG, and state that one figure leaves to the next."""
+    for suffix in (".png", ".svg"):
+        a = draw.save(FIGURES[name](), tmp_path / f"a{suffix}").read_bytes()
+        b = draw.save(FIGURES[name](), tmp_path / f"b{suffix}").read_bytes()
+        assert a == b
+        assert suffix != ".png" or 1_000 < len(a) < 100_000
+    with pytest.raises(ValueError, match=r"'\.gif'; use \.png or \.svg"):
+        draw.save(FIGURES[name](), tmp_path / "x.gif")
+
+
+def test_everything_is_inside_of_the_picture():
+    """Catches labels cut off at the edge: the outermost pixels of every figure are paper."""
+    wide = {"a rather long name of a curve": ([1, 2], [3, 4])}
+    more = {
+        "long": draw.curves(wide, title="t"),
+        "64 ranks": draw.timeline(step(True, ranks=64)),
+        "64 ranks of a mesh": draw.mesh({"pp": 2, "dp": 2, "cp": 2, "tp": 8}),
+        "2 ranks": draw.collective("all_to_all", 2),
+        "6 ranks": draw.collective("all_to_all", 6),
+        "shares": draw.shares(range(24), 4, 8),
+        "narrow shares": draw.shares(range(3), 2, 1),
+        "palette": draw.palette(),
+    }
+    for name, figure in {**{n: make() for n, make in FIGURES.items()}, **more}.items():
+        pixels = np.asarray(Image.open(io.BytesIO(draw.png(figure))).convert("RGB"))
+        edge = [pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]
+        assert all((line == 255).all() for line in edge), name
+
+
+def test_no_global_state_is_touched():
+    """In a fresh process: neither pyplot nor IPython is imported by drawing."""
+    code = (
+        "import sys; from minipar.lab import draw; draw.register(); draw.png(draw.palette());"
+        "print([m for m in ('matplotlib.pyplot', 'IPython') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert out.stdout.strip() in ("[]", "['IPython']"), out.stderr
+
+
+def test_objects_draw_themselves_in_ipython():
+    """A real IPython shell: a Timeline becomes a PNG, an empty one falls back to its text."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    try:
+        draw.register()
+        show = shell.display_formatter.format
+        from minipar.comm.mesh import Mesh
+
+        for value in (step(True), Mesh(), draw.palette()):
+            data, _ = show(value)
+            assert data["image/png"][:4] == b"\x89PNG" and "text/plain" in data
+        data, _ = show(Timeline())
+        assert "image/png" not in data and "Timeline(0 spans" in data["text/plain"]
+
+        class Schedule:
+            pass
+
+        draw.register(Schedule, lambda schedule: draw.palette())
+        assert "image/png" in show(Schedule())[0]
+        del draw.DRAWN[Schedule]
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def test_a_saved_timeline_draws_the_same(tmp_path):
+    t = step(True)
+    again = Timeline.load(t.save(tmp_path / "t.json"))
+    assert draw.png(draw.timeline(again)) == draw.png(draw.timeline(t))
+    assert json.loads((tmp_path / "t.json").read_text())["label"] == t.label
+    assert not math.isnan(again.hidden_fraction)
+
+
+def test_a_short_logarithmic_axis_has_enough_ticks():
+    """Powers of ten alone would leave one tick, or none, between 3 and 90."""
+    lines = {"a": ([3, 90], [1e3, 1e8])}
+    ax = draw.curves(lines, logx=True, logy=True).axes[0]
+    shown = [t for t in ax.get_xticks() if 3 <= t <= 90]
+    assert shown == [5, 10, 20, 50]
+    assert ax.xaxis.get_major_formatter()(20) == "20"
+    assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]

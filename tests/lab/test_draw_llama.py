@@ -1,0 +1,62 @@
+"""Pictures of the model say what its configuration says."""
+
+from dataclasses import replace
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle, Wedge
+
+from minipar.lab import draw, draw_llama
+from minipar.model.llama import PRESETS
+
+TINY = PRESETS["tiny"]
+
+
+def texts(figure):
+    return [t.get_text() for ax in figure.axes for t in ax.texts] + [
+        t.get_text() for t in figure.texts
+    ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_parts_are_the_whole(name):
+    """A part that is forgotten, or tied embeddings counted twice, makes another sum."""
+    config = PRESETS[name]
+    parts = draw_llama.parameters(config)
+    assert sum(parts.values()) == config.num_parameters
+    assert parts.keys() == draw_llama.PARTS.keys()
+
+
+def test_the_model_shows_its_numbers():
+    said = texts(draw_llama.model(TINY))
+    assert {"196,608", "528,384", "32,768", "same as embed", "a layer, 4 times"} <= set(said)
+    assert any("758,912" in text for text in said)
+    untied = texts(draw_llama.model(replace(TINY, tie_embeddings=False)))
+    assert untied.count("32,768") == 2
+
+
+def test_dials_turn_by_the_frequencies():
+    """Pair 0 turns by one radian per token; a dial that forgets the position would not."""
+    figure = draw_llama.rotations(TINY, pairs=[0, 4], positions=range(4))
+    wedges = [p.theta2 for ax in figure.axes for p in ax.patches if isinstance(p, Wedge)]
+    assert wedges == pytest.approx(
+        [0, 57.2958, 114.5916, 171.8873, 0, 5.72958, 11.45916, 17.18873], abs=1e-3
+    )
+    with pytest.raises(ValueError, match="pairs 0 to 15"):
+        draw_llama.rotations(TINY, pairs=[16])
+
+
+def test_the_mask_is_causal_and_heads_share():
+    figure = draw_llama.attention(TINY, num_tokens=5)
+    cells = [p for ax in figure.axes for p in ax.patches if isinstance(p, Rectangle)]
+    seen = [p for p in cells if to_hex(p.get_facecolor()) != draw.KIND["idle"]]
+    assert len(cells) == 25 and len(seen) == 15
+    said = texts(figure)
+    assert {"q0", "q3", "k0  v0", "k1  v1"} <= set(said) and "q4" not in said
+    lines = [line.get_xdata()[0] for ax in figure.axes for line in ax.lines]
+    assert lines[0] == lines[1] != lines[2] == lines[3]
+
+
+def test_figures_are_small():
+    for figure in (draw_llama.model(TINY), draw_llama.rotations(TINY), draw_llama.attention(TINY)):
+        assert 5_000 < len(draw.png(figure)) < 100_000

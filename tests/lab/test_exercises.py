@@ -1,0 +1,224 @@
+"""Every exercise proves itself: stub, solution, wrong answers; the checks cannot be fooled."""
+
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import isend, recv
+
+from minipar.lab import exercises
+from minipar.lab.exercises import CheckFailed, Sent, check, exercise, play, solution
+
+ROOT = Path(__file__).resolve().parents[2]
+IDS = list(exercises.exercises())
+WRONG = [(number, name) for number in IDS for name in exercise(number).wrongs]
+STUBS = [
+    (tag.removeprefix("exercise-"), cell.source)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+    for cell in nbformat.read(path, as_version=4).cells
+    for tag in cell.metadata.get("tags", [])
+    if tag.startswith("exercise-")
+]
+
+
+@pytest.fixture(autouse=True)
+def pool(ranks, monkeypatch):
+    """Let the checks use the tests' own standing ranks."""
+    monkeypatch.setattr(exercises, "_own", ranks(4, "link"))
+    return ranks(4, "link")
+
+
+def refused(number: str, answer, **options) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        check(number, answer, **options)
+    return caught.value
+
+
+# ---------------------------------------------------------------------- each exercise
+@pytest.mark.parametrize("number", IDS)
+def test_the_solution_passes_on_any_inputs(number, capsys):
+    asked = exercise(number)
+    for seed in (None, 0, 1):
+        check(number, asked.solution, seed=seed)
+    said = capsys.readouterr().out
+    assert said.count(f"Exercise {number} passed") == 3 and asked.praise in said
+    if asked.bonuses:
+        check(number, asked.solution_bonus, bonus=True)
+        assert refused(number, asked.solution, bonus=True).criterion in asked.bonuses
+
+
+@pytest.mark.parametrize(("number", "name"), WRONG)
+def test_each_wrong_answer_fails_for_its_reason(number, name):
+    """A check that misses what it is there for lets one of these pass."""
+    answer = exercise(number).wrongs[name]
+    assert refused(number, answer).criterion == answer.fails
+
+
+@pytest.mark.parametrize("number", IDS)
+def test_an_exercise_is_complete(number):
+    """Two wrong answers at least; one of them talks to nobody, which is observed, not believed."""
+    asked = exercise(number)
+    assert asked.title and asked.level in ("easy", "medium", "hard") and 0 < asked.minutes <= 120
+    assert asked.checks and asked.good and asked.praise and len(asked.wrongs) >= 2
+    assert set(asked.bonuses) == set() or asked.solution_bonus is not None
+    assert {answer.fails for answer in asked.wrongs.values()} <= {*asked.checks, "run"}
+    silent = []
+    for answer in asked.wrongs.values():
+        if answer.fails != "run":
+            silent.append(play(asked, answer, asked.sizes[0], seed=0).sent)
+    assert [[]] * asked.sizes[0] in silent, "no wrong answer that communicates nothing"
+
+
+@pytest.mark.parametrize(("number", "source"), STUBS)
+def test_the_stub_of_the_notebook_is_waiting(number, source):
+    space = {"torch": torch, "dist": dist, "Tensor": torch.Tensor}
+    exec("from minipar.comm.mesh import Axis, Mesh\nfrom torch import nn\n" + source, space)
+    stub = next(v for k, v in reversed(space.items()) if callable(v) and k in source)
+    assert refused(number, stub).criterion == "written"
+
+
+@pytest.mark.skipif(not STUBS, reason="no notebook has exercises yet")
+def test_every_exercise_has_its_place_in_a_notebook():
+    assert sorted(number for number, _ in STUBS) == sorted(IDS)
+
+
+# ---------------------------------------------------------------------- the machinery
+def test_an_untouched_stub_gets_a_friendly_line():
+    def stub(tensor, axis):
+        raise NotImplementedError("exercise 2.1")
+
+    error = refused("2.1", stub)
+    assert error.criterion == "written" and str(error).startswith("Exercise 2.1 is waiting for you")
+    assert "seed" not in str(error)  # the same text every time
+    assert error._render_traceback_() == str(error).splitlines()
+
+
+def test_a_failure_names_the_numbers_and_the_way_back():
+    wrong = exercise("2.1").wrongs["passes_whole_tensors"]
+    error = str(refused("2.1", wrong, seed=7))
+    assert "3 x send to rank 1, 192 bytes" in error and "6 x send to rank 1, 48 bytes" in error
+    assert "difference: -3 operations, +288 bytes" in error
+    assert error.endswith('check("2.1", wrong_passes_whole_tensors, seed=7)')
+    assert exercise("2.1").good in error
+
+
+def test_inputs_are_fresh_unless_the_seed_is_given():
+    """Fixed inputs could be answered by fixed outputs."""
+
+    def keeps_its_own(tensor, axis):
+        return tensor
+
+    first, again = (str(refused("2.1", keeps_its_own, seed=3)) for _ in range(2))
+    assert first == again
+    seeds = {str(refused("2.1", keeps_its_own)).rsplit("seed=")[-1] for _ in range(4)}
+    assert len(seeds) > 1
+    asked, given = exercise("2.1"), []
+    for seed in (1, 2):
+        given.append(torch.cat([x for (x,) in asked.given(4, torch.Generator().manual_seed(seed))]))
+    assert not torch.isclose(*given).any()
+
+
+def test_every_way_of_talking_is_counted():
+    """A count at the level of `dist.*` would miss names imported before, and what torch calls."""
+
+    def talk(tensor, axis):
+        group, right, left = axis.group, (axis.rank + 1) % 4, (axis.rank - 1) % 4
+        dist.all_reduce(tensor.clone(), group=group)
+        work = isend(tensor, group=group, group_dst=right)
+        recv(torch.empty_like(tensor), group=group, group_src=left)
+        work.wait()
+        posts = [dist.P2POp(dist.isend, tensor[:6], group=group, group_peer=left)]
+        posts.append(dist.P2POp(dist.irecv, tensor[6:12].clone(), group=group, group_peer=right))
+        for work in dist.batch_isend_irecv(posts):
+            work.wait()
+        torch.distributed.nn.functional.all_reduce(tensor.clone(), group=group)
+        dist.barrier(group)
+
+    case = play(exercise("2.1"), talk, 4, seed=0)
+    for rank, sent in enumerate(case.sent):
+        assert sorted(sent, key=str) == sorted(
+            [
+                Sent("all_reduce", 288),  # 2 * 3/4 * 24 numbers of 8 bytes
+                Sent("all_reduce", 288),
+                Sent("send", 192, (rank + 1) % 4),
+                Sent("send", 48, (rank - 1) % 4),
+            ],
+            key=str,
+        )
+
+
+def test_nothing_is_left_over_for_the_next_check():
+    """A message that nobody received must not arrive in the next check."""
+
+    def send_to_nobody(tensor, axis):
+        dist.isend(tensor + 1000, group=axis.group, group_dst=(axis.rank + 1) % axis.size)
+        return tensor
+
+    for _ in range(2):
+        assert refused("2.1", send_to_nobody).criterion == "result"
+        check("2.1", exercise("2.1").solution)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda x: None, "expected a tensor, got None"),
+        (lambda x: x[:3], "expected (24,) of torch.float64, got (3,)"),
+        (lambda x: x.float(), "got (24,) of torch.float32"),
+        (lambda x: x * float("nan"), "24 of 24 values are wrong"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named(returned, says):
+    assert says in str(refused("2.1", lambda tensor, axis: returned(tensor)))
+
+
+def test_an_endless_loop_and_a_wait_in_vain_end(pool, monkeypatch):
+    """A check without a limit would hang; one that kills the ranks would lose them."""
+    monkeypatch.setattr(exercises, "TIME_LIMIT", 1.0)
+
+    def loop(tensor, axis):
+        while True:
+            pass
+
+    def wait_in_vain(tensor, axis):
+        dist.recv(tensor, group=axis.group, group_src=(axis.rank + 1) % axis.size)
+
+    def asks_the_world(tensor, axis):
+        if axis.size == 4:
+            return exercise("2.1").solution(tensor, axis)
+        dist.all_reduce(tensor)  # not all of the world takes part in the axis
+        return tensor
+
+    pids = pool.pids
+    for answer in (loop, wait_in_vain, asks_the_world):
+        start = time.monotonic()
+        error = refused("2.1", answer)
+        assert error.criterion == "run" and "group=axis.group" in str(error)
+        assert time.monotonic() - start < 6
+    assert pool.pids == pids and pool.time_limit is None
+    check("2.1", exercise("2.1").solution)
+
+
+def test_an_error_of_the_learner_is_shown():
+    def slip(tensor, axis):
+        return tensor[axis.size * 100]
+
+    error = refused("2.1", slip)
+    assert error.criterion == "run" and "IndexError" in str(error) and "in slip" in str(error)
+
+
+def test_unknown_exercises_and_a_missing_folder_are_explained(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="no exercise '9.9'; there are .*2.1, "):
+        exercise("9.9")
+    monkeypatch.setattr(exercises, "__file__", str(tmp_path / "a/b/c.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run the notebook from the notebooks folder"):
+        exercises.exercises()
+
+
+def test_the_stored_answer_is_shown():
+    shown = solution("2.1")
+    assert shown.data.startswith("def solution(tensor, axis):") and "wrong" not in shown.data

@@ -1,0 +1,168 @@
+"""Publishing: the same file on every machine, and nothing wrong with it."""
+
+import base64
+import copy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from minipar.lab import publish
+
+
+HOME = "/".join(["", "home", ""])  # in pieces: no file of ours names a path of a machine
+PROJECT = "/".join(["", "work", "project"])
+
+
+def code(source: str, *outputs, tags: tuple[str, ...] = (), count: int | None = 1):
+    metadata = {"tags": list(tags)} if tags else {}
+    return new_code_cell(source, outputs=list(outputs), metadata=metadata, execution_count=count)
+
+
+def text(said: str, name: str = "stdout"):
+    return new_output("stream", name=name, text=said)
+
+
+def error(message: str = "no"):
+    return new_output("error", ename="ValueError", evalue=message, traceback=[message])
+
+
+def shown(kind: str, content: str):
+    return new_output("display_data", data={kind: content})
+
+
+def png(num_bytes: int) -> str:
+    return base64.b64encode(b"\x89PNG" + bytes(num_bytes - 4)).decode()
+
+
+GOOD = [
+    new_markdown_cell(f"# A title, and {HOME}anybody may be named in prose"),
+    code("print('a')", text("[0] a\n")),
+    code("1 / 0", error(), tags=(publish.RAISES,)),
+    code("plot()", shown("image/png", png(99_999))),
+    code("", count=None),
+]
+
+
+def test_nothing_is_wrong_with_a_good_notebook():
+    assert publish.complaints(new_notebook(cells=GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "complaint"),
+    [
+        (code("print(1)", count=None), "was not executed"),
+        (code("1 / 0", error()), "ends in an error, and is not tagged"),
+        (code("1 / 1", tags=(publish.RAISES,)), "is tagged raises-exception, but raises none"),
+        (code("warn()", text("x.py:1: UserWarning: old\n", "stderr")), "stderr: x.py:1: UserWar"),
+        (
+            code("where()", text(f"in {HOME}ann/minipar/x.py")),
+            f"path of a machine: {HOME}ann/minipar",
+        ),
+        (code("f()", error("/tmp/ipykernel_1/2.py"), tags=(publish.RAISES,)), "/tmp/ipykernel_1"),
+        (code("f()", shown("text/plain", f"'{HOME}ann/data'")), f"{HOME}ann/data"),
+        (code("plot()", shown("image/png", png(100_001))), "a figure of 100 kB; at most 100 kB"),
+        (code("plot()", shown("image/svg+xml", "<svg>" + 120_000 * "x")), "a figure of 120 kB"),
+    ],
+)
+def test_each_fault_is_found(cell, complaint):
+    found = publish.complaints(new_notebook(cells=[*GOOD, cell]))
+    assert len(found) == 1 and complaint in found[0] and found[0].startswith("cell 5: ")
+
+
+def test_saved_widget_state_is_found():
+    assert publish.complaints(new_notebook(metadata={"widgets": {"state": {}}})) == [
+        "widget state is saved"
+    ]
+
+
+def messy() -> nbformat.NotebookNode:
+    """What a notebook looks like after somebody ran it."""
+    view = {publish.WIDGET: {"model_id": "f00", "version_major": 2}, "text/plain": "Explorer()"}
+    cells = [
+        code("a", text("one\n"), text("two\n"), shown("text/html", "<b>"), text("three\n")),
+        code("b", new_output("display_data", data=view)),
+        code("c", error(f"File {PROJECT}/minipar/x.py, /tmp/ipykernel_12/34.py:5")),
+        code("c"),
+    ]
+    for cell in cells:
+        cell.metadata |= {"execution": {"iopub.busy": "2026-01-01"}, "scrolled": True}
+    cells[0].metadata["tags"] = ["kept"]
+    metadata = {
+        "widgets": {"state": {}},
+        "kernelspec": {"name": "mine", "display_name": "My env", "language": "python"},
+        "language_info": {"name": "python", "version": "3.11.7"},
+    }
+    return new_notebook(cells=cells, metadata=metadata)
+
+
+def test_what_depends_on_the_machine_is_taken_out():
+    notebook = messy()
+    publish.normalise(notebook, Path(PROJECT))
+    assert notebook.metadata == {
+        "kernelspec": publish.KERNEL,
+        "language_info": {"name": "python"},
+    }
+    first, widget, failed, _ = notebook.cells
+    assert first.metadata == {"tags": ["kept"]} and widget.metadata == {}
+    # Text is joined where it touches, not across what stands between.
+    assert [o.get("text", "html") for o in first.outputs] == ["one\ntwo\n", "html", "three\n"]
+    assert set(widget.outputs[0].data[publish.WIDGET].model_id) == {"0"}
+    assert failed.outputs[0].evalue == "File minipar/x.py, <cell>:5"
+    assert [cell.execution_count for cell in notebook.cells] == [1, 1, 1, 1]
+    nbformat.validate(notebook)
+
+
+def test_normalising_twice_changes_nothing_and_ids_stay():
+    """Ids drawn by lot would make every publication a change of every cell."""
+    one, other = messy(), messy()
+    publish.normalise(one, Path(PROJECT))
+    publish.normalise(other, Path(PROJECT))
+    again = copy.deepcopy(one)
+    publish.normalise(again, Path(PROJECT))
+    assert one == other == again
+    ids = [cell.id for cell in one.cells]
+    assert len(set(ids)) == 4
+    one.cells.insert(0, new_markdown_cell("new"))
+    publish.normalise(one, Path(PROJECT))
+    assert [cell.id for cell in one.cells][1:] == ids
+
+
+def test_paths_of_packages_become_short():
+    import torch
+
+    file = torch.__file__
+    assert publish.without_paths(f"File {file}:1", Path("/nowhere")) == "File torch/__init__.py:1"
+
+
+def test_publishing_runs_the_notebook_and_writes_it(tmp_path, capsys):
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    path = folder / "a.ipynb"
+    cells = [
+        code("import os\nprint(os.getcwd())", count=None),
+        code("1 / 0", tags=(publish.RAISES,), count=None),
+        code("2 + 2", count=None),
+    ]
+    nbformat.write(new_notebook(cells=cells), path)
+    assert publish.main([str(folder), "--check"]) == 1
+    assert capsys.readouterr().out.count("was not executed") == 3
+    assert publish.main([str(folder)]) == 0 and capsys.readouterr().out.endswith("ok\n")
+    first = path.read_bytes()
+    made = nbformat.read(path, as_version=4)
+    assert made.cells[0].outputs[0].text == "notebooks\n"  # worked in its folder, named shortly
+    assert [cell.execution_count for cell in made.cells] == [1, 2, 3]
+    assert publish.main([str(path), "--check"]) == 0
+    assert publish.main([str(path)]) == 0 and path.read_bytes() == first
+
+    made.cells.append(code("undefined", count=None))
+    nbformat.write(made, path)
+    before = path.read_bytes()
+    assert publish.main([str(path)]) == 1 and "NameError" in capsys.readouterr().out
+    assert path.read_bytes() == before  # a failure leaves the file as it was
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        publish.find([tmp_path / "nothing"])

@@ -1,0 +1,158 @@
+"""Widgets without a browser: moving a slider by hand is setting its value."""
+
+import ipywidgets
+import pytest
+from matplotlib.figure import Figure
+
+from minipar.comm.timeline import Span, Timeline
+from minipar.lab import widgets
+
+PNG = b"\x89PNG"
+
+
+def picture(box) -> bytes:
+    """What the widget shows now."""
+    return bytes(box.image.value)
+
+
+def bars(height: int = 4, colour: str = "black"):
+    """A drawing function as a notebook has it."""
+    figure = Figure(figsize=(2, 1))
+    figure.subplots().bar([0], [height], color=colour)
+    return figure, f"height {height}"
+
+
+def recorded(scale: float = 1.0) -> Timeline:
+    """Two ranks, each with two spans; starts at 100 s, as clocks do."""
+    spans = []
+    for rank in range(2):
+        start = 100.0
+        spans.append(Span("forward", "block", rank, start, start + 0.010 * scale))
+        spans.append(
+            Span(
+                "comm", "all_reduce", rank, start + 0.010 * scale, start + 0.030 * scale, "dp", 4096
+            )
+        )
+    return Timeline(spans, "invented")
+
+
+def test_picture_and_text_follow_the_sliders():
+    """A widget that draws once and never again would fail."""
+    box = widgets.explore(bars, height=(1, 32), colour=["black", "red"])
+    first = picture(box)
+    assert first.startswith(PNG) and box.text.value == "height 4"
+    box.sliders["height"].value = 12
+    second = picture(box)
+    assert second != first and box.text.value == "height 12"
+    box.sliders["colour"].value = "red"
+    assert picture(box) != second
+    box.sliders["height"].value, box.sliders["colour"].value = 4, "black"
+    assert picture(box) == first
+    assert box.values == {"height": 4, "colour": "black"}
+
+
+def test_every_kind_of_control():
+    def draw(a=3, b=0.5, c="two", d=True, e=7, f=1):
+        return Figure(figsize=(1, 1))
+
+    box = widgets.explore(
+        draw,
+        a=(1, 9),
+        b=(0.0, 1.0, 0.25),
+        c={"one": "one", "both": "two"},
+        d=False,
+        e=ipywidgets.IntText(5),
+        f=(2, 3),
+    )
+    assert box.values == {"a": 3, "b": 0.5, "c": "two", "d": False, "e": 5, "f": 2}
+    assert isinstance(box.sliders["b"], ipywidgets.FloatSlider)
+
+
+@pytest.mark.parametrize("control", [(3, 1), (1,), [], "many", 4])
+def test_what_is_no_control_is_refused(control):
+    with pytest.raises(ValueError, match="height=.* is no control; use"):
+        widgets.explore(bars, height=control)
+
+
+def test_an_error_while_drawing_is_seen():
+    """Front ends drop what a callback raises: it would look as if the slider did nothing."""
+
+    def fragile(height=1):
+        if height > 2:
+            raise ValueError("too high")
+        return bars(height)
+
+    box = widgets.explore(fragile, height=(1, 5))
+    before = picture(box)
+    box.sliders["height"].value = 3
+    assert isinstance(box.error, ValueError) and box.text.value == "ValueError: too high"
+    assert picture(box) == before
+    box.sliders["height"].value = 2
+    assert box.error is None and box.text.value == "height 2"
+    with pytest.raises(ValueError, match="too high"):  # the first drawing raises in the cell itself
+        widgets.explore(fragile, height=(3, 5))
+
+
+def test_what_is_printed_of_a_widget_is_short():
+    """The bytes of the picture in the text of a cell would differ from machine to machine."""
+    box = widgets.explore(bars, height=(1, 32))
+    assert repr(box) == str(box) == "Explorer(height=4)"
+
+
+def test_a_timeline_is_zoomed_into():
+    box = widgets.timeline(recorded())
+    low, high = box.sliders["window"].value
+    assert low == 0 and high == pytest.approx(30)
+    whole = picture(box)
+    box.sliders["window"].value = (5, 15)
+    assert box.error is None and picture(box).startswith(PNG) and picture(box) != whole
+
+
+def test_a_timeline_is_stepped_through():
+    box = widgets.timeline(recorded())
+    assert box.text.value == ""
+    box.after.click()
+    assert box.text.value == "rank 0: forward block, 10.00 ms (0.00 to 10.00)"
+    box.after.click()
+    assert box.text.value == "rank 0: comm all_reduce, 20.00 ms (10.00 to 30.00), dp, 4,096 bytes"
+    box.after.click()  # at the end it stays there
+    assert box.sliders["span"].value == 2
+    box.before.click()
+    assert "forward" in box.text.value
+    box.sliders["rank"].value = 1
+    assert box.text.value == "" and box.sliders["span"].value == 0
+    box.after.click()
+    assert box.text.value.startswith("rank 1: forward")
+
+
+def test_the_window_follows_the_steps():
+    box = widgets.timeline(recorded())
+    box.sliders["window"].value = (0, 12)
+    box.step(1)
+    assert box.sliders["window"].value == (0, 12)  # the first span lies inside
+    box.step(1)
+    low, high = box.sliders["window"].value
+    assert low == pytest.approx(10, abs=0.2) and high - low == pytest.approx(12, abs=0.2)
+
+
+def test_before_and_after_share_a_time_axis(monkeypatch):
+    seen = {}
+    draw = widgets.draw.timeline
+
+    def spy(timeline, **options):
+        seen[options["title"]] = options["xlim"]
+        return draw(timeline, **options)
+
+    monkeypatch.setattr(widgets.draw, "timeline", spy)
+    box = widgets.before_after({"naive": recorded(), "overlapped": recorded(0.5)})
+    naive = picture(box)
+    box.sliders["shown"].value = "overlapped"
+    assert picture(box) != naive and box.error is None
+    assert seen["naive"] == seen["overlapped"] == (0.0, pytest.approx(30))
+
+
+def test_what_there_is_nothing_to_see_of_is_refused():
+    with pytest.raises(ValueError, match="no spans"):
+        widgets.timeline(Timeline())
+    with pytest.raises(ValueError, match="two or more"):
+        widgets.before_after({"only": recorded()})
