@@ -222,10 +222,11 @@ class _Stream(io.TextIOBase):
 def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        if dist.get_backend(group) == "gloo":
-            _cut_connections()  # gloo's own abort() does nothing
-        else:
-            group.abort()
+        with suppress(Exception):  # another thread may be destroying this one right now
+            if dist.get_backend(group) == "gloo":
+                _cut_connections()  # gloo's own abort() does nothing
+            else:
+                group.abort()
 
 
 def _cut_connections() -> None:

@@ -1,0 +1,366 @@
+"""The command line: `minipar train | bench | overlap`. `minipar train --help` is worth reading.
+
+Whatever a user got wrong ends in one line on stderr and exit code 2; a rank that failed in exit
+code 1, with that rank's own traceback where one line cannot say why; Ctrl-C in exit code 130.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from tqdm import tqdm
+
+from minipar.comm import backends
+from minipar.comm.collectives import all_gather_object
+from minipar.comm.launch import RankError, Ranks
+from minipar.comm.mesh import Mesh
+from minipar.comm.timeline import Timeline
+from minipar.lab import bench, draw
+from minipar.train import checkpoint, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
+from minipar.train.report import Report
+from minipar.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Show how much communication a training job hides: its own, or anybody's PyTorch traces."""
+
+    traces: tyro.conf.Positional[list[str]]
+    """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;
+    or a timeline.json of `minipar train`."""
+    out: str = "overlap.png"
+    """Where to draw the picture."""
+
+
+Command = TrainConfig | bench.BenchConfig | Overlap
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command in `argv`; end the process with its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else ""
+    try:
+        command = parse(argv)
+        {"train": train, "bench": bench.run, "overlap": overlap}[name](command)
+        code = 0
+    except ValueError as error:
+        _complain(error)
+        code = 2
+    except RankError as error:
+        code = _explain(error)
+    except KeyboardInterrupt:
+        code = 130
+    except (OSError, FloatingPointError) as error:
+        _complain(error)
+        code = 1
+    sys.stdout.flush()
+    if code and int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(3)  # torchrun ends all ranks with the first: let the one that speaks be first
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------------- reading the command line
+_COMMANDS: dict[str, tuple[type, str]] = {
+    "train": (TrainConfig, "train a Llama on several ranks"),
+    "bench": (bench.BenchConfig, "compare a strategy with PyTorch's own"),
+    "overlap": (Overlap, "how much communication do these traces hide?"),
+}
+
+
+def parse(argv: list[str]) -> Command:
+    """Return the typed command. Raises `ValueError` with one line for a bad flag or value."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: minipar COMMAND [flags]\n")
+        for name, (_, summary) in _COMMANDS.items():
+            print(f"  minipar {name:8} {summary}")
+        print("\n`minipar COMMAND --help` lists the flags.")
+        sys.exit(0)
+    if argv[0] not in _COMMANDS:
+        raise ValueError(f"{argv[0]!r} is no command; use one of {', '.join(_COMMANDS)}")
+    kind = _COMMANDS[argv[0]][0]
+    default = tyro.MISSING_NONPROP
+    if kind is TrainConfig and (resumed := _value_of("--resume", argv)):
+        default = TrainConfig.load(run_of(resumed) / "config.json")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, prog=f"minipar {argv[0]}", args=argv[1:], default=default)
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(_first_words(complaint.getvalue())) from None
+        raise
+
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _first_words(box: str) -> str:
+    """What is wrong, out of the box that tyro draws around it: the lines above its first rule."""
+    lines = []
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        if line.startswith("╭"):
+            continue
+        text = line.strip("│ ").strip()
+        if set(text) <= set("─╰╯"):
+            break
+        lines.append(text)
+    return " ".join(lines) or "cannot read the command line"
+
+
+def _complain(error: BaseException) -> None:
+    """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def _explain(error: RankError) -> int:
+    """Print who failed and why; return the exit code."""
+    failures = list(error.failures.values())
+    messages = {failure.message: failure for failure in failures}  # most often all ranks' is one
+    if _is_bad_input(error) and len(messages) == 1:
+        _complain(ValueError(failures[0].message))
+        return 2
+    if all(failure.kind in _SAY_IT_ALL for failure in failures):
+        for message, failure in messages.items():
+            alone = "" if len(messages) < len(failures) else f"{failure.label}: "
+            _complain(RuntimeError(f"{alone}{message}"))
+    else:
+        print("\n".join(error.reports()), file=sys.stderr)
+    return 1
+
+
+_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError")
+"""Failures of ranks whose message is all that there is to know."""
+
+
+# ---------------------------------------------------------------------- minipar train
+def train(config: TrainConfig) -> None:
+    """Train, on torchrun's ranks or on ranks of our own; then draw and print what came of it."""
+    config.check()
+    start, folder = None, None
+    if config.resume:
+        folder = run_of(config.resume)
+        start = str(checkpoint_of(Path(config.resume)))
+        checkpoint.verify(Path(start))
+    config.check_text()
+    if backends.under_torchrun():
+        _train_under_torchrun(config, folder, start)
+        return
+    backend = config.backend
+    if backend == "auto":
+        backend = backends.pick_backend(config.num_ranks)
+    backends.check_backend(backend, config.num_ranks)
+    if folder is None:
+        folder = new_folder(config)
+    print(_headline(config, folder, start), flush=True)
+    try:
+        with Ranks(
+            config.num_ranks, backend=backend, timeout=config.timeout, sink=None, mend=False
+        ) as ranks:
+            report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
+    except (KeyboardInterrupt, RankError) as error:
+        if isinstance(error, RankError) and _is_bad_input(error):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # nothing is in it, unless it is that of an earlier run
+        else:
+            print(f"\n{_how_to_go_on(folder)}", file=sys.stderr)
+        raise
+    conclude(report)
+
+
+def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str | None) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != config.num_ranks:
+        raise ValueError(
+            f"--mesh {config.mesh} needs {config.num_ranks} ranks but torchrun started {size}; "
+            f"use --mesh dp={size} or --nproc-per-node {config.num_ranks}"
+        )
+    backend = config.backend
+    if backend == "auto":
+        backend = backends.pick_backend(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    with backends.joined(backend, config.timeout):
+        # One rank chooses, so that all speak of the same folder.
+        if folder is None and rank == 0:
+            folder = new_folder(config)
+        chosen = all_gather_object(str(folder), Mesh(**config.mesh_sizes()).world)[0]
+        if rank == 0:
+            print(_headline(config, Path(chosen), start), flush=True)
+        report = trainer.train(config, chosen, start, Progress)
+    if rank == 0:
+        conclude(report)
+
+
+def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
+    verb = f"Resuming {start}" if start else f"Training {config.preset} on {config.data}"
+    return f"{verb} with mesh {config.mesh}, into {folder}/"
+
+
+def _is_bad_input(error: RankError) -> bool:
+    return all(f.kind in ("ValueError", "CheckpointError") for f in error.failures.values())
+
+
+def _how_to_go_on(folder: Path) -> str:
+    saved = checkpoint.available(folder / "checkpoints")
+    if not saved:
+        return "Stopped before the first checkpoint."
+    step = checkpoint.step_of(saved[-1])
+    return f"Stopped. Go on from step {step} with: minipar train --resume {folder}"
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """Make and return a folder for the run; its name gets a number where it is taken."""
+    mesh = config.mesh.replace(" ", "").replace("=", "").replace(",", "-")
+    name = config.name or f"{config.preset}-{mesh}"
+    for number in itertools.count(1):
+        folder = Path(config.out) / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue  # two runs that start at once do not share it, either
+        except OSError as error:
+            raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
+    raise AssertionError("there is always another number")
+
+
+def run_of(path: str) -> Path:
+    """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
+    folder = Path(path)
+    if not folder.exists():
+        raise ValueError(f"--resume {path} does not exist; name the folder of a run")
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    if not (run / "config.json").is_file():
+        raise ValueError(f"--resume {path} is no run: it has no config.json")
+    return run
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest one of the run."""
+    if path.parent.name == "checkpoints":
+        return path
+    saved = checkpoint.available(path / "checkpoints")
+    if not saved:
+        raise ValueError(f"--resume {path}: the run has no checkpoint; start it again instead")
+    return saved[-1]
+
+
+class Progress:
+    """A bar on a terminal; a line every ten seconds where there is none. Lives in rank 0."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.bar = tqdm(
+            total=trainer.config.steps,
+            initial=trainer.step,
+            unit="step",
+            disable=None,
+            dynamic_ncols=True,
+            mininterval=0.2,
+        )
+        print(
+            f"{trainer.corpus.description}\n"
+            f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f}M parameters, "
+            f"{trainer.mesh.size} ranks on {trainer.device.type}",
+            flush=True,
+        )
+        self.total, self.spoken = trainer.config.steps, time.monotonic()
+        self.seconds = self.tokens = 0.0
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        self.seconds += line["seconds"]
+        self.tokens += line["tokens"]
+        status = f"loss {line['loss']:.3f}, {self.tokens / self.seconds:,.0f} tokens/s"
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update()
+        last = line["step"] == self.total
+        if self.bar.disable and (last or time.monotonic() - self.spoken > 10):
+            print(f"step {line['step']}/{self.total}: {status}", flush=True)
+            self.spoken = time.monotonic()
+        if last:
+            self.bar.close()
+
+
+def conclude(report: Report) -> None:
+    """Draw the pictures of a run and print the table at its end."""
+    folder = Path(report.folder)
+    steps = read(folder / "metrics.jsonl")
+    lines = {"training": [(line["step"], line["loss"]) for line in steps]}
+    validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]
+    if validated:
+        lines["validation"] = validated
+    figure = draw.curves(
+        {name: tuple(zip(*points, strict=True)) for name, points in lines.items()},
+        points=["validation"],
+        xlabel="step",
+        ylabel="loss in nats per token",
+        title=f"{folder.name}: validation loss {report.validation_loss:.3f}",
+    )
+    draw.save(figure, folder / "loss.png")
+    if (folder / "timeline.json").exists():
+        recorded = Timeline.load(folder / "timeline.json")
+        draw.save(draw.timeline(recorded), folder / "timeline.png")
+    print(summary(report))
+
+
+def summary(report: Report) -> str:
+    """Return the table at the end of a run."""
+    megabyte = 1e6
+    memory = report.peak_memory
+    rows = {}
+    if report.step_seconds is None:
+        rows["loss"] = f"all {report.steps} steps were done before; --steps adds more"
+    else:
+        rows["loss"] = f"{report.first_loss:.3f} -> {report.last_loss:.3f} nats per token"
+        rows["speed"] = (
+            f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
+        )
+    rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
+    if report.hidden_fraction is not None:
+        rows["communication"] = (
+            f"{report.sent_bytes / megabyte:,.0f} MB sent by each rank; "
+            f"{report.communication_seconds:.1f} s, {report.hidden_fraction:.0%} of it hidden"
+        )
+    rows["peak memory"] = (
+        f"{min(memory) / megabyte:,.0f} to {max(memory) / megabyte:,.0f} MB a rank"
+    )
+    rows["files"] = (
+        f"{report.folder}/: metrics.jsonl, loss.png, timeline.png, timeline.json "
+        "(open it at https://ui.perfetto.dev), sample.txt, checkpoints/, config.json"
+    )
+    width = max(map(len, rows))
+    return "\n".join(f"{name:>{width}}  {value}" for name, value in rows.items())
+
+
+# ---------------------------------------------------------------------- minipar overlap
+def overlap(command: Overlap) -> None:
+    """Print how much communication the traces hide, per rank and axis, and draw it."""
+    if not command.traces:
+        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
+    recorded = read_timeline(command.traces)
+    print(recorded)
+    figure = draw.timeline(recorded)
+    print(f"drawn into {draw.save(figure, command.out)}")
+
+
+def read_timeline(traces: list[str]) -> Timeline:
+    """Read a timeline of ours, or the traces of torch.profiler."""
+    if len(traces) == 1 and Path(traces[0]).is_file():
+        with contextlib.suppress(ValueError):
+            return Timeline.load(traces[0])
+    return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)

@@ -1,0 +1,432 @@
+"""The command line as a user meets it: one line for what is wrong, and runs that can be resumed.
+
+Most calls are made in this process, where `Ranks` raises: what a user got wrong must be found
+before anything is started.
+"""
+
+import ast
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from minipar import cli
+from minipar.lab import bench
+from minipar.train import checkpoint, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
+
+SMALL = [
+    "--steps",
+    "6",
+    "--seq-len",
+    "32",
+    "--batch-size",
+    "4",
+    "--sample-tokens",
+    "5",
+    "--eval-batches",
+    "2",
+]
+ROOT = str(Path(cli.__file__).parents[1])
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}  # installed or not
+PATIENCE = 90  # seconds that a start may take on a busy machine
+
+
+def command(*words) -> list[str]:
+    return [sys.executable, "-m", "minipar", *map(str, words)]
+
+
+def call(capfd, *words) -> tuple[int, str, str]:
+    """Run the command line in this process; return exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in words])
+    return stop.value.code or 0, *capfd.readouterr()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Files of many kinds, and a small run that can be resumed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    work = tmp_path_factory.mktemp("work")
+    (work / "a.txt").write_text(inspect.getsource(argparse_like) * 25)
+    (work / "short.txt").write_text("to be or not to be\n" * 3)
+    (work / "empty.txt").write_text("")
+    (work / "binary.bin").write_bytes(bytes(range(256)) * 4)
+    (work / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (work / "no_text.jsonl").write_text('{"body": "fine"}\n')
+    (work / "trace.json").write_text('{"what": 1}')
+    (work / "folder").mkdir()
+    config = TrainConfig(
+        mesh="dp=1",
+        data=str(work / "a.txt"),
+        steps=2,
+        seq_len=32,
+        batch_size=4,
+        eval_batches=1,
+        sample_tokens=0,
+    )
+    trainer.train(config, str(work / "run"))
+    for name in ("no_config", "bad_config", "wrong_type", "no_checkpoint", "truncated", "headless"):
+        shutil.copytree(work / "run", work / name)
+    (work / "no_config/config.json").unlink()
+    (work / "bad_config/config.json").write_text('{"steps": 2')
+    (work / "wrong_type/config.json").write_text('{"steps": "many"}')
+    shutil.rmtree(work / "no_checkpoint/checkpoints/step_000002")
+    os.truncate(work / "truncated/checkpoints/step_000002/model.safetensors", 1000)
+    (work / "headless/checkpoints/step_000002/manifest.json").unlink()
+    torch.set_num_threads(threads)
+    return work
+
+
+def argparse_like() -> None:
+    """Some text to learn from.
+
+    It is repeated until it fills a few batches; what it says does not matter to anybody, as long as
+    it has the letters, the blanks and the lines of the text that people write: 0123456789, (a), [b]
+    and {c}. The quick brown fox jumps over the lazy dog, and the five boxing wizards jump quickly.
+    """
+
+
+# ---------------------------------------------------------------------- 1. malformed calls
+MALFORMED = {
+    # what is typed (W is the folder of `work`): what the line must say
+    "traim": "'traim' is no command; use one of train",
+    "train --bogus 1": "--bogus",
+    "train extra": "extra",
+    "train --steps": "--steps",
+    "train --steps many": "many",
+    "train --steps 1.5": "1.5",
+    "train --steps 0": "--steps 0 must be 1 or more",
+    "train --lr -1": "--lr -1.0 must be above 0",
+    "train --lr nan": "--lr nan must be above 0",
+    "train --seed -1": "--seed -1 must be 0 or more",
+    "train --microbatches 0": "--microbatches 0 must be 1 or more",
+    "train --preset huge": "--preset huge is unknown; use one of tiny",
+    "train --schedule linear": "linear",
+    "train --dtype int8": "int8",
+    "train --mesh dp=0": "'dp=0' is not axis=size",
+    "train --mesh dp=x": "'dp=x' is not axis=size",
+    "train --mesh xx=2": "'xx=2' is not axis=size",
+    "train --mesh dp=2,dp=2": "'dp=2' is not axis=size with a new axis",
+    "train --mesh tp=2": "does not use axis tp",
+    "train --data W/nowhere.txt": "no file or folder",
+    "train --data W/empty.txt": "holds no text",
+    "train --data W/folder": "holds no text",
+    "train --data W/binary.bin": "is binary",
+    "train --data W/*.rst": "no file matches",
+    "train --data W/bad.jsonl": "bad.jsonl:2: no JSON",
+    "train --data W/no_text.jsonl": "no string in field 'text'",
+    "train --data W/short.txt": "--seq-len 256 does not fit the 54 tokens of training text",
+    "train --data W/a.txt --seq-len 999": "tokens of validation text",
+    "train --seq-len 1000000": "is longer than tiny can see",
+    "train --tokenizer W/none.json": "no tokenizer at",
+    "train --tokenizer W/a.txt": "is no tokenizer.json",
+    "train --backend mpi": "mpi",
+    "train --backend link --link 5gbe": "no link '5gbe', did you mean",
+    "train --name a/b": "--name 'a/b' must be a plain name",
+    "train --data W/a.txt --seq-len 32 --out W/a.txt": "--out",
+    "train --data W/a.txt --seq-len 32 --out /proc/none": "--out /proc/none: cannot make",
+    "train --resume W/nowhere": "does not exist",
+    "train --resume W/no_config": "it has no config.json",
+    "train --resume W/bad_config": "is not the configuration of a run",
+    "train --resume W/wrong_type": "steps='many'",
+    "train --resume W/no_checkpoint": "the run has no checkpoint",
+    "train --resume W/truncated": "model.safetensors has 1000 bytes instead of",
+    "train --resume W/truncated/checkpoints/step_000002": "model.safetensors has 1000 bytes",
+    "train --resume W/headless": "manifest.json",
+    "train --resume W/run/checkpoints/step_000001": "does not exist",
+    "train --resume W/run --mesh dp=0": "'dp=0' is not axis=size",
+    "bench": None,  # the default is a real comparison
+    "bench fsdp": "fsdp",
+    "bench ddp --ranks 0": "--ranks 0 must be",
+    "bench ddp --rounds -3": "--rounds -3 must be",
+    "bench ddp --links gloo 5gbe": "no link '5gbe'",
+    "bench ddp --buckets 0": "buckets above 0",
+    "bench ddp --preset huge": "--preset huge is unknown",
+    "bench ddp --json W/nowhere/rows.json": "there is no folder",
+    "bench ddp --seq-len 1000000": "is longer than small sees",
+    "overlap": "name at least one trace",
+    "overlap W/nowhere.json": "nowhere.json",
+    "overlap W/a.txt": "a.txt",
+    "overlap W/trace.json": "trace.json",
+    "overlap W/folder": "folder",
+}
+MALFORMED = {words: says for words, says in MALFORMED.items() if says is not None}
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    """Fail where ranks are started."""
+
+    def started(*args, **kwargs):
+        pytest.fail("ranks were started for a call that cannot work")
+
+    monkeypatch.setattr(cli, "Ranks", started)
+    monkeypatch.setattr(bench, "Ranks", started)
+
+
+def assert_one_line(code: int, out: str, err: str, says: str) -> None:
+    assert code == 2, err
+    assert err.startswith("minipar: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert says in err, err
+    assert "Traceback" not in out + err and "╭" not in err
+
+
+@pytest.mark.parametrize("words", MALFORMED)
+def test_a_malformed_call_is_one_clear_line(work, capfd, no_ranks, monkeypatch, tmp_path, words):
+    if "/proc" in words and not os.path.isdir("/proc"):
+        pytest.skip("needs a folder that even root cannot write to")
+    monkeypatch.chdir(tmp_path)
+    typed = [word.replace("W/", f"{work}/", 1) for word in words.split()]
+    assert_one_line(*call(capfd, *typed), MALFORMED[words])
+    assert list(tmp_path.iterdir()) == []  # no trace of a run
+
+
+def test_nccl_without_gpus_is_one_clear_line(work, capfd, no_ranks):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    typed = "train", "--data", work / "a.txt", "--seq-len", 32, "--backend", "nccl"
+    assert_one_line(*call(capfd, *typed), "needs a GPU per rank: 4 ranks but 0 GPUs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("--preset small", "is of another model: it has lm_head.weight of shape (256, 128)"),
+        ("--seed 5", "cannot resume the data with another seed"),
+        ("flipped", "contents of state.pt do not match their CRC-32"),
+    ],
+)
+def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, tmp_path, words, says):
+    folder = tmp_path / "run"
+    shutil.copytree(work / "run", folder)
+    if words == "flipped":
+        state = folder / "checkpoints/step_000002/state.pt"
+        data = bytearray(state.read_bytes())
+        data[len(data) // 2] ^= 1
+        state.write_bytes(data)
+        words = ""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    config = (folder / "config.json").read_bytes()
+    assert_one_line(
+        *call(capfd, "train", "--resume", folder, "--mesh", "dp=2", *words.split()), says
+    )
+    assert (folder / "config.json").read_bytes() == config
+    assert checkpoint.available(folder / "checkpoints")  # the run is still there
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
+    assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+# ---------------------------------------------------------------------- 2. help
+def words_of(text: str) -> str:
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("train", TrainConfig), ("bench", bench.BenchConfig), ("overlap", cli.Overlap)]
+)
+def test_help_explains_every_flag(capfd, monkeypatch, name, kind):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = call(capfd, name, "--help")
+    assert code == 0 and err == ""
+    page = words_of(out)
+    body = ast.parse(inspect.getsource(kind)).body[0].body
+    described = 0
+    for field, doc in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(doc, ast.Expr), f"{field.target.id} has no description"
+            flag = "--" + field.target.id.replace("_", "-")
+            assert flag in page or "Positional" in ast.unparse(field.annotation)
+            assert words_of(doc.value.value) in page, field.target.id
+            described += 1
+    assert described == len(kind.__dataclass_fields__)
+
+
+def test_usage_names_every_command(capfd):
+    for typed in ([], ["--help"], ["-h"]):
+        code, out, _ = call(capfd, *typed)
+        assert code == 0 and all(f"minipar {name}" in out for name in cli._COMMANDS)
+
+
+def test_python_m_minipar(tmp_path):
+    typed = command("train", "--steps", 0)
+    done = subprocess.run(typed, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert_one_line(done.returncode, done.stdout, done.stderr, "--steps 0 must be 1 or more")
+
+
+# ---------------------------------------------------------------------- 3. small pieces
+def test_each_run_gets_a_folder_of_its_own(tmp_path):
+    config = TrainConfig(mesh="dp=2, tp=1", out=str(tmp_path / "deep/runs"))
+    assert [cli.new_folder(config).name for _ in range(3)] == [
+        "tiny-dp2-tp1",
+        "tiny-dp2-tp1-2",
+        "tiny-dp2-tp1-3",
+    ]
+    named = TrainConfig(name="mine", out=str(tmp_path))
+    (tmp_path / "mine").write_text("a file is in the way")
+    assert cli.new_folder(named) == tmp_path / "mine-2"
+
+
+def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
+    for step in (3, 12):
+        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=5)
+    TrainConfig().save(tmp_path / "config.json")
+    newest, other = (tmp_path / f"checkpoints/step_{step:06d}" for step in (12, 3))
+    assert cli.checkpoint_of(tmp_path) == newest and cli.checkpoint_of(other) == other
+    assert cli.run_of(str(other)) == cli.run_of(str(tmp_path)) == tmp_path
+
+
+def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
+    TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
+    for typed in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
+        config = cli.parse(["train", *typed, "--steps", "20"])
+        assert (config.steps, config.lr, config.mesh, config.ddp) == (20, 0.5, "dp=3", "naive")
+        assert config.resume == str(tmp_path)
+
+
+def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
+    for error in (OSError(28, "No space left on device"), FloatingPointError("step 3: loss nan")):
+
+        def fails(_, error=error):
+            raise error
+
+        monkeypatch.setattr(cli, "train", fails)
+        code, _, err = call(capfd, "train")
+        assert code == 1 and err == f"minipar: error: {error}\n"
+
+
+# ---------------------------------------------------------------------- 4. real runs
+LONG = ["--steps", "60", "--save-every", "5", "--seq-len", "32", "--batch-size", "4"]
+LONG += ["--sample-tokens", "0", "--eval-batches", "2", "--mesh", "dp=2"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(work, ranks):
+    """What a run of `LONG` should look like: [(step, loss, lr, gradient norm)]."""
+    config = cli.parse(["train", *LONG, "--data", str(work / "a.txt")])
+    ranks(2).run(trainer.train, config, str(work / "uninterrupted"))
+    return curve(work / "uninterrupted")
+
+
+def curve(folder: Path) -> list[tuple]:
+    return [(s["step"], s["loss"], s["lr"], s["grad_norm"]) for s in read(folder / "metrics.jsonl")]
+
+
+def start(work: Path, out: Path, *more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command("train", *LONG, *more, "--data", work / "a.txt", "--out", out),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen, metrics: Path, count: int) -> list[psutil.Process]:
+    """Wait until the run has done `count` steps; return the processes that it consists of."""
+    deadline = time.monotonic() + PATIENCE
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get going"
+        time.sleep(0.01)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_at_once(work, tmp_path):
+    process = start(work, tmp_path, "--steps", "100000")
+    children = wait_for_steps(process, tmp_path / "tiny-dp2/metrics.jsonl", 7)
+    assert len(children) >= 3  # two ranks, and whoever started them
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    alive = psutil.wait_procs(children, timeout=10)[1]
+    assert not alive and time.monotonic() - begin < 8  # 0.3 on a quiet machine
+    assert process.returncode == 130
+    assert "Traceback" not in out + err and "KeyboardInterrupt" not in out + err
+    step = checkpoint.step_of(checkpoint.available(tmp_path / "tiny-dp2/checkpoints")[-1])
+    assert err.strip().splitlines() == [
+        f"Stopped. Go on from step {step} with: minipar train --resume {tmp_path / 'tiny-dp2'}"
+    ]
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_rank_and_resume(work, tmp_path, capfd, uninterrupted):
+    process = start(work, tmp_path)
+    folder = tmp_path / "tiny-dp2"
+    children = wait_for_steps(process, folder / "metrics.jsonl", 7)
+    parents = {child.ppid() for child in children}
+    victim = max((c for c in children if c.pid not in parents), key=lambda c: c.pid)
+    victim.kill()
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "Traceback" not in out + err
+    errors = [line for line in err.splitlines() if line.startswith("minipar: error: ")]
+    assert len(errors) == 1
+    assert re.search(r"rank [01] of 2: the process ended by signal 9 \(SIGKILL\)$", errors[0])
+    assert f"minipar train --resume {folder}" in err
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert 5 <= checkpoint.step_of(checkpoint.available(folder / "checkpoints")[-1]) < 60
+
+    code, out, err = call(capfd, "train", "--resume", folder)
+    assert code == 0 and err == "", err
+    assert curve(folder) == uninterrupted  # to the last bit, and no step is missing or there twice
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-dp2"]
+    assert {path.name for path in folder.iterdir()} == {
+        *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.json"),
+        *("sample.txt", "timeline.json", "timeline.png"),
+    }
+    # Without a terminal: no bar, no escape codes, a table at the end.
+    assert "\r" not in out and "\x1b" not in out
+    assert out.startswith(f"Resuming {folder}/checkpoints/step_0000")
+    assert re.search(r"^step 60/60: loss \d\.\d{3}, [\d,]+ tokens/s$", out, re.M)
+    for row in ("loss", "speed", "validation loss", "communication", "peak memory", "files"):
+        assert re.search(rf"^ *{row}  \S", out, re.M), row
+
+
+def torchrun(work: Path, out: Path, mesh: str, *more: str) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return subprocess.run(
+        [*launcher, *command()[1:], "train", "--data", work / "a.txt", "--out", out, *LONG]
+        + ["--mesh", mesh, *more],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=PATIENCE,
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_is_the_same_run(work, tmp_path, uninterrupted):
+    done = torchrun(work, tmp_path, "dp=2")
+    assert done.returncode == 0, done.stderr
+    assert curve(tmp_path / "tiny-dp2") == uninterrupted
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-dp2"]
+    assert done.stdout.count("validation loss") == 1  # one rank speaks
+    report = json.loads((tmp_path / "tiny-dp2/report.json").read_text())
+    assert len(report["peak_memory"]) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_mesh_is_one_clear_line(work, tmp_path):
+    done = torchrun(work, tmp_path, "dp=3")
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("minipar: ")]
+    assert ours == [
+        "minipar: error: --mesh dp=3 needs 3 ranks but torchrun started 2; use --mesh dp=2 or "
+        "--nproc-per-node 3"
+    ]
+    assert list(tmp_path.iterdir()) == []

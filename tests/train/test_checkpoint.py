@@ -1,0 +1,296 @@
+"""Checkpoints: whole or not at all, whatever happens while and after they are written."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from minipar.model.llama import Llama, LlamaConfig
+from minipar.train import checkpoint
+from minipar.train.checkpoint import CheckpointError, available, load, load_weights, save, step_of
+from minipar.train.optim import make_optimizer
+
+SHAPE = LlamaConfig(31, 8, 12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
+
+FILES = ["model.safetensors", "state.pt", "manifest.json"]
+
+
+def some(step: int) -> tuple[dict, dict]:
+    """Weights and state from which one can tell the step that they are of."""
+    weights = {"a": torch.full((5, 3), float(step)), "b": torch.arange(4.0) + step}
+    return weights, {"step": step, "random": [torch.get_rng_state()]}
+
+
+def assert_is(folder, step: int) -> None:
+    weights, state = load(folder)
+    assert state["step"] == step == step_of(folder)
+    for name, expected in some(step)[0].items():
+        assert weights[name].equal(expected)
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------- what comes back
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tied", [True, False])
+def test_comes_back_to_the_bit(tmp_path, dtype, tied):
+    """A mutant that stores tied weights twice, or casts, or forgets the moments, is caught."""
+    shape = LlamaConfig(31, 8, 12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=tied)
+    model = Llama(shape, seed=1).to(dtype)
+    optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        model(torch.arange(6)[None]).float().square().mean().backward()
+        optimizer.step()
+    state = {"step": 2, "optimizer": optimizer.state_dict(), "random": [torch.get_rng_state()]}
+    save(tmp_path, 2, model.state_dict(), state)
+
+    other = Llama(shape, seed=2).to(dtype)
+    untouched = {name: value.clone() for name, value in other.state_dict().items()}
+    assert not all(v.equal(model.state_dict()[n]) for n, v in untouched.items())
+    weights, found = load(tmp_path / "step_000002")
+    load_weights(other, weights, "checkpoint")
+    for name, value in model.state_dict().items():
+        assert other.state_dict()[name].dtype == value.dtype
+        assert other.state_dict()[name].equal(value)
+    is_tied = other.lm_head.weight.data_ptr() == other.model.embed_tokens.weight.data_ptr()
+    assert is_tied == tied
+    stored = json.loads((tmp_path / "step_000002/manifest.json").read_text())["tied"]
+    assert bool(stored) == tied
+
+    fresh = make_optimizer(other, lr=0.5, weight_decay=0.0)
+    fresh.load_state_dict(found["optimizer"])
+    ours, theirs = fresh.state_dict(), optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"] and ours["state"]
+    for index, moments in theirs["state"].items():
+        for key, value in moments.items():
+            assert ours["state"][index][key].equal(value)
+    assert found["random"][0].equal(state["random"][0])
+
+
+def test_tensors_that_share_storage_but_differ_are_no_ties(tmp_path):
+    base = torch.arange(12.0)
+    weights = {"x": base[:6], "y": base[6:], "z": base[:6].view(2, 3), "w": base[:6]}
+    save(tmp_path, 1, weights, {"step": 1})
+    found, _ = load(tmp_path / "step_000001")
+    assert all(found[name].equal(value) for name, value in weights.items())
+    assert found["w"] is found["x"] and found["z"].shape == (2, 3)
+
+
+def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
+    for step in (3, 6, 9, 1_000_000):
+        save(tmp_path, step, *some(step), keep=2)
+    assert names(tmp_path) == ["step_000009", "step_1000000"]
+    save(tmp_path, 7, *some(7), keep=2)  # a run that went back
+    assert [step_of(path) for path in available(tmp_path)] == [7, 9, 1_000_000]
+    save(tmp_path, 8, *some(8), keep=1)
+    assert [step_of(path) for path in available(tmp_path)] == [8, 9, 1_000_000]
+    save(tmp_path, 9, *some(9), keep=2)  # the same step again
+    assert [step_of(path) for path in available(tmp_path)] == [8, 9, 1_000_000]
+    assert_is(tmp_path / "step_000009", 9)
+
+
+def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
+    save(tmp_path, 1, *some(1))
+    for left in (".unfinished_000002", ".unfinished_000007", ".removed_step_000000", "step_x"):
+        shutil.copytree(tmp_path / "step_000001", tmp_path / left)
+    assert [step_of(path) for path in available(tmp_path)] == [1]
+    save(tmp_path, 2, *some(2))
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_x"]
+    assert available(tmp_path / "nowhere") == []
+
+
+# ---------------------------------------------------------------------- killed while saving
+def killed_at_line(number: int, work) -> bool:
+    """Run `work` in a child that kill -9 hits before the `number`-th line of Python; did it?
+
+    Lines of checkpoint.py, and every sixth of shutil, which deletes folders file by file.
+    """
+    pid = os.fork()
+    if pid == 0:
+        left = number
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(("checkpoint.py", "shutil.py")):
+                return None
+            if event == "line":
+                left -= 1 if frame.f_code.co_filename.endswith("checkpoint.py") else 1 / 6
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            work()
+        finally:
+            os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
+def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
+    """Mutants: write in place; delete the old one under its own name; rename before the end."""
+    first = tmp_path / "first"
+    save(first, 1, *some(1))
+    save(first, 2, *some(2))
+    step = 2 if again else 3
+    moments, newest = 0, set()
+    while True:
+        folder = tmp_path / "now"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(first, folder)
+        killed = killed_at_line(moments, lambda: save(tmp_path / "now", step, *some(step)))
+        found = available(folder)
+        newest.add(step_of(found[-1]))
+        for path in found:
+            assert_is(path, step_of(path))
+        assert step_of(found[-1]) >= (1 if again else 2)
+        if not killed:
+            break
+        # The next save clears away what is left.
+        save(folder, step + 1, *some(step + 1))
+        assert step_of(available(folder)[-1]) == step + 1
+        assert all(name.startswith("step_") for name in names(folder))
+        moments += 1
+    assert step_of(found[-1]) == step
+    assert moments > 50  # otherwise nothing was killed, and nothing is proved
+    assert newest == ({1, 2} if again else {2, 3})
+
+
+@pytest.mark.parametrize("broken", ["save_file", "torch.save", "_force_to_disk", "mkdir"])
+def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
+    save(tmp_path, 1, *some(1))
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        if broken == "torch.save":
+            patched.setattr(torch, "save", full)
+        elif broken == "mkdir":
+            patched.setattr(checkpoint.Path, "mkdir", full)
+        else:
+            patched.setattr(checkpoint, broken, full)
+        with pytest.raises(OSError, match=r"cannot write checkpoint .*step_000002.*No space left"):
+            save(tmp_path, 2, *some(2), keep=1)
+    assert names(tmp_path) == ["step_000001"]
+    assert_is(tmp_path / "step_000001", 1)
+    save(tmp_path, 2, *some(2), keep=1)
+    assert names(tmp_path) == ["step_000002"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_device_that_is_full(tmp_path, monkeypatch):
+    """As above, but the error comes from the system, through torch's own writer."""
+    save(tmp_path, 1, *some(1))
+    write = checkpoint.save_file
+
+    def redirect(folder):
+        os.symlink("/dev/full", folder / "state.pt")
+
+    monkeypatch.setattr(
+        checkpoint, "save_file", lambda w, path: (write(w, path), redirect(path.parent))
+    )
+    with pytest.raises(OSError, match="cannot write checkpoint .*step_000002"):
+        save(tmp_path, 2, *some(2), keep=1)
+    assert names(tmp_path) == ["step_000001"]
+    assert_is(tmp_path / "step_000001", 1)
+
+
+# ---------------------------------------------------------------------- damaged later
+@pytest.fixture
+def saved(tmp_path):
+    save(tmp_path, 4, *some(4))
+    return tmp_path / "step_000004"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_or_missing_file_is_named(saved, name):
+    whole = (saved / name).read_bytes()
+    for length in sorted({0, 1, len(whole) // 2, len(whole) - 8, len(whole) - 2}):
+        (saved / name).write_bytes(whole[:length])
+        with pytest.raises(CheckpointError) as caught:
+            load(saved)
+        message = str(caught.value)
+        assert name in message and str(saved) in message and "\n" not in message
+        if name != "manifest.json":
+            assert f"has {length} bytes instead of {len(whole)} bytes" in message
+            with pytest.raises(CheckpointError, match=f"{length} bytes"):
+                checkpoint.verify(saved)  # the quick look is enough to notice
+    (saved / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}.*(is missing|No such file)"):
+        load(saved)
+    (saved / name).write_bytes(whole)
+    assert_is(saved, 4)
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_a_flipped_bit_is_noticed(saved, name):
+    whole = (saved / name).read_bytes()
+    for position in range(0, len(whole), max(1, len(whole) // 50)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        (saved / name).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"contents of {re.escape(name)} .* CRC-32"):
+            load(saved)
+
+
+def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
+    model = Llama(SHAPE)
+    save(tmp_path, 4, model.state_dict(), {"step": 4})
+    folder = tmp_path / "step_000004"
+    path, whole = folder / "manifest.json", (folder / "manifest.json").read_bytes()
+    noticed = 0
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            weights, state = load(folder)
+            load_weights(Llama(SHAPE, seed=1), weights, "checkpoint")
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            noticed += 1
+        else:  # such as the step, which is kept in state.pt too, or a blank
+            assert state == {"step": 4}
+            assert all(weights[n].equal(v) for n, v in model.state_dict().items())
+    assert noticed > 0.6 * len(whole)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"files": 1, "tied": {}}', "\xff", "{"])
+def test_a_manifest_of_another_kind(saved, text):
+    (saved / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="is no checkpoint: its manifest.json"):
+        load(saved)
+
+
+def test_another_model_is_told_by_its_first_difference():
+    model = Llama(SHAPE)
+    weights = dict(model.state_dict())
+    before = {name: value.clone() for name, value in weights.items()}
+
+    def complaint(changed: dict) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load_weights(model, changed, "checkpoint X")
+        assert all(model.state_dict()[n].equal(v) for n, v in before.items())  # nothing was copied
+        return str(caught.value)
+
+    norm = "model.norm.weight"
+    assert complaint({**weights, norm: torch.zeros(9)}) == (
+        "checkpoint X is of another model: it has model.norm.weight of shape (9,) where the model "
+        "has (8,)"
+    )
+    lacking = {name: value for name, value in weights.items() if name != norm}
+    assert complaint(lacking).endswith("it lacks model.norm.weight")
+    more = complaint({**lacking, "extra": torch.zeros(1)})
+    assert more.endswith("it has extra, which the model has not (and 1 more)")

@@ -1,0 +1,383 @@
+"""Whole runs: the same on any number of ranks, and the same when they are interrupted.
+
+Unless a test says otherwise runs are in float64, where the order in which numbers are added hides
+nothing: what agrees to 1e-10 is the same computation.
+"""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Mesh
+from minipar.comm.timeline import Timeline
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.parallel import ddp
+from minipar.train import checkpoint, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.corpus import ByteTokenizer, load_corpus
+from minipar.train.data import IGNORE, Sequences
+from minipar.train.metrics import Metrics, read
+from minipar.train.report import StepRecorder, training_figures
+from minipar.train.trainer import train_step
+
+PLAIN = TrainConfig(
+    steps=6,
+    batch_size=5,
+    seq_len=32,
+    dtype="float64",
+    warmup_steps=2,
+    max_norm=0.5,
+    eval_batches=2,
+    sample_tokens=0,
+    save_every=100,
+    record_every=100,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As each rank has, for what runs in this very process: more would only fight for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A small text that can be learnt: a few sentences over and over, in changing order."""
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
+    path.write_text("".join(words[i * i % 9] for i in range(1500)))
+    return path
+
+
+@pytest.fixture
+def run(ranks, text, tmp_path):
+    """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
+
+    def run(size: int, name: str, start=None, **changes):
+        folder = tmp_path / name
+        config = replace(PLAIN, data=str(text), mesh=f"dp={size}", **changes)
+        args = config, str(folder), None if start is None else str(start)
+        if size == 1:  # this very process
+            trainer.train(*args)
+        else:
+            ranks(size).run(trainer.train, *args)
+        return folder
+
+    return run
+
+
+def lines_of(folder, *keys: str) -> list[tuple]:
+    return [tuple(line[key] for key in keys) for line in read(folder / "metrics.jsonl")]
+
+
+def weights_of(folder, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder / f"checkpoints/step_{step:06d}")[0]
+
+
+def assert_same_run(found, expected, rtol: float = 1e-10) -> None:
+    ours = lines_of(found, "step", "loss", "lr", "grad_norm", "tokens")
+    theirs = lines_of(expected, "step", "loss", "lr", "grad_norm", "tokens")
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=rtol), mine[0]
+
+
+# ---------------------------------------------------------------------- any number of ranks
+def test_trap_07_any_number_of_ranks_and_microbatches_is_the_same_run(run):
+    """In float64. Bits may differ: other ranks, other order of additions, and that is right.
+
+    A mutant that averages gradients over ranks, or forgets a rank's samples, is off by far more.
+    """
+    one = run(1, "one")
+    norms = [norm for (norm,) in lines_of(one, "grad_norm")]
+    assert any(norm > PLAIN.max_norm for norm in norms)  # so that clipping has a say
+    for size in (2, 3, 4):
+        assert_same_run(run(size, f"on{size}"), one)
+    assert_same_run(run(1, "small", microbatches=3), one)
+    assert_same_run(run(2, "both", microbatches=2), one)
+    final = weights_of(one, 6)
+    for other in ("on2", "on3", "on4", "small", "both"):
+        for name, weight in weights_of(one.parent / other, 6).items():
+            torch.testing.assert_close(weight, final[name], rtol=0, atol=1e-9)
+    validated = {
+        json.loads((path / "report.json").read_text())["validation_loss"]
+        for path in one.parent.iterdir()
+    }
+    assert max(validated) - min(validated) < 1e-10
+
+
+def test_trap_07_single_precision_agrees_to_a_tolerance(run):
+    one, two = run(1, "one", dtype="float32"), run(2, "two", dtype="float32")
+    assert_same_run(two, one, rtol=1e-4)
+    assert_same_run(run(1, "double"), one, rtol=1e-3)
+
+
+def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text):
+    """Against a loop over the text; 5 does not divide into it, nor do 2 and 3 ranks."""
+    folder = run(1, "one", eval_batches=10_000, steps=2)
+    corpus = load_corpus(str(text), ByteTokenizer())
+    model = Llama(PRESETS["tiny"]).double()
+    checkpoint.load_weights(model, weights_of(folder, 2), "checkpoint")
+    sequences, total, count = Sequences(corpus.validation, PLAIN.seq_len), 0.0, 0
+    assert len(sequences) % 5 and len(sequences) > 5
+    with torch.no_grad():
+        for inputs, targets in (sequences[i] for i in range(len(sequences))):
+            real = targets != IGNORE
+            logits = model(inputs[None])[0]
+            total += cross_entropy(logits[real], targets[real], reduction="sum").item()
+            count += int(real.sum())
+    assert count == len(corpus.validation) - 1
+    expected = pytest.approx(total / count, rel=1e-12)
+    for size in (1, 2, 3):
+        folder = run(size, f"on{size}", eval_batches=10_000, steps=2)
+        report = json.loads((folder / "report.json").read_text())
+        assert report["validation_loss"] == expected
+
+
+# ---------------------------------------------------------------------- interrupted runs
+@pytest.mark.parametrize("size", [2, 3])
+def test_resumes_to_the_bit(run, size):
+    """12 steps, or 6 and another 6. Mutants: moments, place in the text, or schedule not restored.
+
+    With 3 ranks also: a first step whose buckets are laid out in another order than those of later
+    steps, which adds up, and so rounds, otherwise.
+    """
+    changes = dict(steps=12, dtype="float32", save_every=6, microbatches=2, eval_every=4)
+    whole = run(size, "whole", **changes)
+    rest = run(size, "rest", start=whole / "checkpoints/step_000006", **changes)
+    keys = "step", "loss", "lr", "grad_norm", "tokens"
+    assert [step for (step,) in lines_of(rest, "step")] == [*range(7, 13)]
+    assert lines_of(rest, *keys) == lines_of(whole, *keys)[6:]
+    validated = [line["validation_loss"] for line in read(whole / "metrics.jsonl")[7::4]]
+    assert validated == [line["validation_loss"] for line in read(rest / "metrics.jsonl")[1::4]]
+    ours, theirs = weights_of(rest, 12), weights_of(whole, 12)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    report = json.loads((rest / "report.json").read_text())
+    assert (report["first_step"], report["steps"]) == (6, 12)
+
+
+def test_resumes_in_place_and_on_another_number_of_ranks(run):
+    """The place in the text is counted in samples: nothing is lost or seen twice."""
+    whole = run(1, "whole", steps=9, save_every=3)  # 46 samples: the second epoch begins meanwhile
+    broken = run(2, "broken", steps=9, save_every=3)
+    shutil.rmtree(broken / "checkpoints/step_000009")
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')  # cut short by a kill
+    run(3, "broken", start=broken / "checkpoints/step_000006", steps=9, save_every=3)
+    assert_same_run(broken, whole)
+    assert [step for (step,) in lines_of(broken, "step")] == [*range(1, 10)]
+
+
+def test_a_run_that_is_done_only_reports(run):
+    folder = run(1, "one")
+    before = lines_of(folder, "step", "loss", "seconds")
+    first = json.loads((folder / "report.json").read_text())
+    recorded = (folder / "timeline.json").read_bytes()
+    run(1, "one", start=folder / "checkpoints/step_000006")
+    again = json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    assert lines_of(folder, "step", "loss", "seconds") == before
+    assert (folder / "timeline.json").read_bytes() == recorded
+    assert again["validation_loss"] == first["validation_loss"]
+    assert again["first_loss"] is again["step_seconds"] is None and again["steps"] == 6
+
+
+def test_another_text_seed_or_model_is_refused(run, ranks, text, tmp_path):
+    folder = run(1, "one", steps=1)
+    start = folder / "checkpoints/step_000001"
+    with pytest.raises(ValueError, match="cannot resume the data with another seed"):
+        run(1, "other", start=start, seed=1)
+    with pytest.raises(ValueError, match="cannot resume the data with another seq_len"):
+        run(1, "other", start=start, seq_len=16)
+    with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
+        run(1, "other", start=start, preset="small")
+    assert not (tmp_path / "other").exists()
+
+
+# ---------------------------------------------------------------------- learning, or not
+def test_learns(run):
+    folder = run(2, "learn", steps=60, dtype="float32", lr=5e-3, batch_size=8)
+    losses = [loss for (loss,) in lines_of(folder, "loss")]
+    assert losses[0] > 4.5 and losses[-1] < 0.6 * losses[0]
+    report = json.loads((folder / "report.json").read_text())
+    assert report["validation_loss"] < 0.7 * losses[0]
+    assert (report["first_loss"], report["last_loss"]) == (losses[0], losses[-1])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(ranks, run, tmp_path):
+    with pytest.raises(RankError) as caught:
+        run(2, "wild", lr=1e30, save_every=1, dtype="float32")
+    failures = caught.value.failures.values()
+    assert len(failures) == 2
+    for failure in failures:
+        assert failure.kind == "FloatingPointError"
+        assert "gradient norm" in failure.message and "lower --lr than 1e+30" in failure.message
+    assert len({failure.message for failure in failures}) == 1
+    steps = [step for (step,) in lines_of(tmp_path / "wild", "step")]
+    newest = checkpoint.available(tmp_path / "wild/checkpoints")[-1]
+    assert steps and checkpoint.step_of(newest) == steps[-1] < 6
+    assert all(weight.isfinite().all() for weight in checkpoint.load(newest)[0].values())
+
+
+def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, which is then used")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("cuda was touched"))
+    with pytest.raises(BaseException, match="cuda was touched"):
+        torch.cuda.synchronize()
+    run(1, "one", sample_tokens=3, record_every=1)
+
+
+# ---------------------------------------------------------------------- what a run leaves
+@pytest.mark.parametrize("version", ["overlapped", "naive"])
+def test_files_are_written_and_agree(ranks, run, version):
+    folder = run(
+        2, "files", dtype="float32", record_every=1, sample_tokens=7, save_every=4, ddp=version
+    )
+    report = json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    steps = read(folder / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [*range(1, 7)]
+    assert report["first_loss"] == steps[0]["loss"] and report["last_loss"] == steps[-1]["loss"]
+    assert report["validation_loss"] == steps[-1]["validation_loss"]
+    num_tokens, seconds = (sum(line[key] for line in steps) for key in ("tokens", "seconds"))
+    assert report["tokens_per_second"] == pytest.approx(num_tokens / seconds)
+    assert all(0 < line["tokens"] <= 5 * 32 for line in steps)
+
+    model = Llama(PRESETS["tiny"])
+    params = list(model.parameters())
+    assert report["num_parameters"] == sum(p.numel() for p in params)
+    # 2 (n-1)/n (P + N e) of gradients, and two scalars of 8 bytes: tokens and loss.
+    per_step = 2 * (2 - 1) / 2 * (sum(p.nbytes for p in params) + 4 * len(params) + 16)
+    assert report["sent_bytes"] == pytest.approx(6 * per_step, abs=6 * 2 * 40)
+    assert 0 <= report["hidden_fraction"] <= 1 and report["communication_seconds"] > 0
+    assert len(report["peak_memory"]) == 2 and min(report["peak_memory"]) > 50e6
+
+    recorded = Timeline.load(folder / "timeline.json")
+    assert recorded.ranks == [0, 1] and "2 ranks" in recorded.label
+    assert recorded.bytes_by_axis()["dp"] == pytest.approx(2 * per_step, abs=200)
+    assert {"forward", "backward", "optimizer", "comm"} <= {span.kind for span in recorded}
+    assert (folder / "sample.txt").read_text() == report["sample"] != ""
+    assert TrainConfig.load(folder / "config.json").ddp == version
+    saved = checkpoint.available(folder / "checkpoints")
+    assert [checkpoint.step_of(path) for path in saved] == [4, 6]
+
+
+@pytest.mark.parametrize("first, last, every", [(0, 245, 20), (0, 3, 20), (7, 8, 5), (6, 12, 4)])
+def test_at_least_one_step_is_recorded(first, last, every):
+    recorder = StepRecorder(torch.nn.Linear(2, 2), first, last, every)
+    for number in range(first, last):
+        with recorder.step(number):
+            recorder.model(torch.ones(1, 2))
+    expected = (last - first) / min(every, last - first)
+    assert recorder.recorded and abs(len(recorder.recorded) - expected) <= 1
+    assert recorder.communication() == (0, 0, None)  # one rank has nobody to talk to
+    assert recorder.typical(Mesh()).spans
+
+
+def test_figures_of_no_step_are_none():
+    assert set(training_figures([]).values()) == {None}
+    lines = [{"loss": 3.0, "tokens": 10, "seconds": s} for s in (1.0, 3.0, 2.0)]
+    assert training_figures(lines) == {
+        "first_loss": 3.0,
+        "last_loss": 3.0,
+        "tokens_per_second": 5.0,
+        "step_seconds": 2.0,
+    }
+
+
+def test_metrics_survive_what_a_kill_leaves(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for step in (1, 2, 3):
+        metrics.write({"step": step, "loss": 1 / step})
+    metrics.close()
+    path.write_text(path.read_text() + '{"step": 4, "loss"')
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+    metrics = Metrics(path, step=2)  # goes on from a checkpoint of step 2
+    assert [line["step"] for line in read(path)] == [1, 2]
+    metrics.write({"step": 3, "loss": 0.25})
+    metrics.close()
+    assert [line["loss"] for line in read(path)] == [1.0, 0.5, 0.25]
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
+        read(path)
+
+
+# ---------------------------------------------------------------------- T10
+SHAPE = LlamaConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
+def uneven_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets [12, 7], six rows for each rank: those of rank 1 have no target at all.
+
+    Rank 0 has three microbatches of two rows with 14, 3 and 0 targets.
+    """
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randint(61, (12, 7), generator=generator)
+    targets = torch.randint(61, (12, 7), generator=generator)
+    targets[2, 3:], targets[3:] = IGNORE, IGNORE
+    return inputs, targets
+
+
+def one_step(size: int, microbatches: int):
+    """Take a step on `size` ranks; return what was reported, the gradients, the new weights."""
+    mesh = Mesh(dp=size)
+    torch.manual_seed(mesh.rank)
+    model = Llama(SHAPE, seed=mesh.rank).double()
+    strategies = [ddp.apply(model, mesh.dp, average=False)] if size > 1 else []
+    inputs, targets = (t.chunk(size)[mesh.rank] for t in uneven_batch())
+    batch = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = train_step(model, strategies, optimizer, batch, mesh.dp, max_norm=0.5)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    numbers = result.loss.item(), int(result.num_tokens), result.grad_norm.item()
+    return numbers, gradients, {n: v.clone() for n, v in model.state_dict().items()}
+
+
+def test_trap_10_uneven_tokens_are_weighed_by_their_number(ranks):
+    """Padding, dp=2, three microbatches, and a rank without one valid token.
+
+    Mutants: a mean per microbatch or per rank (computed here beside it), a division by zero.
+    """
+    serial, gradients, weights = one_step(1, 1)
+    assert serial[1] == 17 and serial[2] > 0.5  # clipped
+    assert one_step(1, 3)[0] == pytest.approx(serial, rel=1e-12)
+    for numbers, ours, after in ranks(2).run(one_step, 2, 3):
+        assert numbers == pytest.approx(serial, rel=1e-10)
+        for name, expected in gradients.items():
+            assert ours[name].isfinite().all()
+            torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(after[name], weights[name], rtol=1e-10, atol=1e-12)
+
+    inputs, targets = uneven_batch()
+    logits = Llama(SHAPE, seed=0).double()(inputs)
+
+    def mean(rows: slice) -> float:
+        chosen = logits[rows].flatten(0, 1), targets[rows].flatten()
+        return cross_entropy(*chosen, ignore_index=IGNORE).item()
+
+    assert mean(slice(0, 12)) == pytest.approx(serial[0], rel=1e-10)
+    of_microbatches = [mean(slice(row, row + 2)) for row in range(0, 12, 2)]
+    valid = [loss for loss in of_microbatches if not math.isnan(loss)]
+    assert len(valid) == 2 and len(of_microbatches) == 6  # a mean over no token is NaN
+    assert abs(sum(valid) / len(valid) - serial[0]) > 1e-3 * serial[0]
+    assert abs(sum(valid) / 6 - serial[0]) > 0.1 * serial[0]
+
+
+def test_trap_10_no_valid_token_anywhere_is_no_step():
+    model = Llama(SHAPE).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = torch.zeros(2, 7, dtype=torch.int64)
+    batch = [(inputs, torch.full_like(inputs, IGNORE))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = train_step(model, [], optimizer, batch, Mesh().dp, max_norm=1.0)
+    assert (result.loss, result.grad_norm) == (0, 0)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
