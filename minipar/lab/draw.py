@@ -576,7 +576,7 @@ def curves(
     ax.minorticks_off()
     for logarithmic, axis in ((logx, ax.xaxis), (logy, ax.yaxis)):
         values = [v for xy in lines.values() for v in xy[axis is ax.yaxis]]
-        if logarithmic and min(values) > 0 and max(values) < 200 * min(values):
+        if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # powers of ten are too few
             axis.set_major_formatter(FormatStrFormatter("%g"))
     widths = _widths({name: xy for name, xy in lines.items() if name not in points})

@@ -160,7 +160,8 @@ class Exercise:
         self.level, self.minutes, self.good = module.LEVEL, module.MINUTES, module.GOOD
         self.praise = module.PRAISE
         self.sizes: tuple[int, ...] = getattr(module, "SIZES", (4,))
-        self.given, self.solution = module.given, module.solution
+        self.given = module.given
+        self.solution = getattr(module, "solution", None)  # a host may have left it out
         self.solution_bonus = getattr(module, "solution_bonus", None)
         self.run = getattr(module, "run", _run)
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
@@ -246,8 +247,14 @@ def _on(sizes: tuple[int, ...]) -> str:
 
 
 def solution(number: str) -> Code:
-    """Return the stored answer, as highlighted source."""
-    return Code(inspect.getsource(exercise(number).solution), language="python")
+    """Return the stored answer, as highlighted source.
+
+    Raises `ValueError` where a host has left it out.
+    """
+    answer = exercise(number).solution
+    if answer is None:
+        raise ValueError(f"the answer to exercise {number} was left out of this copy")
+    return Code(inspect.getsource(answer), language="python")
 
 
 def _judge(name: str, criterion: Callable[[Case], None], case: Case) -> None:

@@ -2,6 +2,7 @@
 
     python -m minipar.lab.publish notebooks/            # execute, normalise, write
     python -m minipar.lab.publish notebooks/ --check    # only look at what is there
+    python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
 
 A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
 no times of execution, no versions, no widget state. A check says what is wrong with one: outputs
@@ -10,6 +11,7 @@ path of a machine, anything on stderr, a figure too large for the repository.
 """
 
 import argparse
+import ast
 import base64
 import hashlib
 import re
@@ -163,6 +165,49 @@ def _complaints(cell: NotebookNode) -> list[str]:
     return found
 
 
+# ====================================================================== handing out
+def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
+    """Copy `notebooks`, and the exercises beside them without answers, into a new folder.
+
+    Returns the files written. Raises `FileExistsError` if the folder is there already.
+    """
+    folder.mkdir(parents=True)
+    (folder / "solutions").mkdir()
+    written = []
+    for path in notebooks:
+        written.append(folder / path.name)
+        written[-1].write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+        for exercise in sorted(path.parent.glob(f"solutions/ex_{int(path.stem[:2])}_*.py")):
+            written.append(folder / "solutions" / exercise.name)
+            written[-1].write_text(without_answers(exercise.read_text(encoding="utf-8")))
+    return written
+
+
+def without_answers(source: str) -> str:
+    """Return an exercise without its answers, right or wrong; what its checks need is left.
+
+    With them go helpers that nothing else uses, comments, and the docstring after its title.
+    """
+    module = ast.parse(source)
+    title, *parts = module.body
+    parts = [part for part in parts if not _name(part).startswith(("solution", "wrong_"))]
+    while unused := [part for part in parts if _is_unused(part, parts)]:
+        parts = [part for part in parts if part not in unused]
+    title.value.value = ast.get_docstring(module).splitlines()[0]
+    module.body = [title, *parts]
+    return ast.unparse(module) + "\n"
+
+
+def _name(part: ast.stmt) -> str:
+    return getattr(part, "name", "")
+
+
+def _is_unused(part: ast.stmt, parts: list[ast.stmt]) -> bool:
+    others = (node for other in parts if other is not part for node in ast.walk(other))
+    used = any(isinstance(node, ast.Name) and node.id == _name(part) for node in others)
+    return _name(part).startswith("_") and not used
+
+
 # ====================================================================== the command
 def publish(path: Path, timeout: float = CELL_TIMEOUT) -> list[str]:
     """Execute and normalise a notebook and write it; return what is wrong with it.
@@ -184,8 +229,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
     parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
+    parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
     parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds per cell")
     asked = parser.parse_args(arguments)
+    if asked.handout is not None:
+        print(*hand_out(find(asked.paths), asked.handout), sep="\n")
+        return 0
     found = 0
     for path in find(asked.paths):
         if asked.check:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import isend, recv
 
-from minipar.lab import exercises
+from minipar.lab import exercises, publish
 from minipar.lab.exercises import CheckFailed, Sent, check, exercise, play, solution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,28 @@ def test_the_stub_of_the_notebook_is_waiting(number, source):
 @pytest.mark.skipif(not STUBS, reason="no notebook has exercises yet")
 def test_every_exercise_has_its_place_in_a_notebook():
     assert sorted(number for number, _ in STUBS) == sorted(IDS)
+
+
+@pytest.fixture(scope="module")
+def handout(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("handout") / "course"
+    publish.hand_out(sorted((ROOT / "notebooks").glob("*.ipynb")), folder)
+    return folder
+
+
+@pytest.mark.parametrize("number", IDS)
+def test_a_copy_without_answers_checks_as_before(number, handout, monkeypatch):
+    """Taking out too much would break a check, taking out too little would give answers away."""
+    answer = exercise(number)
+    monkeypatch.chdir(handout)
+    asked = exercise(number)
+    assert asked.checks.keys() == answer.checks.keys() and asked.wrongs == {}
+    text = (handout / "solutions" / f"ex_{number.replace('.', '_')}.py").read_text()
+    assert "solution" not in text and "wrong" not in text
+    check(number, answer.solution)
+    assert refused(number, next(iter(answer.wrongs.values()))).criterion in asked.checks
+    with pytest.raises(ValueError, match=f"answer to exercise {number} was left out"):
+        solution(number)
 
 
 # ---------------------------------------------------------------------- the machinery
@@ -222,3 +244,10 @@ def test_unknown_exercises_and_a_missing_folder_are_explained(monkeypatch, tmp_p
 def test_the_stored_answer_is_shown():
     shown = solution("2.1")
     assert shown.data.startswith("def solution(tensor, axis):") and "wrong" not in shown.data
+
+
+def test_an_exercise_on_one_rank_does_not_speak_of_ranks(capsys):
+    check("1.2", exercise("1.2").solution)
+    assert capsys.readouterr().out.startswith("Exercise 1.2 passed: ")
+    error = str(refused("1.2", exercise("1.2").wrongs["says_nothing"]))
+    assert error.startswith("Exercise 1.2: not there yet (result).")

@@ -10,7 +10,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from minipar.lab import publish
 
-
 HOME = "/".join(["", "home", ""])  # in pieces: no file of ours names a path of a machine
 PROJECT = "/".join(["", "work", "project"])
 
@@ -166,3 +165,36 @@ def test_publishing_runs_the_notebook_and_writes_it(tmp_path, capsys):
 def test_a_path_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no"):
         publish.find([tmp_path / "nothing"])
+
+
+EXERCISE = '''"""A title.
+
+How it is done.
+"""
+from minipar.lab.exercises import fails
+
+def check_result(case): return _truth(case)
+def _truth(case): ...
+def _trick(x): return _trick_of_the_trick(x)
+def _trick_of_the_trick(x): ...
+def solution(x): return _trick(x)  # the trick
+def solution_bonus(x): ...
+@fails("result")
+def wrong_is_not_right(x): ...
+'''
+
+
+def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path, capsys):
+    (tmp_path / "notebooks/solutions").mkdir(parents=True)
+    nbformat.write(new_notebook(cells=GOOD), tmp_path / "notebooks/02_a.ipynb")
+    for number in ("2_1", "3_1"):
+        (tmp_path / f"notebooks/solutions/ex_{number}.py").write_text(EXERCISE)
+    command = [str(tmp_path / "notebooks/02_a.ipynb"), "--handout", str(tmp_path / "course")]
+    assert publish.main(command) == 0 and "ex_2_1.py" in capsys.readouterr().out
+    copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
+    assert copied == {"02_a.ipynb", "solutions/ex_2_1.py"}  # those of its notebooks, no others
+    text = (tmp_path / "course/solutions/ex_2_1.py").read_text()
+    assert text.startswith('"""A title."""\n') and "def check_result" in text
+    assert "def _truth" in text and "trick" not in text and "How" not in text
+    with pytest.raises(FileExistsError):
+        publish.main(command)
