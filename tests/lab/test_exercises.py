@@ -1,5 +1,6 @@
 """Every exercise proves itself: stub, solution, wrong answers; the checks cannot be fooled."""
 
+import re
 import time
 from pathlib import Path
 
@@ -83,6 +84,19 @@ def test_the_stub_of_the_notebook_is_waiting(number, source):
 @pytest.mark.skipif(not STUBS, reason="no notebook has exercises yet")
 def test_every_exercise_has_its_place_in_a_notebook():
     assert sorted(number for number, _ in STUBS) == sorted(IDS)
+
+
+def test_the_hosts_page_tells_of_every_exercise_and_its_minutes():
+    page = (ROOT / "notebooks/README.md").read_text()
+    for number, asked in zip(IDS, map(exercise, IDS), strict=True):
+        level = f"{asked.level} +" if asked.bonuses else asked.level
+        assert f"| {number} | {asked.title} | {level} | {asked.minutes} |" in page
+    assert f"Together {sum(exercise(number).minutes for number in IDS)} minutes" in page
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        minutes = re.search(
+            r"about (\d+) minutes", nbformat.read(path, as_version=4).cells[0].source
+        )
+        assert re.search(rf"\]\({path.name}\) \|.*\| {minutes[1]} \|", page), path.name
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,161 @@
+"""Buckets by size: few calls, none of them too large.
+
+A call per parameter pays the latency of the link once per parameter; a single call for all cannot
+start before the last gradient is there. Buckets of a given capacity are the way between: take the
+parameters last first, as backward finishes them, and begin a new bucket whenever the next
+parameter would not fit.
+Source: Li et al. 2020, section 3.2.3.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minipar.comm.collectives import wire_bytes
+from minipar.lab.exercises import Case, CheckFailed, Sent, fails
+
+LEVEL, MINUTES = "medium", 25
+GOOD = "one all-reduce per bucket, in the order in which backward finishes the parameters"
+PRAISE = "A handful of calls carries the same bytes, and latency is paid a handful of times."
+SIZES = (4, 3)
+
+CAPACITY = 480  # bytes: 60 numbers
+
+
+def given(size, random):
+    """For each rank the same model and another batch: x [B, 6], y [B, 3]."""
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 3)
+    ).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=random)
+    model[4].bias.requires_grad_(False)  # a frozen parameter has no gradient to average
+    batches = torch.randn(size, 2, 9, generator=random, dtype=torch.float64)
+    return [(copy.deepcopy(model), batch[:, :6], batch[:, 6:]) for batch in batches]
+
+
+def run(answer, axis, model, x, y):
+    _backward(model, x, y)
+    answer(model, axis, CAPACITY)
+    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _backward(model, x, y):
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def _buckets(model, capacity):
+    buckets, room = [], 0
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        if parameter.nbytes > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    return buckets
+
+
+def check_result(case: Case) -> None:
+    every = []
+    for model, x, y in case.given:
+        model = copy.deepcopy(model)
+        _backward(model, x, y)
+        every.append([p.grad for p in model.parameters() if p.requires_grad])
+    mean = [torch.stack(grads).mean(0) for grads in zip(*every, strict=True)]
+    case.expect_close([mean] * case.size, "gradient")
+
+
+def check_buckets(case: Case) -> None:
+    expected = [
+        Sent("all_reduce", wire_bytes("all_reduce", sum(p.nbytes for p in bucket), case.size))
+        for bucket in _buckets(case.given[0][0], CAPACITY)
+    ]
+    for rank, sent in enumerate(case.sent):
+        case.expect_sent(rank, expected)
+        if sent != expected:
+            raise CheckFailed(
+                f"rank {rank} sent the right buckets in another order: {', '.join(map(str, sent))}"
+                "; the parameters that backward finishes first should go first"
+            )
+
+
+def solution(model, axis, capacity):
+    buckets, room = [], 0
+    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
+        if parameter.nbytes > room:
+            buckets.append([])
+            room = capacity
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    for bucket in buckets:
+        flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
+        dist.all_reduce(flat, group=axis.group)
+        flat /= axis.size
+        pieces = flat.split([parameter.numel() for parameter in bucket])
+        for parameter, piece in zip(bucket, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
+
+
+@fails("result")
+def wrong_sends_nothing(model, axis, capacity):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= axis.size
+
+
+@fails("result")
+def wrong_forgets_to_hand_out(model, axis, capacity):
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    dist.all_reduce(torch.cat(grads), group=axis.group)
+
+
+@fails("result")
+def wrong_drops_the_last_bucket(model, axis, capacity):
+    bucket, room = [], capacity
+    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
+        if parameter.nbytes > room:
+            _reduce(bucket, axis)
+            bucket, room = [], capacity
+        bucket.append(parameter)
+        room -= parameter.nbytes
+
+
+@fails("buckets")
+def wrong_one_call_per_parameter(model, axis, capacity):
+    for parameter in reversed(list(model.parameters())):
+        if parameter.grad is not None:
+            _reduce([parameter], axis)
+
+
+@fails("buckets")
+def wrong_one_call_for_everything(model, axis, capacity):
+    _reduce([p for p in model.parameters() if p.grad is not None], axis)
+
+
+@fails("buckets")
+def wrong_first_parameter_first(model, axis, capacity):
+    bucket, room = [], capacity
+    for parameter in [p for p in model.parameters() if p.grad is not None]:
+        if parameter.nbytes > room:
+            _reduce(bucket, axis)
+            bucket, room = [], capacity
+        bucket.append(parameter)
+        room -= parameter.nbytes
+    _reduce(bucket, axis)
+
+
+@fails("buckets")
+def wrong_order_of_buckets(model, axis, capacity):
+    for bucket in reversed(_buckets(model, capacity)):
+        _reduce(bucket, axis)
+
+
+def _reduce(bucket, axis):
+    flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
+    dist.all_reduce(flat, group=axis.group)
+    flat /= axis.size
+    pieces = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
