@@ -34,8 +34,12 @@ def check_backend(backend: str, size: int) -> None:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU."""
-    if not torch.cuda.is_available():
+    """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU.
+
+    The CPU also behind an emulated link, which carries nothing else.
+    """
+    emulated = dist.is_initialized() and dist.get_backend() == "link"
+    if emulated or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -31,7 +31,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from minipar.comm import backends, launch, worker
+from minipar.comm import launch, worker
 from minipar.comm import link as links
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import check_sizes
@@ -84,7 +84,8 @@ class Ranks(launch.Ranks):
         link: what connects them: a name such as "1gbe" (`minipar.comm.link.LINKS`), a `Link` or
             a `Topology`. `use` changes it later.
         mesh: sizes of the axes of ``mesh`` on the ranks; all in one axis ``dp`` if not given.
-        backend: "link", "gloo" or "nccl"; "nccl" if there is a GPU per rank, else "link".
+        backend: "link", on which the notebooks are the same everywhere, GPU or not; or "gloo", or
+            "nccl" for real GPUs.
         options: of `minipar.comm.launch.Ranks`.
 
     Raises `ValueError` for a size, link, mesh or backend that cannot be.
@@ -96,7 +97,7 @@ class Ranks(launch.Ranks):
         *,
         link: Any = "none",
         mesh: dict[str, int] | None = None,
-        backend: str | None = None,
+        backend: str = "link",
         **options: Any,
     ) -> None:
         global _current
@@ -106,7 +107,6 @@ class Ranks(launch.Ranks):
         self._live = False
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done = 0
-        backend = backend or {"nccl": "nccl"}.get(backends.pick_backend(size), "link")
         if backend != "link" and link != "none":
             raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
         self.backend, self.link = backend, _link_of(link)

@@ -1,0 +1,57 @@
+"""The bench of collectives: its arithmetic, and one small comparison on real ranks."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from minipar.comm.algorithms import Tuning
+from minipar.lab import bench_collectives as bench
+from minipar.lab.bench_collectives import CollectivesConfig, Measured, table
+
+SMALL = CollectivesConfig(ranks=2, sizes=(1024, 4096), algorithms=("ring", "direct"), rounds=3)
+
+
+def test_a_row_compares_round_by_round():
+    """The mutant that divides medians would say 3 / 4 = 0.75."""
+    seconds = {
+        (1024, "backend"): [2e-3, 4e-3, 8e-3],
+        (1024, "ring"): [3e-3, 2e-3, 8e-3],
+        (1024, "direct"): [4e-3, 12e-3, 16e-3],
+    }
+    measured = Measured(seconds, Tuning(2, 1e-3, 1e-6))
+    ring, direct = bench._rows(SMALL, "1gbe", 1024, measured)
+    assert (ring["algorithm"], direct["algorithm"]) == ("ring", "direct")
+    assert ring["ratio"] == pytest.approx(1.0) and ring["ratio_low"] == pytest.approx(0.75)
+    assert direct["ratio"] == pytest.approx(2.0) and direct["ratio_high"] == pytest.approx(2.5)
+    assert ring["ours_mb_per_s"] == pytest.approx(1024 / 3e-3 / 1e6)  # 2 (n-1)/n of 1024 bytes
+    assert ring["backend_mb_per_s"] == pytest.approx(1024 / 4e-3 / 1e6)
+    assert direct["predicted_ms"] == pytest.approx(1 + 1.024)
+    assert (ring["picked"], direct["picked"]) == (False, True)
+    head, *lines = table([ring, direct]).splitlines()
+    assert lines[0][head.index("ratio") :].startswith("1.00 [0.75")
+    assert "direct *" in lines[1] and "*" not in lines[0] and "emulated 1 GbE" in lines[0]
+
+
+def test_check_refuses_what_cannot_work(tmp_path):
+    SMALL.check()
+    wrong = dict(ranks=1, rounds=0, sizes=(1,), algorithms=("rign",), links=())
+    wrong |= dict(json=str(tmp_path / "none/rows.json"))
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"--{name}"):
+            replace(SMALL, **{name: value}).check()
+    with pytest.raises(ValueError, match="5gbe"):
+        replace(SMALL, links=("gloo", "5gbe")).check()
+
+
+def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
+    path = tmp_path / "rows.json"
+    rows = bench.run(replace(SMALL, links=("gloo", "1gbe"), json=str(path)))
+    out, _ = capfd.readouterr()
+    assert json.loads(path.read_text()) == rows and len(rows) == 2 * 2 * 2
+    for row in rows:
+        for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "backend_ms", "predicted_ms"):
+            assert math.isfinite(row[key]) and row[key] > 0, key
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert f"{row['ratio']:.2f} [" in out
