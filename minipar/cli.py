@@ -11,10 +11,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 from tqdm import tqdm
@@ -24,7 +24,8 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
-from minipar.lab import bench, draw
+from minipar.lab import bench, bench_collectives, draw
+from minipar.lab.bench_collectives import CollectivesConfig
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -43,16 +44,15 @@ class Overlap:
     """Where to draw the picture."""
 
 
-Command = TrainConfig | bench.BenchConfig | Overlap
+Command = TrainConfig | bench.BenchConfig | CollectivesConfig | Overlap
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command in `argv`; end the process with its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = argv[0] if argv else ""
     try:
-        command = parse(argv)
-        {"train": train, "bench": bench.run, "overlap": overlap}[name](command)
+        name, command = parse(argv)
+        _COMMANDS[name].run(command)
         code = 0
     except ValueError as error:
         _complain(error)
@@ -71,31 +71,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 # ---------------------------------------------------------------------- reading the command line
-_COMMANDS: dict[str, tuple[type, str]] = {
-    "train": (TrainConfig, "train a Llama on several ranks"),
-    "bench": (bench.BenchConfig, "compare a strategy with PyTorch's own"),
-    "overlap": (Overlap, "how much communication do these traces hide?"),
-}
+def parse(argv: list[str]) -> tuple[str, Command]:
+    """Return the name of the command and its typed flags.
 
-
-def parse(argv: list[str]) -> Command:
-    """Return the typed command. Raises `ValueError` with one line for a bad flag or value."""
+    Raises `ValueError` with one line for a bad flag or value.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: minipar COMMAND [flags]\n")
-        for name, (_, summary) in _COMMANDS.items():
-            print(f"  minipar {name:8} {summary}")
+        for name, what in _COMMANDS.items():
+            print(f"  minipar {name:18} {what.summary}")
         print("\n`minipar COMMAND --help` lists the flags.")
         sys.exit(0)
-    if argv[0] not in _COMMANDS:
-        raise ValueError(f"{argv[0]!r} is no command; use one of {', '.join(_COMMANDS)}")
-    kind = _COMMANDS[argv[0]][0]
+    # The longest command that the line begins with: "bench ddp" before "bench".
+    name = next((n for n in _COMMANDS if argv[: len(n.split())] == n.split()), None)
+    if name is None:
+        asked = " ".join(argv[: 2 if argv[0] == "bench" else 1])
+        raise ValueError(f"{asked!r} is no command; use one of {', '.join(_COMMANDS)}")
+    kind, flags = _COMMANDS[name].config, argv[len(name.split()) :]
     default = tyro.MISSING_NONPROP
-    if kind is TrainConfig and (resumed := _value_of("--resume", argv)):
+    if kind is TrainConfig and (resumed := _value_of("--resume", flags)):
         default = TrainConfig.load(run_of(resumed) / "config.json")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, prog=f"minipar {argv[0]}", args=argv[1:], default=default)
+            return name, tyro.cli(kind, prog=f"minipar {name}", args=flags, default=default)
     except SystemExit as stop:
         if stop.code:
             raise ValueError(_first_words(complaint.getvalue())) from None
@@ -364,3 +363,20 @@ def read_timeline(traces: list[str]) -> Timeline:
         with contextlib.suppress(ValueError):
             return Timeline.load(traces[0])
     return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
+
+
+# ---------------------------------------------------------------------- all of them
+class _Command(NamedTuple):
+    config: type
+    run: Callable[[Any], Any]
+    summary: str
+
+
+_COMMANDS = {
+    "train": _Command(TrainConfig, train, "train a Llama on several ranks"),
+    "bench ddp": _Command(bench.BenchConfig, bench.run, "our data parallel beside PyTorch's own"),
+    "bench collectives": _Command(
+        CollectivesConfig, bench_collectives.run, "our all-reduce algorithms beside the backend's"
+    ),
+    "overlap": _Command(Overlap, overlap, "how much communication do these traces hide?"),
+}

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from minipar import cli
-from minipar.lab import bench
+from minipar.lab import bench, bench_collectives
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -148,8 +148,10 @@ MALFORMED = {
     "train --resume W/headless": "manifest.json",
     "train --resume W/run/checkpoints/step_000001": "does not exist",
     "train --resume W/run --mesh dp=0": "'dp=0' is not axis=size",
-    "bench": None,  # the default is a real comparison
-    "bench fsdp": "fsdp",
+    "bench": "'bench' is no command",
+    "bench fsdp": "'bench fsdp' is no command",
+    "bench collectives --ranks 1": "at least 2",
+    "bench collectives --algorithms star": "star",
     "bench ddp --ranks 0": "--ranks 0 must be",
     "bench ddp --rounds -3": "--rounds -3 must be",
     "bench ddp --links gloo 5gbe": "no link '5gbe'",
@@ -163,7 +165,6 @@ MALFORMED = {
     "overlap W/trace.json": "trace.json",
     "overlap W/folder": "folder",
 }
-MALFORMED = {words: says for words, says in MALFORMED.items() if says is not None}
 
 
 @pytest.fixture
@@ -175,6 +176,7 @@ def no_ranks(monkeypatch):
 
     monkeypatch.setattr(cli, "Ranks", started)
     monkeypatch.setattr(bench, "Ranks", started)
+    monkeypatch.setattr(bench_collectives, "Ranks", started)
 
 
 def assert_one_line(code: int, out: str, err: str, says: str) -> None:
@@ -235,12 +237,11 @@ def words_of(text: str) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
 
 
-@pytest.mark.parametrize(
-    "name, kind", [("train", TrainConfig), ("bench", bench.BenchConfig), ("overlap", cli.Overlap)]
-)
-def test_help_explains_every_flag(capfd, monkeypatch, name, kind):
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_help_explains_every_flag(capfd, monkeypatch, name):
+    kind = cli._COMMANDS[name].config
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = call(capfd, name, "--help")
+    code, out, err = call(capfd, *name.split(), "--help")
     assert code == 0 and err == ""
     page = words_of(out)
     body = ast.parse(inspect.getsource(kind)).body[0].body
@@ -292,7 +293,7 @@ def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
 def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
     for typed in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
-        config = cli.parse(["train", *typed, "--steps", "20"])
+        _, config = cli.parse(["train", *typed, "--steps", "20"])
         assert (config.steps, config.lr, config.mesh, config.ddp) == (20, 0.5, "dp=3", "naive")
         assert config.resume == str(tmp_path)
 
@@ -303,7 +304,7 @@ def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
         def fails(_, error=error):
             raise error
 
-        monkeypatch.setattr(cli, "train", fails)
+        monkeypatch.setitem(cli._COMMANDS, "train", cli._COMMANDS["train"]._replace(run=fails))
         code, _, err = call(capfd, "train")
         assert code == 1 and err == f"minipar: error: {error}\n"
 
@@ -316,7 +317,7 @@ LONG += ["--sample-tokens", "0", "--eval-batches", "2", "--mesh", "dp=2"]
 @pytest.fixture(scope="module")
 def uninterrupted(work, ranks):
     """What a run of `LONG` should look like: [(step, loss, lr, gradient norm)]."""
-    config = cli.parse(["train", *LONG, "--data", str(work / "a.txt")])
+    _, config = cli.parse(["train", *LONG, "--data", str(work / "a.txt")])
     ranks(2).run(trainer.train, config, str(work / "uninterrupted"))
     return curve(work / "uninterrupted")
 

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import backends, link
@@ -31,10 +30,8 @@ from minipar.train.report import peak_memory
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Compare a strategy with PyTorch's own, in interleaved steps on the same model and link."""
+    """Compare our data parallel with PyTorch's own, in interleaved steps on one model and link."""
 
-    what: tyro.conf.Positional[Literal["ddp"]] = "ddp"
-    """The strategy."""
     ranks: int = 2
     """Number of ranks."""
     preset: str = "small"
@@ -208,7 +205,7 @@ def _row(
     if wire is not None:
         busy = link.seconds("all_reduce", measured.gradient_bytes, config.ranks, wire)
     return {
-        "bench": config.what,
+        "bench": "ddp",
         "link": wire.label if wire is not None else "gloo, this machine",
         "ranks": config.ranks,
         "preset": config.preset,

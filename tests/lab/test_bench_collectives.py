@@ -45,6 +45,15 @@ def test_check_refuses_what_cannot_work(tmp_path):
         replace(SMALL, links=("gloo", "5gbe")).check()
 
 
+def test_measure_lets_everybody_take_every_turn(ranks):
+    first, second = ranks(2).run(bench.measure, SMALL, "gloo")
+    assert first.seconds == second.seconds  # of the slowest rank
+    names = ("backend", *SMALL.algorithms)
+    assert set(first.seconds) == {(size, name) for size in SMALL.sizes for name in names}
+    assert all(len(times) == 3 and min(times) > 0 for times in first.seconds.values())
+
+
+@pytest.mark.slow
 def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
     path = tmp_path / "rows.json"
     rows = bench.run(replace(SMALL, links=("gloo", "1gbe"), json=str(path)))

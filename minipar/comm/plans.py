@@ -1,0 +1,410 @@
+"""Collectives as plans: who sends which part to whom, round by round. Pure data, no processes.
+
+Idea: a plan is the list of rounds of one rank, and a round is what this rank sends and receives at
+the same time: ``ring_gather(parts, rank, size)`` can be printed, checked and timed on paper before
+a process starts; `minipar.comm.algorithms` runs any of them.
+
+Two rules make all of the algorithms from three ways to *spread* data:
+
+*Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root a broadcast
+run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
+*Composition.* All-reduce = reduce-scatter, then all-gather: lists are joined with ``+``. Two plans
+that use different links run at the same time (`together`).
+
+    spread          rounds              its dual            both: an all-reduce
+    ring            n - 1               ring                Patarasuk & Yuan 2009
+    bruck           ceil(log2 n)        bruck               Bruck et al. 1997, both ways
+    doubling        log2 n, n = 2^k     halving             Rabenseifner 2004
+    tree            depth + chunks - 1  reduction tree      Sanders, Speck & Traeff 2009
+
+Shapes: all plans work on a flat buffer; n ranks; a span ``(lo, hi)`` is elements lo .. hi-1 of it;
+`parts[r]` is the span that belongs to rank r. Empty messages are never sent: both ends know.
+Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communication: theory,
+practice, and experience", sections 3 (duality) and 4 (composition).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements lo .. hi-1 to or from `peer`; `add` says that a receiver adds them to its own."""
+
+    peer: int
+    lo: int
+    hi: int
+    add: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.lo}:{self.hi}] {'+' if self.add else ''}{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank sends and receives at the same time. What it sends is what it has before."""
+
+    sends: tuple[Message, ...] = ()
+    recvs: tuple[Message, ...] = ()
+
+    def __str__(self) -> str:
+        sends = (f"send {message}" for message in self.sends)
+        recvs = (f"recv {message}" for message in self.recvs)
+        return ", ".join([*sends, *recvs]) or "rest"
+
+
+Plan = list[Round]
+
+
+# ---------------------------------------------------------------------- spans
+def cut(span: Span, pieces: int) -> list[Span]:
+    """Cut into `pieces` spans in order, as even as can be: the first ones have one element more."""
+    lo, (size, longer) = span[0], divmod(span[1] - span[0], pieces)
+    bounds = [lo + i * size + min(i, longer) for i in range(pieces + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def num_chunks(length: int, chunk: int | None) -> int:
+    """Return in how many messages of up to `chunk` elements `length` elements travel."""
+    return 1 if chunk is None else max(1, -(-length // chunk))
+
+
+def _round(sends: Sequence[tuple[int, Span]], recvs: Sequence[tuple[int, Span]]) -> Round:
+    return Round(
+        tuple(Message(peer, lo, hi) for peer, (lo, hi) in sends if lo < hi),
+        tuple(Message(peer, lo, hi) for peer, (lo, hi) in recvs if lo < hi),
+    )
+
+
+# ---------------------------------------------------------------------- making plans of plans
+def dual(plan: Plan) -> Plan:
+    """Run `plan` backwards, adding what arrives: all-gather <-> reduce-scatter."""
+    return [
+        Round(
+            tuple(Message(m.peer, m.lo, m.hi) for m in step.recvs),
+            tuple(Message(m.peer, m.lo, m.hi, add=True) for m in step.sends),
+        )
+        for step in reversed(plan)
+    ]
+
+
+def together(*plans: Plan) -> Plan:
+    """Run several plans at the same time, round by round. They write to different elements."""
+    return [
+        Round(
+            tuple(message for step in steps for message in step.sends),
+            tuple(message for step in steps for message in step.recvs),
+        )
+        for steps in zip_longest(*plans, fillvalue=Round())
+    ]
+
+
+# ---------------------------------------------------------------------- spreading: all-gather
+def ring_gather(
+    parts: Sequence[Span], rank: int, size: int, chunk: int | None = None, step: int = 1
+) -> Plan:
+    """Pass on to the right what came from the left: n-1 rounds. ``step=-1`` turns the ring around.
+
+    Longer parts travel in chunks, so that a rank can pass on the first while the next arrives.
+    """
+    pieces = num_chunks(max(hi - lo for lo, hi in parts), chunk)
+    plan = []
+    for k in range(size - 1):
+        sent = cut(parts[(rank - k * step) % size], pieces)
+        received = cut(parts[(rank - (k + 1) * step) % size], pieces)
+        left, right = (rank - step) % size, (rank + step) % size
+        plan += [_round([(right, s)], [(left, r)]) for s, r in zip(sent, received, strict=True)]
+    return plan
+
+
+def bidirectional_gather(
+    parts: Sequence[Span], rank: int, size: int, chunk: int | None = None
+) -> Plan:
+    """Half of every part goes round to the right, the other half to the left."""
+    halves = [cut(part, 2) for part in parts]
+    return together(
+        ring_gather([first for first, _ in halves], rank, size, chunk),
+        ring_gather([second for _, second in halves], rank, size, chunk, step=-1),
+    )
+
+
+def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Have 1, 2, 4 ... parts: fetch as many again from the rank so far to the right. Any n."""
+    plan, have = [], 1
+    while have < size:
+        more = min(have, size - have)
+        left, right = (rank - have) % size, (rank + have) % size
+        sent = _adjacent([(rank + i) % size for i in range(more)], parts)
+        received = _adjacent([(right + i) % size for i in range(more)], parts)
+        plan.append(_round([(left, span) for span in sent], [(right, span) for span in received]))
+        have += more
+    return plan
+
+
+def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
+    """The spans of consecutive parts; two where they wrap around from the last to the first."""
+    spans: list[Span] = []
+    for index in indices:
+        lo, hi = parts[index]
+        if spans and spans[-1][1] == lo and index > 0:
+            spans[-1] = spans[-1][0], hi
+        else:
+            spans.append((lo, hi))
+    return spans
+
+
+def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
+    """Swap all that you have with the rank 1, 2, 4 ... away: log2 n rounds, n a power of two."""
+    assert size & (size - 1) == 0, f"doubling among {size} ranks"
+    plan, have = [], 1
+    while have < size:
+        mine, theirs = rank // have * have, (rank ^ have) // have * have
+        sent, received = ((parts[i][0], parts[i + have - 1][1]) for i in (mine, theirs))
+        plan.append(_round([(rank ^ have, sent)], [(rank ^ have, received)]))
+        have *= 2
+    return plan
+
+
+def direct_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Send the own part to everybody at once: one round."""
+    others = [peer for peer in range(size) if peer != rank]
+    return [_round([(p, parts[rank]) for p in others], [(p, parts[p]) for p in others])]
+
+
+def pairwise(sent: Sequence[Span], received: Sequence[Span], rank: int, size: int) -> Plan:
+    """All-to-all: in round k send to the rank k to the right, receive from k to the left.
+
+    Spans of what goes to each rank are of one buffer, of what comes from each rank of another.
+    """
+    plan = []
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        plan.append(_round([(to, sent[to])], [(source, received[source])]))
+    return plan
+
+
+# ---------------------------------------------------------------------- trees
+def tree_neighbours(rank: int, size: int, shift: int = 0) -> tuple[int | None, list[int], int]:
+    """Return the parent, the children and the depth of `rank` in a binary tree in-order.
+
+    Number the ranks from 1 (from 1 + `shift`, around the end). A position that 2^h divides, and no
+    higher power, is of height h; all odd ones are leaves. Shifting by one makes these the inner
+    nodes of a second tree: no rank has children in both. Source: Sanders et al. 2009, section 3.
+    """
+
+    def parent_of(position: int) -> int:
+        bit = position & -position
+        up = (position ^ bit) | 2 * bit
+        return up if up <= size else position ^ bit  # 0 above the root
+
+    position = (rank + shift) % size + 1
+    depth, above = 0, parent_of(position)
+    while above:
+        depth, above = depth + 1, parent_of(above)
+    below = [child for child in range(1, size + 1) if parent_of(child) == position]
+    as_rank = {at: (at - 1 - shift) % size for at in [*below, parent_of(position)]}
+    parent = as_rank[parent_of(position)] if parent_of(position) else None
+    return parent, [as_rank[child] for child in below], depth
+
+
+def tree_depth(size: int) -> int:
+    """Return how many rounds the deepest rank is away from the root."""
+    return max(tree_neighbours(rank, size)[2] for rank in range(size))
+
+
+def tree_broadcast(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
+    """Pass each chunk on to the children, one round after it came from the parent.
+
+    Every rank counts rounds from the same start, rests included: depth + chunks - 1 of them.
+    """
+    parent, children, depth = tree_neighbours(rank, size, shift)
+    sends: dict[int, list] = defaultdict(list)
+    recvs: dict[int, list] = defaultdict(list)
+    for number, span in enumerate(chunks):
+        if parent is not None:
+            recvs[number + depth - 1].append((parent, span))
+        sends[number + depth] += [(child, span) for child in children]
+    return [_round(sends[t], recvs[t]) for t in range(tree_depth(size) + len(chunks) - 1)]
+
+
+def tree_all_reduce(chunks: Sequence[Span], rank: int, size: int, shift: int = 0) -> Plan:
+    """Reduce up to the root; the first chunk is on its way down while the others still go up."""
+    up = dual(tree_broadcast(chunks[::-1], rank, size, shift))
+    down = tree_broadcast(chunks, rank, size, shift)
+    return together(up, [Round()] * tree_depth(size) + down)
+
+
+# ---------------------------------------------------------------------- all-reduce
+def ring(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Reduce-scatter round the ring, then all-gather: 2(n-1) rounds, bandwidth-optimal."""
+    spread = ring_gather(cut((0, numel), size), rank, size, chunk)
+    return dual(spread) + spread
+
+
+def bidirectional(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Two rings, one each way round, with half of the data: each direction of a link half as long.
+
+    It gains where the links to the two neighbours are different wires; on one port it costs as
+    much as the ring.
+    """
+    spread = bidirectional_gather(cut((0, numel), size), rank, size, chunk)
+    return dual(spread) + spread
+
+
+def bruck(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Bruck's all-gather backwards, then forwards: the bytes of the ring in 2 ceil(log2 n) rounds.
+
+    What halving-doubling is to powers of two, for any n and without a fold.
+    """
+    spread = bruck_gather(cut((0, numel), size), rank, size)
+    return dual(spread) + spread
+
+
+def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Recursive halving, then recursive doubling, among the largest power of two p of the ranks.
+
+    The n - p others fold in before, in pairs (0, 1), (2, 3) ...: each of a pair reduces one half,
+    the odd one hands its half over, and gets the whole result in the end.
+    Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 4.
+    """
+    core = 1 << (size.bit_length() - 1)
+    folded = 2 * (size - core)  # ranks that are in pairs
+    low, high = cut((0, numel), 2)
+    partner, whole = rank ^ 1, (0, numel)
+    before, after = [Round(), Round()], [Round()]  # who is in no pair rests
+    if rank < folded and rank % 2 == 0:
+        swap = dual([_round([(partner, low)], [(partner, high)])])
+        before, after = [*swap, _round([], [(partner, high)])], [_round([(partner, whole)], [])]
+    elif rank < folded:
+        swap = dual([_round([(partner, high)], [(partner, low)])])
+        rest = [Round()] * 2 * (core.bit_length() - 1)
+        return [*swap, _round([(partner, high)], []), *rest, _round([], [(partner, whole)])]
+    # Number the core anew, 0 .. p-1: the even ones of the pairs, then the rest.
+    members = [*range(0, folded, 2), *range(folded, size)]
+    spread = [
+        Round(
+            tuple(Message(members[m.peer], m.lo, m.hi) for m in step.sends),
+            tuple(Message(members[m.peer], m.lo, m.hi) for m in step.recvs),
+        )
+        for step in doubling_gather(cut((0, numel), core), members.index(rank), core)
+    ]
+    return before + dual(spread) + spread + after
+
+
+def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Two binary trees with half of the data each; who is a leaf in one has children in the other.
+
+    A single tree lets its leaves, half of all ranks, send only half of the time. Pipelined in g
+    chunks per tree: 2 depth + g - 1 rounds.
+    Source: Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan".
+    """
+    first, second = cut((0, numel), 2)
+    chunks = num_chunks(first[1] - first[0], chunk)
+    return together(
+        tree_all_reduce(cut(first, chunks), rank, size),
+        tree_all_reduce(cut(second, chunks), rank, size, shift=1),
+    )
+
+
+def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Everybody sends everything to everybody: one round, n-1 times the bytes.
+
+    Each rank adds in the order of the ranks, itself included, so that all get the same bits.
+    """
+    whole = (0, numel)
+    everyone = [(peer, whole) for peer in range(size)]
+    step = _round(everyone, everyone)
+    recvs = tuple(Message(m.peer, m.lo, m.hi, add=m.peer > 0) for m in step.recvs)
+    return [Round(step.sends, recvs)]
+
+
+ALL_REDUCE: dict[str, Callable[..., Plan]] = {
+    "ring": ring,
+    "bidirectional": bidirectional,
+    "double_tree": double_tree,
+    "halving_doubling": halving_doubling,
+    "bruck": bruck,
+    "direct": direct,
+}
+ALL_GATHER: dict[str, Callable[..., Plan]] = {
+    "ring": ring_gather,
+    "bidirectional": bidirectional_gather,
+    "bruck": bruck_gather,
+    "direct": direct_gather,
+}
+
+
+# ---------------------------------------------------------------------- broadcast
+def tree_from(root: int, numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Broadcast down one binary tree in chunks; depth + chunks - 1 rounds."""
+    top = next(r for r in range(size) if tree_neighbours(r, size)[0] is None)
+    chunks = cut((0, numel), num_chunks(numel, chunk))
+    # Rename the ranks so that `root` is the one at the top.
+    plan = tree_broadcast(chunks, (rank - root + top) % size, size)
+    return [
+        Round(
+            tuple(Message((m.peer + root - top) % size, m.lo, m.hi) for m in step.sends),
+            tuple(Message((m.peer + root - top) % size, m.lo, m.hi) for m in step.recvs),
+        )
+        for step in plan
+    ]
+
+
+def scatter_ring(root: int, numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
+    """Broadcast as scatter, then ring all-gather: every rank sends, not only the inner ones.
+
+    Source: van de Geijn 1994; Thakur, Rabenseifner & Gropp 2005, section 4.2.
+    """
+    parts = cut((0, numel), size)
+    others = [peer for peer in range(size) if peer != root]
+    if rank == root:
+        scatter = _round([(peer, parts[peer]) for peer in others], [])
+    else:
+        scatter = _round([], [(root, parts[rank])])
+    return [scatter, *ring_gather(parts, rank, size, chunk)]
+
+
+BROADCAST: dict[str, Callable[..., Plan]] = {"tree": tree_from, "scatter_ring": scatter_ring}
+
+
+# ---------------------------------------------------------------------- what a plan costs
+def seconds(
+    plans: Sequence[Plan],
+    itemsize: int,
+    alpha: float,
+    beta: float,
+    gamma: float = 0.0,
+    sharing: float = 1.0,
+) -> float:
+    """Return how long the `plans` of all ranks take: every round, its latency and its busiest rank.
+
+    A round takes ``alpha`` seconds, ``beta`` per byte that the busiest rank sends or receives, and
+    ``gamma`` per byte that it adds. `sharing` says how messages to different peers share its port:
+    at 1 they queue (one network card); at 0 each has a wire of its own, and the longest rules (the
+    emulated link; NVSwitch comes near). An upper bound where chunks overlap, because rounds are
+    taken one by one.
+    """
+    total = 0.0
+    for steps in zip_longest(*plans, fillvalue=Round()):
+        if any(step.sends for step in steps):
+            busiest = (
+                beta * max(_load(rank, step.sends, sharing), _load(rank, step.recvs, sharing))
+                + gamma * sum(m.hi - m.lo for m in step.recvs if m.add)
+                for rank, step in enumerate(steps)
+            )
+            total += alpha + itemsize * max(busiest)
+    return total
+
+
+def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
+    """Elements that pass this rank's port, as if one after the other."""
+    by_peer: dict[int, int] = defaultdict(int)
+    for message in messages:
+        if message.peer != rank:
+            by_peer[message.peer] += message.hi - message.lo
+    return max(max(by_peer.values(), default=0), sharing * sum(by_peer.values()))

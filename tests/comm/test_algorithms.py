@@ -1,0 +1,453 @@
+"""All-reduce and its kin from messages alone: the backend's results, the promised bytes and times.
+
+That every plan is right for any number of ranks is shown in `test_plans.py`, without processes;
+here they run. Numbers are whole and small, so that sums are exact in every dtype.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.comm import algorithms, link, plans, timeline
+from minipar.comm import collectives as comm
+from minipar.comm.algorithms import Tuning
+from minipar.comm.collectives import Pending
+from minipar.comm.link import Link
+from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.plans import cut
+from tests.comm.test_collectives import equal, laid_out
+
+SHAPES = [(), (0,), (1,), (13,), (6, 10), (7, 11)]
+
+
+def numbers(axis: Axis, shape, dtype=torch.float32) -> list[torch.Tensor]:
+    """The tensors of all ranks; no two are alike."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (60 * torch.randint(-4, 5, shape, generator=generator)).to(dtype) for _ in range(axis.size)
+    ]
+
+
+def axis_of(size: int) -> Axis:
+    return Mesh(dp=size).dp
+
+
+def check(expected: torch.Tensor, verb, x: torch.Tensor, *args, **options) -> None:
+    """Call, then call and wait: the result; the input stays, and shares no memory with it."""
+    kept = x.clone()
+    for async_op in False, True:
+        result = verb(x, *args, **options, async_op=async_op)
+        if async_op:
+            assert isinstance(result, Pending)
+            result = result.wait()
+        equal(result, expected)
+        assert not result.requires_grad
+        if result.numel():
+            assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    equal(x, kept)
+
+
+# ---------------------------------------------------------------------- against the backend
+def check_all_reduce(size: int) -> int:
+    axis, checked = axis_of(size), 0
+    for shape in SHAPES:
+        xs = numbers(axis, shape)
+        x = laid_out(xs[axis.rank], axis.rank) if len(shape) > 1 else xs[axis.rank]
+        for op in ("sum", "avg", "max", "min") if shape == (7, 11) else ("sum",):
+            theirs = comm.all_reduce(x, axis, op)
+            if op == "sum":
+                equal(theirs, torch.stack(xs).sum(0))
+            for name in plans.ALL_REDUCE:
+                check(theirs, algorithms.all_reduce, x, axis, name, op, chunk_bytes=16)
+                checked += 1
+    for dtype in torch.int64, torch.bfloat16, torch.float64:
+        x = numbers(axis, (7, 11), dtype)[axis.rank]
+        for name in plans.ALL_REDUCE:
+            equal(algorithms.all_reduce(x, axis, name), comm.all_reduce(x, axis))
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_reduce_equals_the_backends(ranks, size):
+    """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
+    count = len(plans.ALL_REDUCE) * (len(SHAPES) + 3 + 3)
+    assert ranks(size).run(check_all_reduce, size) == [count] * size
+
+
+def check_the_others(size: int) -> None:
+    axis = axis_of(size)
+    r = axis.rank
+    for shape in (0,), (2,), (13,), (7, 11):
+        xs = numbers(axis, shape)
+        x = laid_out(xs[r], r) if len(shape) > 1 else xs[r]
+        total, rows = torch.stack(xs).sum(0), cut((0, shape[0]), size)
+        counts = [hi - lo for lo, hi in rows]
+        mine = x[slice(*rows[r])].clone()
+        joined = torch.cat([y[slice(*span)] for y, span in zip(xs, rows, strict=True)])
+        for name in plans.ALL_GATHER:
+            options = dict(algorithm=name, chunk_bytes=16)
+            check(total[slice(*rows[r])], algorithms.reduce_scatter, x, axis, **options)
+            check(torch.cat(xs), algorithms.all_gather, x, axis, **options)
+            check(joined, algorithms.all_gather, mine, axis, counts=counts, **options)
+        for name in plans.BROADCAST:
+            for src in range(size):
+                check(xs[src], algorithms.broadcast, x, axis, src, name, chunk_bytes=16)
+    x = numbers(axis, (4 * size, 3))[r]
+    check(comm.all_to_all(x, axis), algorithms.all_to_all, x, axis)
+    # Uneven, with slices of no rows among them.
+    table = [[(3 * i + 2 * j) % 5 for j in range(size)] for i in range(size)]
+    counts = dict(send_counts=table[r], recv_counts=[row[r] for row in table])
+    x = 100.0 * r + torch.arange(sum(table[r]) * 2.0).reshape(-1, 2)
+    check(comm.all_to_all(x, axis, **counts), algorithms.all_to_all, x, axis, **counts)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_other_verbs_equal_the_backends(ranks, size):
+    """Catches: slices of the wrong rank, a dual in the wrong order, counts taken for even."""
+    ranks(size).run(check_the_others, size)
+
+
+def test_two_levels(ranks):
+    """Inside, across, inside again: the sum over both axes, and few bytes across."""
+
+    def body(algorithm: str) -> tuple[dict[str, int], int]:
+        mesh = Mesh(dp=2, tp=2)
+        for shape in (), (1,), (13,), (8, 6):
+            x = numbers(mesh.world, shape)[mesh.rank]
+            for op in "sum", "avg", "max":
+                theirs = comm.all_reduce(x, mesh.world, op)
+                two_levels = algorithms.hierarchical_all_reduce
+                check(theirs, two_levels, x, mesh.tp, mesh.dp, algorithm, op)
+        with timeline.record() as ledger:
+            algorithms.hierarchical_all_reduce(torch.ones(120), mesh.tp, mesh.dp, algorithm)
+        return ledger.bytes_by_axis(), len(ledger)
+
+    # 480 bytes: 2 x 480/2 inside; half of it across, of which again 2 x 1/2.
+    for algorithm in "ring", "double_tree":
+        assert ranks(4).run(body, algorithm) == [({"dp": 240, "tp": 480}, 4)] * 4
+
+
+def test_floats_end_with_the_same_bits_everywhere(ranks):
+    """Catches: ranks that add in an order of their own, such as "what I have, then what comes"."""
+
+    def body(size: int) -> list[bytes]:
+        axis = axis_of(size)
+        torch.manual_seed(axis.rank)
+        x = torch.randn(1001) * 10 ** torch.randn(1001)
+        exact = comm.all_reduce(x.double(), axis)
+        results = []
+        for name in plans.ALL_REDUCE:
+            result = algorithms.all_reduce(x, axis, name, chunk_bytes=400)
+            error = (result - exact).abs() / comm.all_reduce(x.abs().double(), axis)
+            assert error.max() < 1e-6, name
+            results.append(result.numpy().tobytes())
+        return results
+
+    for size in 3, 4:
+        first, *others = ranks(size).run(body, size)
+        assert len(set(first)) > 1  # so the order does matter
+        assert all(other == first for other in others)
+
+
+def test_on_an_axis_of_size_1_nothing_is_sent():
+    axis = Mesh().dp
+    x = torch.arange(12.0).reshape(4, 3)
+    with timeline.record() as ledger:
+        for name in plans.ALL_REDUCE:
+            for op in "sum", "avg", "max":
+                check(x, algorithms.all_reduce, x, axis, name, op)
+        for name in plans.ALL_GATHER:
+            check(x, algorithms.reduce_scatter, x, axis, name)
+            check(x, algorithms.all_gather, x, axis, name)
+        for name in plans.BROADCAST:
+            check(x, algorithms.broadcast, x, axis, 0, name)
+        check(x, algorithms.all_to_all, x, axis)
+        check(x, algorithms.hierarchical_all_reduce, x, axis, axis)
+        assert algorithms.tune(axis) == Tuning(1, 0.0, 0.0)
+    assert ledger.spans == []
+
+
+# ---------------------------------------------------------------------- the ledger
+def record_messages(size: int, numel: int, chunk_bytes: int | None) -> dict[str, tuple]:
+    """Of each algorithm: rounds and bytes in the ledger, messages really handed to the backend."""
+    axis, found = axis_of(size), {}
+    original, sends = dist.batch_isend_irecv, []
+
+    def counting(posts: list) -> list:
+        sends.extend(post for post in posts if post.op is dist.isend)
+        return original(posts)
+
+    dist.batch_isend_irecv = counting
+    try:
+        for name in plans.ALL_REDUCE:
+            sends.clear()
+            with timeline.record() as ledger:
+                algorithms.all_reduce(torch.ones(numel), axis, name, chunk_bytes=chunk_bytes)
+            assert {(span.name, span.axis) for span in ledger} == {("exchange", "dp")}
+            num_bytes = sum(span.num_bytes for span in ledger)
+            assert num_bytes == sum(post.tensor.nbytes for post in sends)
+            found[name] = len(ledger), len(sends), num_bytes
+    finally:
+        dist.batch_isend_irecv = original
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_ledger_holds_the_table(ranks, size):
+    """S = 4 numel bytes. Catches: bytes of an all-reduce entered beside those of its messages."""
+    n, numel = size, 240
+    s, log = 4 * numel, (n - 1).bit_length()
+    once = s * (n - 1) // n
+    every = ranks(n).run(record_messages, n, numel, None)
+    for rank, found in enumerate(every):
+        assert found["ring"] == (2 * (n - 1), 2 * (n - 1), 2 * once)
+        assert found["bidirectional"] == (2 * (n - 1), 4 * (n - 1), 2 * once)
+        assert found["direct"] == (1, n - 1, s * (n - 1))
+        assert (found["bruck"][0], found["bruck"][2]) == (2 * log, 2 * once)
+        if n in (2, 4):
+            assert found["halving_doubling"] == (2 * log, 2 * log, 2 * once)
+        else:  # p = 2: ranks 0 and 1 fold together, 0 and 2 go on
+            fold = [(2 + 3, 2 + 2, s + 3 * s // 2), (3, 2, s), (2, 2, s)]
+            assert found["halving_doubling"] == fold[rank]
+        rounds, messages, num_bytes = found["double_tree"]
+        depth = n.bit_length() - 1
+        assert rounds <= 2 * depth and messages <= 4 and num_bytes <= 2 * s
+    assert sum(found["double_tree"][2] for found in every) == 2 * (n - 1) * s
+    # In chunks: more messages, the same bytes.
+    chunked = ranks(n).run(record_messages, n, numel, s // n // 4)
+    for before, after in zip(every, chunked, strict=True):
+        assert after["ring"] == (8 * (n - 1), 8 * (n - 1), 2 * once)
+        assert {k: v[2] for k, v in after.items()} == {k: v[2] for k, v in before.items()}
+
+
+def test_what_the_other_verbs_send(ranks):
+    def body() -> dict[str, list[int]]:
+        axis, x = axis_of(4), torch.ones(240)  # 960 bytes
+        calls = {f"gather {k}": lambda k=k: algorithms.all_gather(x, axis, k) for k in ("ring",)}
+        for k in plans.ALL_GATHER:
+            calls[f"scatter {k}"] = lambda k=k: algorithms.reduce_scatter(x, axis, k)
+        for k in plans.BROADCAST:
+            calls[k] = lambda k=k: algorithms.broadcast(x, axis, 0, k)
+        calls["all_to_all"] = lambda: algorithms.all_to_all(x, axis)
+        found = {}
+        for name, call in calls.items():
+            with timeline.record() as ledger:
+                call()
+            found[name] = sum(span.num_bytes for span in ledger)
+        return found
+
+    every = ranks(4).run(body)
+    for found in every:
+        assert found["gather ring"] == 3 * 960 and found["all_to_all"] == 720
+        assert {found[f"scatter {name}"] for name in plans.ALL_GATHER} == {720}
+    assert sum(found["tree"] for found in every) == 3 * 960
+    assert max(found["tree"] for found in every) <= 2 * 960
+    assert every[0]["scatter_ring"] == 2 * 720
+    assert sum(found["scatter_ring"] for found in every) == 720 + 4 * 720
+
+
+# ---------------------------------------------------------------------- at the same time
+def test_calls_in_flight_together_do_not_mix(ranks):
+    """Threads without an order would let the messages of one call end up in another."""
+
+    def body() -> int:
+        mesh = Mesh(dp=2, tp=2)
+        axes = [mesh.dp, mesh.tp, mesh.world]
+        xs = [torch.full((17,), float(10**i * (mesh.rank + 1))) for i in range(6)]
+        wanted = [[comm.all_reduce(x, axis) for axis in axes] for x in xs]
+        for name in "ring", "double_tree", "bruck":
+            pending = [
+                [
+                    algorithms.all_reduce(x, axis, name, chunk_bytes=8, async_op=True)
+                    for axis in axes
+                ]
+                for x in xs
+            ]
+            now = [algorithms.all_reduce(xs[0], axis, name) for axis in axes]  # waits its turn
+            found = [[each.wait() for each in row] for row in reversed(pending)][::-1]
+            for row, wants in zip([now, *found], [wanted[0], *wanted], strict=True):
+                for result, want in zip(row, wants, strict=True):
+                    equal(result, want)
+        return threading.active_count()
+
+    assert max(ranks(4).run(body)) < 10  # no thread outlives its call
+
+
+def test_an_error_in_a_thread_reaches_who_waits(ranks):
+    def body() -> str:
+        axis = axis_of(2)
+        pending = algorithms.all_reduce(torch.ones(2), axis, chunk_bytes=0, async_op=True)
+        try:
+            pending.wait()
+        except ValueError as error:
+            equal(algorithms.all_reduce(torch.ones(2), axis), torch.full((2,), 2.0))
+            return str(error)
+        return "nothing was raised"
+
+    assert ranks(2).run(body) == ["chunk_bytes=0 must be 1 or more, or None to cut nothing"] * 2
+
+
+def test_bad_calls_are_refused_before_the_first_message():
+    axis, x = Mesh().dp, torch.ones(4)
+    others = Axis("dp", 0, 3, (0, 1, 2))  # a group that would fail if it were used
+    with pytest.raises(ValueError, match="algorithm='rign' is unknown; use one of .*'ring'"):
+        algorithms.all_reduce(x, others, "rign")
+    with pytest.raises(ValueError, match="op='prod'"):
+        algorithms.all_reduce(x, others, "ring", "prod")
+    with pytest.raises(ValueError, match="avg"):
+        algorithms.reduce_scatter(x.long(), others, op="avg")
+    with pytest.raises(ValueError, match="src=3 .* use 0 to 2"):
+        algorithms.broadcast(x, others, 3)
+    with pytest.raises(ValueError, match="no rows"):
+        algorithms.all_gather(torch.tensor(1.0), others)
+    with pytest.raises(ValueError, match=r"counts=\[4, 4\]"):
+        algorithms.all_gather(x, others, counts=[4, 4])
+    with pytest.raises(ValueError, match="pad it to 6, cut it to 3"):
+        algorithms.all_to_all(x, others)
+    with pytest.raises(ValueError, match="both"):
+        algorithms.all_to_all(x, others, send_counts=[1, 2, 1])
+    with pytest.raises(ValueError, match="adding up to 4"):
+        algorithms.all_to_all(x, others, send_counts=[1, 2, 2], recv_counts=[1, 1, 1])
+    with pytest.raises(ValueError, match="two sizes"):
+        algorithms.tune(others, [1000])
+    with pytest.raises(ValueError, match="chunk_bytes=-1"):
+        algorithms.all_reduce(x, axis, chunk_bytes=-1)
+
+
+# ---------------------------------------------------------------------- time
+@contextmanager
+def emulated(alpha: float, beta: float):
+    """A link of so many seconds per message and per byte, for the pool's own link group."""
+    link.use(Link("test", alpha, 1 / beta))
+    link.check_calls(False)
+    try:
+        yield
+    finally:
+        link.use("none")
+        link.check_calls(True)
+
+
+def clock(axis: Axis, call, tries: int = 2) -> float:
+    """Seconds of the fastest of some calls, each that of its slowest rank."""
+    best = float("inf")
+    for _ in range(tries):
+        comm.barrier(axis)
+        start = time.monotonic()
+        call()
+        mine = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+        best = min(best, comm.all_reduce(mine, axis, "max").item())
+    return best
+
+
+def time_algorithms(size: int, alpha: float, beta: float, num_bytes: int) -> dict:
+    """(measured, predicted) seconds of each algorithm, each peer with a wire of its own."""
+    axis, x = axis_of(size), torch.ones(num_bytes // 4)
+    model = Tuning(size, alpha, beta, sharing=0.0)
+    with emulated(alpha, beta):
+        return {
+            name: (
+                clock(axis, lambda n=name: algorithms.all_reduce(x, axis, n)),
+                model.seconds(name, num_bytes),
+            )
+            for name in plans.ALL_REDUCE
+        }
+
+
+def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
+    """Small: 6 rounds of the ring against 4 of the tree. Large: 1.5 S bytes against 2 S.
+
+    Never faster than the model, and not much slower. Catches: rounds that queue where they could
+    be sent together, and a tree whose two halves take turns.
+    """
+    small = ranks(4, "link").run(time_algorithms, 4, 20e-3, 1e-8, 4_000)[0]
+    large = ranks(4, "link").run(time_algorithms, 4, 4e-3, 1.5e-7, 1_000_000)[0]
+    for found in small, large:
+        for name, (measured, predicted) in found.items():
+            assert 0.95 * predicted < measured < 1.2 * predicted + 0.1, (name, found)
+    assert small["double_tree"][0] < 0.85 * small["ring"][0]
+    assert large["ring"][0] < 0.9 * large["double_tree"][0]
+
+
+def test_chunks_hide_each_others_latency(ranks):
+    """2 x 8 messages of 30 ms each: one after the other 0.48 s; in flight together far less.
+
+    The mutant that waits for each round before it posts the next takes the whole time.
+    """
+
+    def body(in_flight: int) -> float:
+        axis, x = Mesh(dp=2, tp=2).dp, torch.ones(64)
+        usual, algorithms.IN_FLIGHT = algorithms.IN_FLIGHT, in_flight
+        try:
+            with emulated(30e-3, 1e-9):
+                return clock(axis, lambda: algorithms.all_reduce(x, axis, chunk_bytes=16))
+        finally:
+            algorithms.IN_FLIGHT = usual
+
+    assert max(ranks(4, "link").run(body, 1)) > 0.47
+    assert max(ranks(4, "link").run(body, algorithms.IN_FLIGHT)) < 0.35
+
+
+def test_async_leaves_the_caller_free(ranks):
+    """A ring of 6 rounds of 33 ms behind a computation of as long: hardly longer than either."""
+
+    def body() -> tuple[float, float]:
+        axis, x = axis_of(4), torch.ones(30)
+        with emulated(33e-3, 1e-9):
+            comm.barrier(axis)
+            start = time.monotonic()
+            pending = algorithms.all_reduce(x, axis, async_op=True)
+            returned = time.monotonic() - start
+            time.sleep(0.2)
+            equal(pending.wait(), torch.full((30,), 4.0))
+            return returned, time.monotonic() - start
+
+    for returned, ended in ranks(4, "link").run(body):
+        assert returned < 0.1 and 0.19 < ended < 0.35
+
+
+# ---------------------------------------------------------------------- tuning
+def test_fit_finds_the_line():
+    sizes = [1_000, 50_000, 2_000_000]
+    alpha, beta = algorithms.fit(sizes, [3e-4 + 2e-9 * size for size in sizes])
+    assert alpha == pytest.approx(3e-4) and beta == pytest.approx(2e-9)
+    alpha, beta = algorithms.fit(sizes, [1e-3, 1e-3, 1e-4])  # nonsense
+    assert alpha > 0 and beta > 0
+
+
+def test_best_is_the_fastest_by_size():
+    """One port each, 16 ranks on 1 GbE: direct, then a few rounds, then the ring's bytes."""
+    tuning = Tuning(16, 50e-6, 8e-9)
+    assert tuning.best(16) == "direct"
+    assert tuning.best(10_000) in ("halving_doubling", "bruck")
+    for num_bytes in 16, 10_000, 10_000_000:
+        times = {name: tuning.seconds(name, num_bytes) for name in plans.ALL_REDUCE}
+        assert tuning.best(num_bytes) == min(times, key=times.get)
+    # Adding costs as well: what "direct" saves on wires of its own, it may lose there.
+    assert Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
+    assert Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
+    assert Tuning(4, 1e-3, 1e-9, gamma=1e-8, sharing=0.0).best(10**6) != "direct"
+
+
+def test_tune_measures_the_link(ranks):
+    """The link's own numbers, its wires apart, the same choice on all ranks; and it is used."""
+
+    def body() -> tuple[Tuning, str, str]:
+        axis = axis_of(4)
+        with emulated(10e-3, 1e-7):
+            tuning = algorithms.tune(axis, (1_000, 300_000, 1_000_000), rounds=3)
+        x = numbers(axis, (13,))
+        equal(algorithms.all_reduce(x[axis.rank], axis, tuning), torch.stack(x).sum(0))
+        return tuning, tuning.best(100), tuning.best(10**8)
+
+    first, *others = ranks(4, "link").run(body)
+    assert all(other == first for other in others)
+    tuning, small, large = first
+    assert 0.9 * 10e-3 < tuning.alpha < 2 * 10e-3
+    assert 0.8e-7 < tuning.beta < 1.5e-7
+    assert tuning.sharing < 0.6 and 0 < tuning.gamma < tuning.beta
+    assert small == "direct" and large == "bidirectional"

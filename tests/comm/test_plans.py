@@ -1,0 +1,277 @@
+"""Plans on paper: every rank's rounds are played in one process, for any number of ranks."""
+
+import math
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from minipar.comm import plans
+from minipar.comm.plans import Message, Plan, Round, cut
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16]
+NUMELS = [0, 1, 7, 16, 61]
+
+
+class Stuck(Exception):
+    """Somebody waits for a message that nobody sends, or sends one that nobody waits for."""
+
+
+def play(every: Sequence[Plan], buffers: Sequence[Sequence], sources=None) -> list[list]:
+    """Run the plans of all ranks; messages between two ranks arrive in the order they were sent.
+
+    Ranks advance as far as they can one after the other, so that nothing agrees by being in step.
+    """
+    data = [list(buffer) for buffer in buffers]
+    sources = data if sources is None else sources
+    wires: dict[tuple[int, int], deque] = defaultdict(deque)
+    at, posted = [0] * len(every), [-1] * len(every)
+
+    def advance(rank: int) -> bool:
+        step = every[rank][at[rank]]
+        if posted[rank] < at[rank]:
+            posted[rank] = at[rank]
+            for m in step.sends:
+                wires[rank, m.peer].append(list(sources[rank][m.lo : m.hi]))
+        expected = Counter(m.peer for m in step.recvs)
+        if any(len(wires[peer, rank]) < count for peer, count in expected.items()):
+            return False
+        for m in step.recvs:
+            arrived = wires[m.peer, rank].popleft()
+            if len(arrived) != m.hi - m.lo:
+                raise Stuck(f"rank {rank} expects {m}, gets {len(arrived)} elements")
+            here = data[rank][m.lo : m.hi]
+            added = [a + b for a, b in zip(here, arrived, strict=True)] if m.add else arrived
+            data[rank][m.lo : m.hi] = added
+        at[rank] += 1
+        return True
+
+    moving = True
+    while moving:
+        moving = False
+        for rank, plan in enumerate(every):
+            while at[rank] < len(plan) and advance(rank):
+                moving = True
+    if any(done < len(plan) for done, plan in zip(at, every, strict=True)):
+        raise Stuck(f"ranks are in rounds {at}")
+    if any(wires.values()):
+        raise Stuck("messages are left over")
+    return data
+
+
+def numbers(size: int, numel: int) -> list[list[int]]:
+    generator = random.Random(100 * size + numel)
+    return [[generator.randrange(1, 10**6) for _ in range(numel)] for _ in range(size)]
+
+
+def is_all_reduce(every: Sequence[Plan], numel: int) -> bool:
+    xs = numbers(len(every), numel)
+    total = [sum(column) for column in zip(*xs, strict=True)]
+    return all(result == total for result in play(every, xs))
+
+
+@pytest.mark.parametrize("name", plans.ALL_REDUCE)
+def test_every_all_reduce_for_any_number_of_ranks(name):
+    """Catches: a fold that forgets a rank, a tree of the wrong depth, uneven parts, chunk orders.
+
+    Numbers are whole and random: a part added twice, or not at all, cannot come out right.
+    """
+    for size in SIZES:
+        for numel in NUMELS:
+            for chunk in None, 3:
+                every = [plans.ALL_REDUCE[name](numel, r, size, chunk) for r in range(size)]
+                assert is_all_reduce(every, numel), (size, numel, chunk)
+
+
+def drop_last(plan: Plan) -> Plan:
+    return [step for step in plan if step != Round()][:-1]
+
+
+def never_add(plan: Plan) -> Plan:
+    return [replace(s, recvs=tuple(replace(m, add=False) for m in s.recvs)) for s in plan]
+
+
+def one_message_less(plan: Plan) -> Plan:
+    first = next(i for i, step in enumerate(plan) if step.sends)
+    return [replace(s, sends=s.sends[i == first :]) for i, s in enumerate(plan)]
+
+
+def reversed_rounds(plan: Plan) -> Plan:
+    return plan[::-1]
+
+
+@pytest.mark.parametrize("mutant", [drop_last, never_add, one_message_less, reversed_rounds])
+@pytest.mark.parametrize("name", ["ring", "bidirectional", "double_tree", "halving_doubling"])
+def test_play_sees_what_is_wrong(name, mutant):
+    """The mutants: on every rank alike, so that some still end, with a wrong result."""
+    every = [mutant(plans.ALL_REDUCE[name](16, rank, 4)) for rank in range(4)]
+    with suppress(Stuck):
+        assert not is_all_reduce(every, 16)
+
+
+@pytest.mark.parametrize("name", plans.ALL_GATHER)
+def test_gather_and_its_dual(name):
+    """Uneven parts, empty ones among them; the reduce-scatter is the same plan backwards."""
+    for size in SIZES:
+        for numel in NUMELS:
+            xs, parts = numbers(size, numel), cut((0, numel), size)
+            total = [sum(column) for column in zip(*xs, strict=True)]
+            for chunk in None, 2:
+                every = [plans.ALL_GATHER[name](parts, r, size, chunk) for r in range(size)]
+                own = [[0] * lo + total[lo:hi] + [0] * (numel - hi) for lo, hi in parts]
+                assert play(every, own) == [total] * size, (size, numel)
+                reduced = play([plans.dual(plan) for plan in every], xs)
+                for (lo, hi), result in zip(parts, reduced, strict=True):
+                    assert result[lo:hi] == total[lo:hi], (size, numel)
+
+
+def test_broadcast_and_all_to_all():
+    for size in SIZES:
+        for root in {0, size // 2, size - 1}:
+            for name, make in plans.BROADCAST.items():
+                for numel in NUMELS:
+                    xs = numbers(size, numel)
+                    every = [make(root, numel, rank, size, 3) for rank in range(size)]
+                    assert play(every, xs) == [xs[root]] * size, (name, size, root, numel)
+        counts = [[(3 * i + 2 * j) % 4 for j in range(size)] for i in range(size)]  # [from][to]
+        blocks = [
+            [[100 * i + j] * count for j, count in enumerate(r)] for i, r in enumerate(counts)
+        ]
+        sources = [sum(row, []) for row in blocks]
+        received = [sum((blocks[i][rank] for i in range(size)), []) for rank in range(size)]
+        every, own = [], []
+        for rank in range(size):
+            sent, into = spans(counts[rank]), spans([row[rank] for row in counts])
+            every.append(plans.pairwise(sent, into, rank, size))
+            lo, hi = into[rank]
+            own.append([0] * lo + blocks[rank][rank] + [0] * (len(received[rank]) - hi))
+        assert play(every, own, sources) == received, size
+
+
+def spans(counts: Sequence[int]) -> list[plans.Span]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def test_cut():
+    assert cut((3, 10), 3) == [(3, 6), (6, 8), (8, 10)]
+    assert cut((0, 2), 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+    assert plans.num_chunks(0, 4) == plans.num_chunks(4, 4) == plans.num_chunks(9, None) == 1
+    assert plans.num_chunks(5, 4) == 2
+
+
+def test_a_plan_reads_like_a_recipe():
+    lines = [str(step) for step in plans.ring(4, 0, 2)]
+    assert lines == ["send [2:4] 1, recv [0:2] +1", "send [0:2] 1, recv [2:4] 1"]
+    assert str(Round()) == "rest"
+
+
+def test_two_trees():
+    """Sanders et al.: two children at most, logarithmic depth, and nobody inner in both trees."""
+    for size in range(1, 40):
+        for shift in 0, 1:
+            at = [plans.tree_neighbours(rank, size, shift) for rank in range(size)]
+            for rank, (parent, children, depth) in enumerate(at):
+                assert len(children) <= 2
+                assert all(at[c][0] == rank and at[c][2] == depth + 1 for c in children)
+                assert parent is None or rank in at[parent][1]
+            assert [parent for parent, _, _ in at].count(None) == 1
+            assert max(depth for *_, depth in at) == plans.tree_depth(size) == int(math.log2(size))
+        for rank in range(size):
+            inner = [bool(plans.tree_neighbours(rank, size, shift)[1]) for shift in (0, 1)]
+            assert not all(inner)
+
+
+# ---------------------------------------------------------------------- what they cost
+def count(plan: Plan, rank: int) -> tuple[int, int, int]:
+    """Rounds, messages and elements that this rank sends."""
+    sent = [m for step in plan for m in step.sends if m.peer != rank]
+    rounds = sum(bool(step.sends or step.recvs) for step in plan)
+    return rounds, len(sent), sum(m.hi - m.lo for m in sent)
+
+
+@pytest.mark.parametrize("size", range(2, 18))
+def test_rounds_messages_and_bytes_are_those_of_the_table(size):
+    """Formulas by hand, from `algorithms.py`. Catches: an all-gather that sends whole buffers."""
+    n, s = size, 2**4 * math.lcm(*range(2, 18))  # so that all parts are even
+    log, power = math.ceil(math.log2(n)), 1 << (n.bit_length() - 1)
+    once = s * (n - 1) // n
+
+    def counts(name: str, chunk: int | None = None) -> list[tuple[int, int, int]]:
+        return [count(plans.ALL_REDUCE[name](s, rank, n, chunk), rank) for rank in range(n)]
+
+    assert counts("ring") == [(2 * (n - 1), 2 * (n - 1), 2 * once)] * n
+    assert counts("ring", s // n // 4) == [(8 * (n - 1), 8 * (n - 1), 2 * once)] * n
+    assert counts("bidirectional") == [(2 * (n - 1), 4 * (n - 1), 2 * once)] * n
+    assert counts("direct") == [(1, n - 1, s * (n - 1))] * n
+    for rounds, messages, sent in counts("bruck"):
+        assert rounds == 2 * log and sent == 2 * once
+        assert 2 * log <= messages <= 4 * log
+    lg, core = int(math.log2(power)), 2 * s * (power - 1) // power
+    for rank, found in enumerate(counts("halving_doubling")):
+        if rank >= 2 * (n - power):
+            assert found == (2 * lg, 2 * lg, core)
+        elif rank % 2 == 0:
+            assert found == (2 * lg + 3, 2 * lg + 2, core + 3 * s // 2)
+        else:
+            assert found == (3, 2, s)
+    for g in 1, 4:
+        trees = counts("double_tree", s // 2 // g)
+        assert max(rounds for rounds, _, _ in trees) <= 2 * int(math.log2(n)) + g - 1
+        assert max(messages for _, messages, _ in trees) <= 4 * g
+        assert sum(messages for _, messages, _ in trees) == 4 * (n - 1) * g
+        assert max(sent for *_, sent in trees) <= 2 * s
+        assert sum(sent for *_, sent in trees) == 2 * (n - 1) * s
+
+
+@pytest.mark.parametrize("size", range(2, 18))
+def test_seconds_are_those_of_the_table(size):
+    n, s, alpha, beta, gamma = size, 16 * math.lcm(*range(2, 18)), 1e-5, 1e-9, 3e-10
+
+    def seconds(name: str, itemsize: int = 1, chunk=None, **costs: float) -> float:
+        numel = s // itemsize
+        every = [plans.ALL_REDUCE[name](numel, rank, n, chunk) for rank in range(n)]
+        return plans.seconds(every, itemsize, **{"alpha": alpha, "beta": beta, **costs})
+
+    log, power, part = math.ceil(math.log2(n)), 1 << (n.bit_length() - 1), (n - 1) / n
+    ring = 2 * (n - 1) * alpha + 2 * part * s * beta
+    assert seconds("ring") == pytest.approx(ring)
+    assert seconds("ring", itemsize=4) == pytest.approx(ring)
+    assert seconds("ring", gamma=gamma) == pytest.approx(ring + part * s * gamma)
+    assert seconds("bidirectional") == pytest.approx(ring)
+    if n > 2:  # two wires carry half of the bytes each
+        half = 2 * (n - 1) * alpha + part * s * beta
+        assert seconds("bidirectional", sharing=0) == pytest.approx(half)
+    assert seconds("bruck") == pytest.approx(2 * log * alpha + 2 * part * s * beta)
+    assert seconds("direct") == pytest.approx(alpha + (n - 1) * s * beta)
+    assert seconds("direct", sharing=0) == pytest.approx(alpha + s * beta)
+    halving = 2 * math.log2(power) * alpha + 2 * (power - 1) / power * s * beta
+    fold = 3 * alpha + 2 * s * beta if power < n else 0
+    assert seconds("halving_doubling") == pytest.approx(halving + fold)
+    for g in 1, 4, 16:
+        rounds = 2 * int(math.log2(n)) + g - 1
+        tree = seconds("double_tree", chunk=s // 2 // g)
+        assert rounds * alpha < tree <= rounds * (alpha + 2 * s / g * beta)
+
+
+def test_small_tensors_want_few_rounds_and_large_ones_few_bytes():
+    """The crossover on paper: 16 ranks, one port each, 50 us and 1 Gbit/s."""
+
+    def seconds(name: str, num_bytes: int) -> float:
+        chunk = 1 << 16 if name == "double_tree" else None  # only the tree needs them
+        every = [plans.ALL_REDUCE[name](num_bytes, rank, 16, chunk) for rank in range(16)]
+        return plans.seconds(every, 1, 50e-6, 8e-9)
+
+    assert seconds("double_tree", 1_000) < 0.4 * seconds("ring", 1_000)
+    assert seconds("ring", 10_000_000) < 0.95 * seconds("double_tree", 10_000_000)
+    assert seconds("direct", 100) < 0.5 * seconds("double_tree", 100)
+    assert seconds("direct", 10_000_000) > 5 * seconds("ring", 10_000_000)
+
+
+def test_messages_to_oneself_cost_nothing():
+    step = Round((Message(0, 0, 9), Message(1, 0, 4)), (Message(0, 0, 9), Message(1, 0, 4)))
+    assert plans.seconds([[step], [step]], 2, 0.0, 1.0, sharing=1.0) == 2 * 9
+    assert plans.seconds([[step]], 2, 0.0, 1.0) == 2 * 4
