@@ -9,6 +9,7 @@ Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradi
         all-reduced to R@dp.
 Comms.  P bytes of gradients and e bytes for each of N parameters (a count of the ranks that used
         it; e the size of one element): 2 (n-1)/n (P + N e) per rank and step, in the backward.
+        Fewer with `reduce=`, see compression.py.
 Memory. Everything n times over. Gradients live inside the buckets: no second copy of them.
 Costs you. A model that fits on one device; batches so large that computing outlasts sending.
 Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
@@ -20,16 +21,18 @@ Three versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.collectives import Pending, all_reduce, broadcast
+from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped"]
+Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
 def apply(
@@ -39,6 +42,7 @@ def apply(
     version: Version = "overlapped",
     bucket_mb: float | None = None,
     average: bool = True,
+    reduce: Reduce | None = None,
 ) -> Strategy:
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
@@ -48,25 +52,28 @@ def apply(
             at most 25 MB: the last bucket has no computation left to hide behind, so it should
             be a small part of the whole.
         average: divide the sum of the gradients by the number of ranks.
+        reduce: how a bucket is reduced, such as `compression.Compressed`; by default, exactly.
 
     A parameter that no rank used keeps ``grad=None``, as on one device; one that only some ranks
     used counts as zero on the others. Buffers are made equal here, once; from then on each rank's
     are its own. After a backward that an exception cut short, call `finish_backward` and zero the
     gradients on all ranks: then they are in step again.
 
-    Raises `ValueError` for an unknown version, a bucket without capacity, or a model without a
-    trainable parameter.
+    Raises `ValueError` for an unknown version, a bucket without capacity, a version without buckets
+    where `reduce` asks for them, or a model without a trainable parameter.
     """
     if version not in VERSIONS:
         raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
     if bucket_mb is not None and not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
+    if reduce is not None and version == "naive":
+        raise ValueError("reduce= needs buckets; use version='overlapped' or 'bucketed'")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
     replicate(model, axis)
     if version == "naive":
         return Naive(model, axis, average)
-    return VERSIONS[version](model, axis, average, bucket_mb)
+    return VERSIONS[version](model, axis, average, bucket_mb, reduce)
 
 
 # ---------------------------------------------------------------------- 1. one call per parameter
@@ -109,11 +116,13 @@ class Bucket:
     (averaged: their share).
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], reduce: Reduce | None = None) -> None:
         self.parameters = parameters
+        self.reduce = reduce or all_reduce_bucket
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
         *pieces, self.users = self.flat.split([*sizes, len(parameters)])
+        self.gradients = self.flat[: sum(sizes)]
         self.views = {p: v.view_as(p) for p, v in zip(parameters, pieces, strict=True)}
         self.pending: Pending | None = None
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
@@ -128,8 +137,8 @@ class Bucket:
             view.copy_(p.grad)
             p.grad = view
 
-    def launch(self, axis: Axis, op: str) -> None:
-        """Start the all-reduce."""
+    def launch(self, axis: Axis, op: Op) -> None:
+        """Start to reduce."""
         self.users.fill_(1)
         for i, p in enumerate(self.parameters):
             if p.grad is None:
@@ -137,10 +146,10 @@ class Bucket:
                 self.users[i] = 0
             else:
                 self.take(p)
-        self.pending = all_reduce(self.flat, axis, op, out=self.flat, async_op=True)
+        self.pending = self.reduce(self, axis, op)
 
     def finish(self) -> None:
-        """Wait for the all-reduce; hand the gradients out."""
+        """Wait for that; hand the gradients out."""
         self.pending.wait()
         self.pending, self.missing = None, self.expected
         for i, p in enumerate(self.parameters):
@@ -149,7 +158,14 @@ class Bucket:
                 p.grad = self.views[p]
 
 
-def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
+def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
+    """Reduce exactly: one all-reduce."""
+    return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
+
+
+def fill_buckets(
+    parameters: list[nn.Parameter], capacity: float, reduce: Reduce | None = None
+) -> list[Bucket]:
     """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
 
     A parameter larger than that has a bucket to itself. Different dtypes or devices do not mix.
@@ -164,20 +180,26 @@ def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket
             groups.append(group)
         group.append(p)
         room[key] = group, left - p.nbytes
-    return [Bucket(group) for group in groups]
+    return [Bucket(group, reduce) for group in groups]
 
 
 class Bucketed(Naive):
     """After backward, one all-reduce per bucket of parameters: latency is paid a few times only."""
 
     def __init__(
-        self, model: nn.Module, axis: Axis, average: bool = True, bucket_mb: float | None = None
+        self,
+        model: nn.Module,
+        axis: Axis,
+        average: bool = True,
+        bucket_mb: float | None = None,
+        reduce: Reduce | None = None,
     ) -> None:
         super().__init__(model, axis, average)
+        self.reduce = reduce
         num_bytes = sum(p.nbytes for p in self.parameters)
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         # Gradients come into being from the last layer to the first.
-        self.buckets = fill_buckets(self.parameters[::-1], self.capacity)
+        self.buckets = fill_buckets(self.parameters[::-1], self.capacity, reduce)
 
     def finish_backward(self) -> None:
         for bucket in self.buckets:
@@ -199,9 +221,14 @@ class Overlapped(Bucketed):
     """
 
     def __init__(
-        self, model: nn.Module, axis: Axis, average: bool = True, bucket_mb: float | None = None
+        self,
+        model: nn.Module,
+        axis: Axis,
+        average: bool = True,
+        bucket_mb: float | None = None,
+        reduce: Reduce | None = None,
     ) -> None:
-        super().__init__(model, axis, average, bucket_mb)
+        super().__init__(model, axis, average, bucket_mb, reduce)
         self.rehearsal: Counter[nn.Parameter] | None = Counter()  # arrivals, in order
         self.next = 0  # the bucket whose turn it is
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -246,7 +273,7 @@ class Overlapped(Bucketed):
         if device.type != "meta":  # where there are no values to tell, all ranks are alike
             order = broadcast(torch.tensor(order, device=device), self.axis, src=0).tolist()
         self.buckets, self.bucket_of = [], {}  # each old one goes when its gradients have moved
-        self.buckets = fill_buckets([self.parameters[i] for i in order], self.capacity)
+        self.buckets = fill_buckets([self.parameters[i] for i in order], self.capacity, self.reduce)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
             bucket.expected = bucket.missing = sum(max(1, arrived[p]) for p in bucket.parameters)

@@ -64,6 +64,11 @@ class TrainConfig:
     """The link that --backend link emulates."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of parameters, gradients and optimizer state."""
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    """Of matrix products: as --dtype says, or in 16 bits while parameters stay in float32. fp16
+    scales the loss so that small gradients survive, and leaves out steps that overflow."""
+    reduce_dtype: Literal["same", "bfloat16"] = "same"
+    """Of gradients on their way between ranks: as --dtype says, or cast to bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward instead of being kept."""
 
@@ -122,6 +127,16 @@ class TrainConfig:
             raise ValueError(f"--timeout {self.timeout:g} must be at most 1e9 seconds")
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
+        if self.precision != "float32" and self.dtype != "float32":
+            raise ValueError(
+                f"--precision {self.precision} casts from master weights in float32, not "
+                f"{self.dtype}; leave out --dtype, or --precision"
+            )
+        if self.reduce_dtype != "same" and self.ddp == "naive":
+            raise ValueError(
+                f"--reduce-dtype {self.reduce_dtype} casts whole buckets, and --ddp naive has "
+                f"none; use --ddp overlapped or bucketed"
+            )
         link.parse(self.link)
 
     def check_text(self) -> None:

@@ -36,6 +36,7 @@ from minipar.train.optim import (
     warmup_cosine,
     warmup_stable_decay,
 )
+from minipar.train.precision import FULL, Precision, reduce_in
 from minipar.train.report import Report, StepRecorder, peak_memory, training_figures
 
 Microbatch = tuple[Tensor, Tensor]  # inputs [B, T] and targets [B, T]
@@ -60,6 +61,7 @@ def train_step(
     *,
     max_norm: float = math.inf,
     shard_axes: Sequence[Axis] = (),
+    precision: Precision = FULL,
 ) -> StepResult:
     """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
 
@@ -77,15 +79,17 @@ def train_step(
             if i < len(microbatches) - 1:
                 for strategy in strategies:
                     stack.enter_context(strategy.no_sync())
-            loss = token_loss(model(inputs), targets)
+            with precision.autocast():
+                loss = token_loss(model(inputs), targets)
             num_tokens = counting.wait().clamp(min=1)
-            (loss / num_tokens).backward()
+            precision.scale(loss / num_tokens).backward()
             own_loss += loss.detach()
     for strategy in strategies:
         strategy.finish_backward()
     adding = all_reduce(own_loss, data_axis, async_op=True)  # hidden behind the optimizer
+    precision.unscale(model.parameters(), shard_axes)
     grad_norm = clip_grad_norm(model.parameters(), max_norm, shard_axes)
-    optimizer.step()
+    precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
     return StepResult(adding.wait() / num_tokens, num_tokens, grad_norm)
 
 
@@ -127,6 +131,7 @@ class Trainer:
         self.model = Llama(model_config, seed=config.seed)
         self.model.to(self.device, getattr(torch, config.dtype))
         checkpoint_activations(self.model, config.recompute)
+        cast = config.reduce_dtype != "same"
         self.strategies = [
             ddp.apply(
                 self.model,
@@ -134,9 +139,11 @@ class Trainer:
                 version=config.ddp,
                 bucket_mb=config.bucket_mb or None,
                 average=False,
+                reduce=reduce_in(getattr(torch, config.reduce_dtype)) if cast else None,
             )
         ]
         self.optimizer = make_optimizer(self.model, lr=config.lr, weight_decay=config.weight_decay)
+        self.precision = Precision(config.precision, self.device)
         self.step = 0
         self.timeline = Timeline()
 
@@ -155,7 +162,8 @@ class Trainer:
     def run(self, progress: Callable[[dict[str, Any]], None] = lambda _: None) -> Report:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
 
-        Raises `FloatingPointError` on every rank at the first loss or gradient that is not finite.
+        Raises `FloatingPointError` on every rank at the first loss or gradient that is not finite,
+        unless it is loss scaling that made it so.
         """
         config, first_step, lines = self.config, self.step, []
         recorder = StepRecorder(self.model, first_step, config.steps, config.record_every)
@@ -175,6 +183,7 @@ class Trainer:
                     batch,
                     self.mesh.dp,
                     max_norm=config.max_norm,
+                    precision=self.precision,
                 )
             self.step += 1
             line = {
@@ -184,6 +193,7 @@ class Trainer:
                 "grad_norm": result.grad_norm.item(),
                 "tokens": int(result.num_tokens),
                 "seconds": time.perf_counter() - start,
+                **self.precision.report(),
             }
             self._check_finite(line)
             is_last = self.step == config.steps
@@ -200,7 +210,9 @@ class Trainer:
         return self._report(first_step, lines, recorder)
 
     def _check_finite(self, line: dict[str, Any]) -> None:
-        if not math.isfinite(line["loss"]) or not math.isfinite(line["grad_norm"]):
+        # A gradient that overflows because the loss was scaled up is no accident.
+        scaled_up = line.get("loss_scale", 0) >= 1
+        if not math.isfinite(line["loss"]) or not (math.isfinite(line["grad_norm"]) or scaled_up):
             raise FloatingPointError(
                 f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
                 f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
@@ -228,7 +240,8 @@ class Trainer:
         """Return the loss on the same sample of the validation text every time."""
         batches = self._batches(self.corpus.validation, seed=0, microbatches=1)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
-        return evaluate(self.model, self._on_device(few), self.mesh.dp)
+        with self.precision.autocast():
+            return evaluate(self.model, self._on_device(few), self.mesh.dp)
 
     def _on_device(self, batches: Iterable[Sequence[Microbatch]]):
         for batch in batches:
@@ -243,6 +256,7 @@ class Trainer:
             state = {
                 "step": self.step,
                 "optimizer": self.optimizer.state_dict(),
+                "precision": self.precision.state_dict(),
                 "data": self.batches.state_dict(),
                 "random": random_states,
             }
@@ -255,6 +269,7 @@ class Trainer:
         checkpoint.load_weights(self.model, weights, f"checkpoint {folder}")
         self.batches.load_state_dict(state["data"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state.get("precision", {}))
         random_states = state["random"]
         torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
         self.step = state["step"]

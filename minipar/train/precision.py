@@ -1,0 +1,347 @@
+"""Mixed precision: matrix products in 16 or 8 bits, weights that learn in 32.
+
+Idea.   Half the bits is half the memory traffic and at least twice the speed of a matrix product;
+        but what a step *adds* to a weight is thousands of times smaller than the weight itself.
+        So the optimizer keeps float32 *master weights*, and each forward casts them down.
+Formats (bits of exponent, of fraction; largest; smallest above zero; relative step).
+        float32  8, 23   3e38     1e-45    2^-23
+        bf16     8, 7    3e38     9e-41    2^-7     the range of float32, few digits
+        fp16     5, 10   65504    6e-8     2^-10    more digits, gradients fall off the lower end
+        e4m3     4, 3    448      2e-3     2^-3     fp8 for inputs and weights
+        e5m2     5, 2    57344    1.5e-5   2^-2     fp8 for gradients
+Three remedies, one section each below: master weights (bf16 needs no more), loss scaling (fp16),
+        and a scale per tensor (fp8).
+Memory. Bytes per parameter: 4 weight + 4 gradient + 8 AdamW, and 2 for the cast during a forward;
+        without master weights (``--dtype bfloat16``) 2 + 2 + 4.
+Comms.  One all-reduce of 4 bytes over each axis that shards gradients, for the loss scaler;
+        `reduce_in` halves the bytes of gradients.
+Source. Micikevicius et al. 1710.03740, sections 3.1 (master weights) and 3.2 (loss scaling);
+        Micikevicius et al. 2209.05433, sections 2 and 3 (fp8).
+In torch: `torch.autocast` (used here), `torch.amp.GradScaler`.
+Proved by tests/train/test_precision.py.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import Op, Pending, all_reduce
+from minipar.comm.mesh import Axis
+from minipar.parallel import ddp
+
+COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of precisions, and what matrix products are cast to; None: nothing is cast."""
+
+
+# ---------------------------------------------------------------------- 1. master weights
+class Precision:
+    """What a training step does about precision; the default does nothing::
+
+        with precision.autocast():
+            loss = ...
+        precision.scale(loss).backward()
+        ...                                        # strategies finish; gradients are still scaled
+        precision.unscale(model.parameters(), shard_axes)
+        precision.step(optimizer)
+
+    "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
+    casts them for matrix products and attention, once per forward, and leaves norms, softmax and
+    sums in float32; gradients of parameters are float32. "fp16" has a `LossScaler`, its own or the
+    one given.
+
+    Raises `ValueError` for an unknown name.
+    """
+
+    def __init__(
+        self,
+        name: str = "float32",
+        device: torch.device | str = "cpu",
+        scaler: "LossScaler | None" = None,
+    ) -> None:
+        if name not in COMPUTE_DTYPES:
+            raise ValueError(f"precision={name!r} is unknown; use {', '.join(COMPUTE_DTYPES)}")
+        self.dtype = COMPUTE_DTYPES[name]
+        self.device = torch.device(device)
+        if scaler is None and name == "fp16":
+            scaler = LossScaler(device=device)
+        self.scaler = scaler
+
+    def autocast(self) -> AbstractContextManager:
+        """Around forward and loss, not around backward, which repeats the casts by itself."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what to call `backward` on."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> None:
+        """Give gradients their true size, before anybody takes their norm."""
+        if self.scaler is not None:
+            self.scaler.unscale(parameters, axes)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step `optimizer`, unless gradients overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def report(self) -> dict[str, float]:
+        """What belongs into the metrics of a step: the loss scale and the steps left out so far."""
+        if self.scaler is None:
+            return {}
+        scale, skipped = self.scaler.loss_scale.item(), int(self.scaler.num_skipped)
+        return {"loss_scale": scale, "skipped_steps": skipped}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, perhaps one of another precision."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state)
+
+
+FULL = Precision()
+"""Nothing is cast and nothing is scaled."""
+
+
+def reduce_in(dtype: torch.dtype) -> ddp.Reduce:
+    """Send gradients as `dtype`, whatever they are kept in: ``ddp.apply(..., reduce=...)``.
+
+    Every rank gets the same bits. bf16 sends half the bytes of float32; but every addition on the
+    way rounds to 8 bits, so that the error grows with the number of ranks (2^-8 of a sum of
+    absolute values for each of n-1 additions, at most). Which is why gradients are otherwise sent
+    as they are. Raises `ValueError` unless `dtype` is a float.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"gradients cannot be sent as {dtype}; use float32, bfloat16 or float16")
+
+    def reduce(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
+        wire = bucket.flat.to(dtype)  # the same tensor, if it has that dtype: then all is in place
+        pending = all_reduce(wire, axis, op, out=wire, async_op=True)
+        return Pending(None, bucket.flat, finish=lambda flat: flat.copy_(pending.wait()))
+
+    return reduce
+
+
+# ---------------------------------------------------------------------- 2. loss scaling
+class LossScaler:
+    """Multiplies the loss, so that gradients in fp16 keep clear of zero; finds the factor itself.
+
+    The chain rule carries the factor to every gradient, and `unscale` divides it out again in
+    float32. The largest factor that does not overflow is best, and it changes as training goes on:
+    so it grows after `growth_interval` good steps in a row, and a step with a gradient that is
+    infinite or NaN is left out, after which it shrinks.
+
+    All ranks must leave out the same steps. Where gradients are replicated they agree by
+    themselves, since an infinity survives a sum; where they are sharded, `unscale` asks the ranks
+    along those axes. Nothing here waits for the device, but a step of an optimizer that cannot
+    skip by itself (a fused one can).
+
+    State: `loss_scale` (float32), `good_steps` and `num_skipped` (int32), tensors on `device`;
+    `found_inf` (1.0 or 0.0) between `unscale` and `update`. Equal to `torch.amp.GradScaler` step
+    for step. Raises `ValueError` for factors that cannot work.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 < init_scale < float("inf"):
+            raise ValueError(f"init_scale={init_scale} must be positive; 65536 is usual")
+        if not 0 < backoff_factor < 1 < growth_factor < float("inf"):
+            raise ValueError(
+                f"backoff_factor={backoff_factor} must lie between 0 and 1, and "
+                f"growth_factor={growth_factor} above 1; 0.5 and 2 are usual"
+            )
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval={growth_interval} must be 1 or more steps")
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self.loss_scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
+        self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
+        self.num_skipped = torch.tensor(0, dtype=torch.int32, device=device)
+        self.found_inf: Tensor | None = None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale: call `backward` on this."""
+        return loss * self.loss_scale.to(loss.device)
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> Tensor:
+        """Divide all gradients by the scale, in place; return 1.0 if any was not finite, else 0.0.
+
+        `axes`: every axis over which gradients are sharded, in the same order on all ranks; one
+        all-reduce of 4 bytes over each. Raises `ValueError` for gradients in fp16, where dividing
+        would lose what scaling has saved, and `RuntimeError` for a second call in one step.
+        """
+        if self.found_inf is not None:
+            raise RuntimeError("unscale() was called twice in one step; call update() in between")
+        grads = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
+        if any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError("gradients in float16 cannot be unscaled; keep parameters in float32")
+        found = torch.zeros_like(self.loss_scale)
+        grads = [grad for grad in grads if grad.numel()]
+        if grads:
+            # The largest absolute value is NaN where any is, and unlike a sum cannot overflow.
+            largest = torch.stack(torch._foreach_norm(grads, float("inf")))
+            found = (~largest.isfinite()).any().to(found)
+            by_dtype = {grad.dtype: [g for g in grads if g.dtype == grad.dtype] for grad in grads}
+            for same in by_dtype.values():
+                torch._foreach_mul_(same, self.loss_scale.double().reciprocal().float())
+        for axis in axes:
+            found = all_reduce(found, axis, "max")
+        self.found_inf = found
+        return found
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step `optimizer`, unless gradients were not finite. After `unscale`."""
+        if self.found_inf is None:
+            raise RuntimeError("call unscale() between backward() and step()")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # A fused optimizer reads the flag on the device, and nobody waits for it.
+            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not self.found_inf:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Choose the scale of the next step; once per step, after all optimizers."""
+        if self.found_inf is None:
+            raise RuntimeError("call unscale() and step() before update()")
+        overflow, exact = self.found_inf.bool(), self.loss_scale.double()
+        good = self.good_steps + 1
+        is_due = good == self.growth_interval
+        grown = (exact * self.growth_factor).float()
+        grown = torch.where(is_due & grown.isfinite(), grown, self.loss_scale)
+        shrunk = (exact * self.backoff_factor).float()
+        self.loss_scale = torch.where(overflow, shrunk, grown)
+        self.good_steps = torch.where(overflow | is_due, 0, good)
+        self.num_skipped = self.num_skipped + overflow
+        self.found_inf = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {name: getattr(self, name) for name in ("loss_scale", "good_steps", "num_skipped")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; what it lacks stays as it is."""
+        for name, value in state.items():
+            setattr(self, name, value.to(getattr(self, name)))
+
+
+# ---------------------------------------------------------------------- 3. eight bits
+class Scaled(NamedTuple):
+    """A tensor in fp8: its values are ``data.float() * scale``."""
+
+    data: Tensor
+    scale: Tensor  # float32, one for the whole tensor
+
+
+def quantise(tensor: Tensor, dtype: torch.dtype) -> Scaled:
+    """Round to fp8, after scaling so that the largest value meets the largest of `dtype`.
+
+    Without the scale, a weight of 0.001 is below what e4m3 can tell from zero, and most gradients
+    are below e5m2. Off by at most 2^-4 (e4m3) or 2^-3 (e5m2) of a value in the normal range. An
+    infinity or NaN makes everything NaN, so that a loss scaler notices.
+    """
+    largest = tensor.detach().abs().amax().float()
+    scale = largest / torch.finfo(dtype).max
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # all zero, or as good as
+    return Scaled((tensor.float() / scale).to(dtype), scale)
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """a bᵀ: [M, K], [N, K] -> [M, N], summed in float32, rounded to `dtype` once at the end.
+
+    By the tensor cores where there are any for fp8; otherwise emulated: float32 holds every
+    product of two fp8 numbers exactly, so the two differ by the order of additions only.
+    """
+    if runs_fp8(a.data, b.data):
+        # Both operands must be contiguous along K: the second, handed over as [K, N], is.
+        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=dtype)
+    return (a.data.float() @ b.data.float().t() * (a.scale * b.scale)).to(dtype)
+
+
+def runs_fp8(a: Tensor, b: Tensor) -> bool:
+    """Whether the device multiplies fp8 (NVIDIA Ada, Hopper and later) and likes these shapes."""
+    if a.device.type != "cuda" or any(size % 16 for size in (*a.shape, *b.shape)):
+        return False
+    return torch.cuda.get_device_capability(a.device) >= (8, 9)
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x wᵀ. Three tensors are rounded to fp8, x, w and the gradient, for three products: y = x wᵀ,
+    and in backward dx = g w and dw = gᵀ x. With one scale per tensor a transpose is exact.
+
+    What is kept for backward is a quarter of float32, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        # x [M, K], weight [N, K] -> [M, N]
+        with torch.autocast(x.device.type, enabled=False):
+            qx, qw = quantise(x, torch.float8_e4m3fn), quantise(weight, torch.float8_e4m3fn)
+            ctx.save_for_backward(*qx, *qw)
+            ctx.dtypes = x.dtype, weight.dtype
+            return product(qx, qw, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        g, g_scale = quantise(grad, torch.float8_e5m2)  # [M, N]
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:  # [M, N], [K, N] -> [M, K]
+            columns = Scaled(weight.t().contiguous(), weight_scale)
+            grad_x = product(Scaled(g, g_scale), columns, x_dtype)
+        if ctx.needs_input_grad[1]:  # [N, M], [K, M] -> [N, K]
+            rows, columns = (q.t().contiguous() for q in (g, x))
+            grad_weight = product(Scaled(rows, g_scale), Scaled(columns, x_scale), weight_dtype)
+        return grad_x, grad_weight, None
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that multiplies in fp8; its weight is the master weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N], in the dtype of autocast where it is on, else in that of `x`."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, dtype)
+        y = y.reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def use_fp8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> list[str]:
+    """Turn the linear layers of `model` into `Fp8Linear`, in place; return their names.
+
+    Parameters, names and hooks stay. A layer with a word of `skip` in its path is left alone: the
+    head is the most sensitive one, and the embedding is no product. Scales are those of the rank:
+    a layer cut over ranks has one per piece. Raises `ValueError` if nothing is left to turn.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not set(skip) & set(name.split("."))
+    }
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear layer apart from {list(skip)}")
+    for module in found.values():
+        module.__class__ = Fp8Linear
+    return list(found)

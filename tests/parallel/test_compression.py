@@ -1,0 +1,555 @@
+"""Compression: what is sent, what is kept back, how many bytes go, and whether a Llama learns.
+
+That sums are right when nothing is left out is proved by tests/parity/test_compression.py.
+"""
+
+import copy
+import math
+import time
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from minipar.comm import link, timeline
+from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.mesh import Axis, Mesh
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.parallel import ddp
+from minipar.parallel.compression import (
+    COMPRESSORS,
+    Compressed,
+    Fp8,
+    Half,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
+from tests.parallel.test_ddp import (
+    BACKWARD,
+    FORWARD,
+    NUM_LAYERS,
+    SLACK,
+    Layers,
+    SlowLayers,
+    data,
+    loss_of,
+)
+
+ALL = {
+    **COMPRESSORS,
+    "int8 stochastic": partial(Int8, stochastic=True),
+    "int8 one scale": partial(Int8, block=None),
+    "e5m2 stochastic": partial(Fp8, kind="e5m2", stochastic=True),
+    "sign one scale": partial(Sign, block=None),
+    "powersgd cold": partial(PowerSGD, rank=2, warm_start=False),
+}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def there_and_back(codec, rows: Tensor) -> Tensor:
+    return codec.decompress(codec.compress(rows), rows.shape[1], rows.dtype)
+
+
+# ---------------------------------------------------------------------- codecs
+def test_int8_is_off_by_half_a_step_at_most():
+    """Mutants: truncating; 128 steps; a scale of another block."""
+    rows = random(3, 1000) * torch.tensor([[1e-6], [1.0], [1e6]])
+    error = (there_and_back(Int8(block=100), rows) - rows).unflatten(1, (10, 100)).abs()
+    step = rows.unflatten(1, (10, 100)).abs().amax(-1, keepdim=True) / 127
+    ratio = error / step
+    assert ratio.max() <= 0.5 + 1e-4
+    assert ratio.max() > 0.49 and ratio.mean() > 0.2  # all steps are used, nothing goes unrounded
+
+
+@pytest.mark.parametrize(("kind", "mantissa"), [("e4m3", 3), ("e5m2", 2)])
+def test_fp8_is_off_by_half_a_step_of_its_exponent(kind, mantissa):
+    rows = random(2, 512)
+    error = (there_and_back(Fp8(kind=kind), rows) - rows).abs() / rows.abs()
+    normal = rows.abs() > 0.01  # times the block's scale, far above the subnormal numbers
+    assert error[normal].max() <= 2.0 ** -(mantissa + 1) + 1e-6
+    assert error[normal].max() > 0.8 * 2.0 ** -(mantissa + 1)
+
+
+def test_sign_is_the_mean_magnitude():
+    rows = random(2, 203)
+    found = there_and_back(Sign(block=None), rows)
+    mean = rows.abs().mean(1, keepdim=True)
+    torch.testing.assert_close(found, rows.sign() * mean, rtol=1e-6, atol=0)
+
+
+def test_top_k_is_the_largest_and_exact():
+    rows = random(3, 1001)
+    found = there_and_back(TopK(0.05), rows)
+    for row, original in zip(found, rows, strict=True):
+        kept = row != 0
+        assert kept.sum() == 51  # rounded up
+        assert torch.equal(row[kept], original[kept])
+        assert original[kept].abs().min() >= original[~kept].abs().max()
+
+
+@pytest.mark.parametrize("name", [n for n, make in ALL.items() if hasattr(make(), "compress")])
+@pytest.mark.parametrize("length", [1, 7, 255, 256, 257, 1000])
+def test_any_length_zeros_and_each_row_by_itself(name, length):
+    """Mutants: a block or a byte that is cut wrongly; rows whose bytes are interleaved."""
+    codec = ALL[name]()
+    rows = random(3, length, dtype=torch.float32)
+    rows[1] = 0
+    codec.generator = torch.Generator().manual_seed(1)
+    wire = codec.compress(rows)
+    assert wire.dtype == torch.uint8
+    whole = codec.decompress(wire, length, torch.float32)
+    for i in range(3):
+        assert torch.equal(codec.decompress(wire[i : i + 1], length, torch.float32)[0], whole[i])
+    assert (whole[1] == 0).all()
+    assert (whole[0] * rows[0] >= 0).all() and (whole[0] != 0).any()
+
+
+@pytest.mark.parametrize(
+    "codec", [Int8(16, stochastic=True), Fp8(16, "e4m3", True), Fp8(16, "e5m2", True)], ids=str
+)
+def test_stochastic_rounding_is_right_on_average(codec):
+    """Mutants: no noise (the mean is off by up to half a step); noise where none is needed."""
+    codec.generator = torch.Generator().manual_seed(0)
+    row = torch.tensor([1.0, -0.37, 0.021, -0.0049, 0.0, 0.77, 3e-4, 0.5] * 2).double()
+    draws = there_and_back(codec, row.expand(4000, -1))
+    mean, deviation = draws.mean(0), draws.std(0)
+    assert ((mean - row).abs() <= 5 * deviation / 4000**0.5 + 1e-6).all()
+    assert (draws[:, 0] == draws[0, 0]).all() and (draws[:, 4] == 0).all()  # exact ones stay
+    assert all(len(column.unique()) == 2 for column in draws[:, [1, 2, 3, 5]].T)  # neighbours
+    nearest = there_and_back(type(codec)(**{**vars_of(codec), "stochastic": False}), row[None])[0]
+    assert ((nearest - row).abs() > 5 * deviation / 4000**0.5 + 1e-6).any()
+
+
+def vars_of(codec) -> dict:
+    return {k: v for k, v in vars(codec).items() if k in ("block", "kind", "stochastic")}
+
+
+def test_a_scale_per_block_contains_an_outlier():
+    rows = random(1, 1024)
+    rows[0, 5] = 1e4
+    away = slice(256, None)
+    coarse, fine = there_and_back(Int8(block=None), rows), there_and_back(Int8(block=256), rows)
+    assert (coarse[:, away] == 0).all()  # silenced
+    torch.testing.assert_close(fine[:, away], rows[:, away], rtol=0, atol=0.03)
+
+
+# ---------------------------------------------------------------------- sums over ranks
+SHAPES = (64, 96), (7,), (96, 64), (9, 10)
+NUMEL = sum(math.prod(shape) for shape in SHAPES)
+SMALL = (32, 40), (7,), (40, 32), (9, 10)
+
+
+def _bucket(make, dtype=torch.float64, shapes=SHAPES, **options):
+    reduce = Compressed(make(), **options)
+    return ddp.Bucket([nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes], reduce), reduce
+
+
+def _reduce(bucket, axis: Axis, op: str, gradients: Tensor) -> Tensor:
+    pieces = gradients.split([p.numel() for p in bucket.parameters])
+    for p, piece in zip(bucket.parameters, pieces, strict=True):
+        p.grad = piece.view_as(p).clone()
+    bucket.launch(axis, op)
+    bucket.finish()
+    return torch.cat([p.grad.flatten() for p in bucket.parameters])
+
+
+def _residues(reduce, parameters) -> Tensor:
+    return torch.cat([reduce.residue(p).flatten() for p in parameters])
+
+
+def _nothing_is_lost(names, size):
+    mesh, numel = Mesh(dp=size), sum(math.prod(shape) for shape in SMALL)
+    for name in names:
+        for op, weight in {"sum": 1, "avg": 1 / size}.items():
+            bucket, reduce = _bucket(ALL[name], shapes=SMALL, error_feedback=True)
+            before = torch.zeros(numel, dtype=torch.float64)
+            for step in range(2):
+                every = [random(numel, seed=10 * step + rank) for rank in range(size)]
+                got = _reduce(bucket, mesh.dp, op, every[mesh.rank])
+                results, residues = zip(
+                    *all_gather_object((got, _residues(reduce, bucket.parameters)), mesh.dp),
+                    strict=True,
+                )
+                assert all(torch.equal(got, other) for other in results), name  # bit for bit
+                truth = sum(every) + before
+                error = (got / weight + sum(residues) - truth).abs().max()
+                assert error <= 1e-12 * truth.abs().max(), (name, op, step, error)
+                left = (got / weight - truth).norm() / truth.norm()
+                assert 1e-5 < left < 2, (name, left)  # something was left out, not everything
+                assert torch.equal(bucket.users, torch.full((4,), size * weight).double()), name
+                before = sum(residues)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sent_plus_residue_is_the_truth(ranks, size):
+    """Mutants: the second rounding's error dropped or not divided by the weight; a residue of the
+    gradient alone; ranks that add in different orders; counts of users that are compressed."""
+    names = list(ALL) if size < 4 else ["int8", "sign", "top-k", "powersgd"]
+    ranks(size).run(_nothing_is_lost, names, size)
+
+
+def _sent(make, size):
+    mesh = Mesh(dp=size)
+    bucket, _ = _bucket(make, torch.float32)
+    gradients = random(NUMEL, seed=mesh.rank, dtype=torch.float32)
+    with timeline.record() as recorded:
+        _reduce(bucket, mesh.dp, "avg", gradients)
+    return recorded.bytes_by_axis()["dp"]
+
+
+LARGE = 160 * 2  # rows and columns of the two matrices worth a PowerSGD of rank 4
+REST = 7 + 90
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "payload", "at_most"),
+    [
+        ("fp16", 2 * NUMEL, 0.5),
+        ("bf16", 2 * NUMEL, 0.5),
+        ("int8", (1 + 4 / 256) * NUMEL, 0.26),
+        ("fp8-e4m3", (1 + 4 / 256) * NUMEL, 0.26),
+        ("fp8-e5m2", (1 + 4 / 256) * NUMEL, 0.26),
+        ("sign", (1 / 8 + 4 / 256) * NUMEL, 0.036),
+        ("sign one scale", NUMEL / 8, 0.032),
+        ("random-k", 0.01 * 4 * NUMEL, 0.0102),
+        ("powersgd", 4 * (4 * LARGE + REST), 0.12),
+    ],
+)
+def test_bytes_follow_the_formula(ranks, size, name, payload, at_most):
+    """Mutants: int8 sent as int32; a gather on more than two ranks; scales that nobody counts."""
+    factor = 2 * (size - 1) / size
+    users = 4 * len(SHAPES)
+    for sent in ranks(size).run(_sent, ALL[name], size):
+        assert sent == pytest.approx(factor * (payload + users), rel=0.02)  # a block begun counts
+        assert sent - factor * users <= 1.005 * at_most * factor * 4 * NUMEL
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_of_top_k_grow_with_the_ranks(ranks, size):
+    """1 % is a number and a place of 4 bytes each: 2 % of the bytes, sent to n-1 ranks."""
+    users = 2 * (size - 1) / size * 4 * len(SHAPES)
+    for sent in ranks(size).run(_sent, TopK, size):
+        payload = (sent - users) / (size - 1)
+        assert payload == pytest.approx(8 * math.ceil(0.01 * NUMEL), abs=2)
+        assert payload <= 0.021 * 4 * NUMEL
+
+
+def _large_int8(size):
+    mesh = Mesh(dp=size)
+    bucket, _ = _bucket(Int8)
+    return _reduce(bucket, mesh.dp, "sum", torch.full((NUMEL,), 127.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_codes_are_not_added(ranks, size):
+    """Mutant: an all-reduce of int8, in which 127 + 127 is -2."""
+    for found in ranks(size).run(_large_int8, size):
+        assert torch.allclose(found, torch.full_like(found, 127.0 * size), rtol=1e-6)
+
+
+def _overflow(names, size):
+    mesh = Mesh(dp=size)
+    for name in names:
+        bucket, _ = _bucket(ALL[name], torch.float32)
+        for step in range(3):
+            gradients = random(NUMEL, seed=10 * step + mesh.rank, dtype=torch.float32)
+            if step == 1 and mesh.rank == 1:
+                gradients[1234] = math.inf
+            found = _reduce(bucket, mesh.dp, "avg", gradients)
+            every = all_gather_object(found.isfinite().all().item(), mesh.dp)
+            assert every == [step != 1] * size, (name, step, every)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(ranks, size):
+    """Mutants: a residue or a warm start that keeps the nan; a cast that hides it."""
+    ranks(size).run(_overflow, list(ALL), size)
+
+
+# ---------------------------------------------------------------------- plugged into ddp
+def _through_refilled_buckets():
+    mesh = Mesh(dp=2)
+    model, reduce = Layers(seed=0), Compressed(TopK(0.2), warmup_steps=2)
+    strategy = ddp.apply(model, mesh.dp, bucket_mb=7e-4, average=False, reduce=reduce)
+    first_buckets, parameters = strategy.buckets, list(model.parameters())
+    before, exact = _residues(reduce, parameters), []
+    for step in range(5):
+        reduce.warmup_steps = 0 if step == 0 else 3  # residues from before the buckets change
+        model.zero_grad()
+        twin = copy.deepcopy(model)
+        sum(loss_of(twin, rank, step) for rank in range(2)).backward()
+        truth = torch.cat([p.grad.flatten() for p in twin.parameters()])
+        loss_of(model, mesh.rank, step).backward()
+        strategy.finish_backward()
+        got = torch.cat([p.grad.flatten() for p in parameters])
+        after = sum(all_gather_object(_residues(reduce, parameters), mesh.dp))
+        exact.append(torch.allclose(got, truth, rtol=1e-10))
+        if not exact[-1]:
+            assert torch.allclose(got + after, truth + before, rtol=1e-10, atol=1e-12), step
+        assert after.any()
+        before = after
+    assert strategy.buckets is not first_buckets and len(strategy.buckets) > 2
+    return exact
+
+
+def test_residues_and_warm_up_outlive_the_buckets(ranks):
+    """Mutants: residues or steps counted by bucket, which the first backward replaces."""
+    for exact in ranks(2).run(_through_refilled_buckets):
+        assert exact == [False, True, True, False, False]
+
+
+def _timed(bucket_seconds, version, steps=3):
+    """Return (seconds, hidden fraction) of the fastest of a few steps."""
+    mesh = Mesh(dp=2)
+    model, x = SlowLayers(), torch.ones(2, 64)
+    num_bytes = model.weights[0].nbytes
+    link.check_calls(False)
+    try:
+        strategy = ddp.apply(
+            model, mesh.dp, version=version, bucket_mb=num_bytes / 1e6, reduce=Compressed(Half())
+        )
+        results = []
+        for step in range(1 + steps):  # the first one is a rehearsal
+            rate = num_bytes / 2 / bucket_seconds
+            link.use(link.Link("test", 0.0, rate) if step else "none")
+            model.zero_grad()
+            barrier(mesh.dp)
+            with timeline.record() as recorded:
+                start = time.monotonic()
+                model(x).sum().backward()
+                strategy.finish_backward()
+                seconds = time.monotonic() - start
+            results.append((seconds, recorded.hidden_fraction))
+        return min(results[1:])
+    finally:
+        link.use("none")
+        link.check_calls(True)
+
+
+def test_backward_goes_on_meanwhile(ranks):
+    """Mutants: a launch that waits; compressed buckets that are sent after backward."""
+    bucket_seconds = 0.06
+    compute, comm = NUM_LAYERS * (FORWARD + BACKWARD), NUM_LAYERS * bucket_seconds
+    best = NUM_LAYERS * FORWARD + BACKWARD + comm
+    assert best + SLACK < compute + comm
+    for seconds, hidden in ranks(2, "link").run(_timed, bucket_seconds, "overlapped"):
+        assert best <= seconds <= best + SLACK
+        assert hidden > 0.4
+    for seconds, hidden in ranks(2, "link").run(_timed, bucket_seconds, "bucketed", 1):
+        assert seconds >= compute + comm
+        assert hidden < 0.05
+
+
+def _without_elements():
+    mesh, empty = Mesh(dp=2), nn.Parameter(torch.zeros(0, 3))
+    bucket = ddp.Bucket([empty], Compressed(Int8()))
+    empty.grad = torch.zeros(0, 3)
+    bucket.launch(mesh.dp, "sum")
+    bucket.finish()
+    return bucket.users.item()
+
+
+def test_a_parameter_without_elements_is_counted(ranks):
+    assert ranks(2).run(_without_elements) == [2, 2]
+
+
+def _fails():
+    mesh = Mesh(dp=2)
+
+    class Broken(Half):
+        def compress(self, rows: Tensor) -> Tensor:
+            raise ArithmeticError("broken")
+
+    bucket, _ = _bucket(Broken)
+    with pytest.raises(ArithmeticError, match="broken"):
+        _reduce(bucket, mesh.dp, "sum", random(NUMEL))
+    return True
+
+
+def test_what_fails_in_the_background_is_raised(ranks):
+    assert ranks(2).run(_fails) == [True, True]
+
+
+def test_one_rank_needs_no_torch_distributed():
+    model, twin = Layers(seed=0), Layers(seed=0)
+    strategy = ddp.apply(model, Mesh().dp, reduce=Compressed(Sign()))
+    for m in (model, twin):
+        m(data(0)).square().sum().backward()
+    strategy.finish_backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0), "fraction=0"),
+        (lambda: RandomK(1.5), "fraction=1.5"),
+        (lambda: Int8(block=0), "block=0"),
+        (lambda: Fp8(kind="e3m4"), "kind=e3m4 .* e4m3 or e5m2"),
+        (lambda: Half(torch.float32), "dtype=torch.float32"),
+        (lambda: PowerSGD(0), "rank=0"),
+        (lambda: Compressed(Sign(), warmup_steps=-1), "warmup_steps=-1"),
+        (
+            lambda: ddp.apply(Layers(0), Mesh().dp, version="naive", reduce=Compressed(Sign())),
+            "needs buckets",
+        ),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------------- beside PyTorch's own
+def _network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48))
+
+
+def _beside_torch(hook: str, steps: int, seed_shift: int = 0):
+    """Parameters after `steps`: ours, PyTorch's with the same hook, and without compression."""
+    mesh = Mesh(dp=2)
+    models = [_network() for _ in range(3)]
+    theirs = DistributedDataParallel(models[1])
+    if hook == "fp16":
+        compressor, warmup = Half(torch.float16), 0
+        theirs.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        compressor, warmup = PowerSGD(rank=2), 2
+        state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=warmup)
+        theirs.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        seed = int(np.random.RandomState(0).randint(1_000_000_000))
+        # Both then begin with the same random directions.
+        compressor._generator = torch.Generator().manual_seed(seed + seed_shift)
+    ours = ddp.apply(models[0], mesh.dp, reduce=Compressed(compressor, warmup_steps=warmup))
+    exact = ddp.apply(models[2], mesh.dp)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    for step in range(steps):
+        x = random(16, 40, seed=100 * step + mesh.rank, dtype=torch.float32)
+        finish = ours.finish_backward, lambda: None, exact.finish_backward
+        for i, model in enumerate((models[0], theirs, models[2])):
+            optimizers[i].zero_grad()
+            (model(x) - x.cumsum(1)[:, :1]).square().mean().backward()
+            finish[i]()  # before the next one talks
+            optimizers[i].step()
+    return [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """As a part of the way from the start to `a`."""
+    start = torch.cat([p.detach().flatten() for p in _network().parameters()])
+    return ((a - b).norm() / (a - start).norm()).item()
+
+
+def test_powersgd_equals_torch(ranks):
+    """Mutants: no warm start; residues of another definition; Q not averaged; other warm-up."""
+    for ours, theirs, exact in ranks(2).run(_beside_torch, "powersgd", 8):
+        assert _distance(ours, theirs) < 1e-4
+        assert _distance(ours, exact) > 1e-2
+    for ours, theirs, _ in ranks(2).run(_beside_torch, "powersgd", 8, seed_shift=1):
+        assert _distance(ours, theirs) > 1e-3  # other directions: the test would notice
+
+
+def test_fp16_equals_torch(ranks):
+    for ours, theirs, exact in ranks(2).run(_beside_torch, "fp16", 4):
+        assert _distance(ours, theirs) < 1e-3
+        assert 0 < _distance(ours, exact) < 1e-3
+
+
+# ---------------------------------------------------------------------- does it learn?
+def _follow_signs(feedback: bool, steps=400) -> float:
+    """Minimise |x + y| / 10 + |x - y| from (1, 1) by signs (1901.09847, counterexample 2)."""
+    mesh = Mesh(dp=2)
+    point = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    reduce = Compressed(Sign(), error_feedback=feedback)
+    bucket = ddp.Bucket([point], reduce)
+    for step in range(steps):
+        x, y = point.detach()
+        bend = torch.tensor([1.0, 1.0]) * (x + y).sign() / 10
+        point.grad = (bend + torch.tensor([1.0, -1.0]) * (1 if x > y else -1)).double()
+        bucket.launch(mesh.dp, "avg")
+        bucket.finish()
+        with torch.no_grad():
+            point -= 0.25 / (1 + step) ** 0.5 * point.grad
+    return ((point.sum().abs() / 10) + (point[0] - point[1]).abs()).item()
+
+
+def test_signs_alone_go_nowhere(ranks):
+    """Without feedback x + y never changes; with feedback it shrinks. Mutant: feedback ignored."""
+    with_feedback = ranks(2).run(_follow_signs, True)
+    without = ranks(2).run(_follow_signs, False)
+    assert max(with_feedback) < 0.1 < 0.19 < min(without)
+
+
+VOCABULARY = 32
+
+
+def _text(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Sequences in which nine of ten tokens follow from the one before."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    after = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(7))
+    tokens = [torch.randint(VOCABULARY, (8,), generator=generator)]
+    for _ in range(16):
+        other = torch.randint(VOCABULARY, (8,), generator=generator)
+        follows = torch.rand(8, generator=generator) < 0.9
+        tokens.append(torch.where(follows, after[tokens[-1]], other))
+    tokens = torch.stack(tokens, dim=1)
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def _learn(make, steps=120, **options) -> float:
+    """Mean loss of both ranks over the last steps."""
+    mesh = Mesh(dp=2)
+    shape = LlamaConfig(
+        VOCABULARY, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True
+    )
+    model = Llama(shape, seed=0)
+    reduce = Compressed(make(), **options) if make else None
+    strategy = ddp.apply(model, mesh.dp, bucket_mb=0.02, reduce=reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = _text(step, mesh.rank)
+        loss = token_loss(model(inputs), targets) / targets.numel()
+        loss.backward()
+        strategy.finish_backward()
+        optimizer.step()
+        losses.append(loss.item())
+    mean = sum(losses[-15:]) / 15
+    return sum(all_gather_object(mean, mesh.dp)) / 2
+
+
+@pytest.fixture(scope="module")
+def learn(ranks):
+    return cache(lambda make=None, **options: ranks(2).run(_learn, make, **options)[0])
+
+
+LITTLE = partial(TopK, 0.02)
+THIN = partial(PowerSGD, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "margin"), [(Int8, 0.02), (Sign, 0.08), (LITTLE, 0.1), (THIN, 0.2)]
+)
+def test_a_llama_learns_as_well_with_feedback(learn, make, margin):
+    assert learn() < 1.1 < 3.4 < math.log(VOCABULARY)
+    assert learn(make) < learn() + margin
+
+
+@pytest.mark.parametrize("make", [Sign, LITTLE, THIN])
+def test_and_worse_without(learn, make):
+    assert learn(make, error_feedback=False) > learn(make) + 0.12

@@ -1,0 +1,721 @@
+"""Precision: master weights, loss scaling, fp8; each beside what happens without it."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm import timeline
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.model.recompute import checkpoint_activations
+from minipar.parallel import ddp
+from minipar.train import precision, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.data import IGNORE
+from minipar.train.metrics import read
+from minipar.train.optim import make_optimizer
+from minipar.train.precision import (
+    COMPUTE_DTYPES,
+    Fp8Linear,
+    LossScaler,
+    Precision,
+    product,
+    quantise,
+    reduce_in,
+    use_fp8,
+)
+from minipar.train.trainer import train_step
+
+SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As each rank has, for what runs in this very process: more would only fight for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(step: int, rows: int = 4, seq_len: int = 32):
+    """Sequences that can be learnt: each adds 7, 14 or 21 from token to token, modulo 64."""
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(64, (rows, 1), generator=generator)
+    tokens = (first + 7 * (1 + first % 3) * torch.arange(seq_len + 1)) % 64
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def learn(name="float32", *, fp8=False, dtype=torch.float32, lr=3e-3, steps=60, scaler=None):
+    """Train a small Llama; return it and its losses."""
+    model = Llama(SHAPE, seed=0).to(dtype)
+    if fp8:
+        use_fp8(model)
+    optimizer = make_optimizer(model, lr=lr, weight_decay=0.0)
+    how, losses = Precision(name, scaler=scaler), []
+    for step in range(steps):
+        result = train_step(
+            model, [], optimizer, [batch(step)], Mesh().dp, max_norm=1.0, precision=how
+        )
+        losses.append(result.loss.item())
+    return model, losses
+
+
+def end_of(losses: list[float]) -> float:
+    return sum(losses[-5:]) / 5
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    model, losses = learn()
+    assert losses[0] > 4.0 and end_of(losses) < 2.5  # there is something to learn, and it is learnt
+    return model, losses
+
+
+# ---------------------------------------------------------------------- master weights
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_learns_like_float32(in_float32, name):
+    """Mutant: an autocast that does nothing fails the first assertion."""
+    model, losses = learn(name)
+    assert losses != in_float32[1]
+    assert end_of(losses) == pytest.approx(end_of(in_float32[1]), rel=0.02)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name, dtype", COMPUTE_DTYPES.items())
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_matrix_products_are_in_low_precision_also_when_recomputed(name, dtype, recompute):
+    seen, model = [], Llama(SHAPE, seed=0)
+    checkpoint_activations(model, recompute)
+    layer = model.model.layers[1]
+    layer.mlp.down_proj.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    layer.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    inputs, targets = batch(0)
+    with Precision(name).autocast():
+        loss = token_loss(model(inputs), targets)
+    loss.backward()
+    assert seen[:2] == [dtype or torch.float32, torch.float32]  # the residual stream is wide
+    assert set(seen[2:]) <= {dtype or torch.float32}
+    assert loss.dtype == torch.float32
+
+
+def test_small_updates_are_lost_without_master_weights():
+    """An update below 2^-9 of a bf16 weight rounds to nothing, however often it is repeated."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for _ in range(1000):
+            weight.grad = torch.full_like(weight, 2.0**-10)
+            optimizer.step()
+        ends[dtype] = weight.detach().clone()
+    assert torch.equal(ends[torch.bfloat16], torch.ones(3, dtype=torch.bfloat16))
+    torch.testing.assert_close(ends[torch.float32], torch.full((3,), 1 - 1000 / 1024))
+
+
+def test_a_llama_stalls_without_master_weights_and_learns_with_them():
+    """At a low learning rate, as at the end of every schedule. The scales of norms are all 1, and
+    not one of them moves; the embedding loses its larger weights.
+    """
+    start = Llama(SHAPE, seed=0)
+    with_master, losses = learn("bf16", lr=5e-5)
+    without, stalled = learn("float32", dtype=torch.bfloat16, lr=5e-5)
+    for name, parameter in without.named_parameters():
+        first, master = start.get_parameter(name), with_master.get_parameter(name)
+        moved = (parameter.float() != first.bfloat16().float()).float().mean()
+        assert (master != first).float().mean() > 0.95, name
+        assert moved == 0 if "norm" in name else moved < 0.9, name
+    gained, lost = (ls[0] - end_of(ls) for ls in (losses, stalled))
+    assert gained > 1.5 * lost > 0
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="'fp4' is unknown; use float32, bf16, fp16"):
+        Precision("fp4")
+
+
+# ---------------------------------------------------------------------- loss scaling
+def test_small_gradients_survive_in_fp16_if_the_loss_is_scaled():
+    """1e-9 is below half of fp16's smallest number: a gradient in fp16 on its way is 0."""
+    x, weight = torch.ones(2, 4), nn.Parameter(torch.ones(3, 4))
+    for how, expected in [(Precision("fp16"), 2e-9), (Precision("fp16", scaler=NoScale()), 0.0)]:
+        weight.grad = None
+        with how.autocast():
+            loss = nn.functional.linear(x, weight).float().sum() * 1e-9
+        how.scale(loss).backward()
+        how.unscale([weight])
+        torch.testing.assert_close(weight.grad, torch.full((3, 4), expected), rtol=1e-2, atol=0)
+
+
+class NoScale(LossScaler):
+    """The mutant that scales by 1."""
+
+    def __init__(self) -> None:
+        super().__init__(init_scale=1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "plain", "sgd"])
+@pytest.mark.parametrize("seed", range(4))
+def test_scaler_equals_torchs_on_any_trajectory_of_overflows(optimizer, seed):
+    """Bit for bit: the scale, the count of good steps, the weights, the optimizer's state.
+
+    Mutants: a count that goes on after an overflow, or that is not reset by growth; a float32
+    product with a factor such as 1.7; a skipped step that still decays the weights.
+    """
+    chance = random.Random(seed)
+    options = dict(
+        init_scale=chance.choice([2.0**16, 777.7, 1e38]),
+        growth_factor=chance.choice([2.0, 1.7]),
+        backoff_factor=chance.choice([0.5, 0.3]),
+        growth_interval=chance.choice([1, 2, 3]),
+    )
+    ours, theirs = LossScaler(**options), torch.amp.GradScaler("cpu", **options)
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        weights = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(0)), unused()]
+        sides.append((weights, OPTIMIZERS[optimizer](weights)))
+    history = []
+    for step in range(60):
+        bad = chance.choice([None, None, math.inf, -math.inf, math.nan])
+        for scaler, (weights, opt) in zip((ours, theirs), sides, strict=True):
+            opt.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            factor = torch.randn(5, 3, generator=generator)
+            if bad is not None:
+                factor[4, 1] = bad
+            scaler.scale((weights[0] * factor).sum() * 1e-3 + weights[1].sum()).backward()
+            if scaler is ours:
+                ours.unscale([*weights, weights[0]])  # a tied parameter is divided once
+            else:
+                theirs.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        assert ours.loss_scale.item() == theirs.get_scale()
+        assert ours.good_steps.item() == theirs._growth_tracker.item()
+        (mine, my_opt), (other, other_opt) = sides
+        assert torch.equal(mine[0], other[0]) and mine[0].isfinite().all()
+        assert str(my_opt.state_dict()) == str(other_opt.state_dict())
+        history.append(ours.loss_scale.item())
+    assert any(b > a for a, b in pairwise(history)) and any(b < a for a, b in pairwise(history))
+    assert 0 < ours.num_skipped < 60
+
+
+def test_scaler_stops_growing_where_float32_ends():
+    """As torch's: the last finite scale stays, and the count starts again."""
+    options = dict(init_scale=1.5e38, growth_interval=2)
+    ours, theirs = LossScaler(**options), torch.amp.GradScaler("cpu", **options)
+    weight, scales = nn.Parameter(torch.ones(1)), []
+    opt = torch.optim.SGD([weight], lr=0.0)
+    theirs.scale(torch.ones(()))  # only then has it a state
+    for _ in range(7):
+        weight.grad = torch.ones(1)
+        ours.unscale([weight])
+        ours.update()
+        theirs.step(opt)
+        theirs.update()
+        scales.append(ours.loss_scale.item())
+        assert scales[-1] == theirs.get_scale()
+        assert ours.good_steps.item() == theirs._growth_tracker.item()
+    assert scales[0] < scales[1] == scales[-1] < math.inf
+
+
+def test_nobody_waits_for_the_device():
+    """Tensors without values: whoever asked for one would fail."""
+    scaler = LossScaler(device="meta")
+    weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
+    scaler.scale(sum((w * w).sum() for w in weights)).backward()
+    found = scaler.unscale(weights, (Mesh().tp,))
+    scaler.update()
+    assert found.is_meta and scaler.loss_scale.is_meta and weights[0].grad.is_meta
+
+
+def unused() -> nn.Parameter:
+    """A parameter that never has a gradient."""
+    return nn.Parameter(torch.ones(2))
+
+
+OPTIMIZERS = {
+    "fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    "plain": lambda weights: torch.optim.AdamW(weights, lr=0.1),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+
+
+def test_a_llama_in_fp16_overflows_and_recovers_as_with_torchs_scaler():
+    """`train_step` beside a loop as torch's documentation has it: equal to the bit."""
+    options = dict(init_scale=2.0**26, growth_interval=3)
+    ours, theirs = LossScaler(**options), torch.amp.GradScaler("cpu", **options)
+    mine, other = Llama(SHAPE, seed=0), Llama(SHAPE, seed=0)
+    my_opt, other_opt = (make_optimizer(m, lr=3e-3, weight_decay=0.1) for m in (mine, other))
+    scales = []
+    for step in range(14):
+        inputs, targets = batch(step)
+        how = Precision("fp16", scaler=ours)
+        train_step(mine, [], my_opt, [(inputs, targets)], Mesh().dp, precision=how)
+        other_opt.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = token_loss(other(inputs), targets)
+        theirs.scale(loss / targets.numel()).backward()
+        theirs.step(other_opt)
+        theirs.update()
+        scales.append(ours.loss_scale.item())
+        assert scales[-1] == theirs.get_scale()
+        for ours_, theirs_ in zip(mine.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours_, theirs_)
+    assert 2 <= ours.num_skipped < 10
+    assert any(b > a for a, b in pairwise(scales))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_skipped_step_changes_nothing(optimizer):
+    weight = nn.Parameter(torch.randn(5))
+    opt, scaler = OPTIMIZERS[optimizer]([weight]), LossScaler()
+    for bad in (0.0, math.inf, math.nan, 0.0):
+        before, state = weight.detach().clone(), str(opt.state_dict())
+        weight.grad = torch.ones(5)
+        weight.grad[2] += bad
+        assert scaler.unscale([weight]).item() == (bad != 0)
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(weight, before) == (bad != 0)
+        assert (str(opt.state_dict()) == state) == (bad != 0)
+        assert not hasattr(opt, "found_inf")
+
+
+def test_a_large_gradient_is_no_overflow():
+    """Its square is. Mutant: looking at the sum, or at the 2-norm."""
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), 3e38)
+    assert LossScaler().unscale([weight]) == 0
+
+
+def test_scaler_says_what_it_cannot_do():
+    for options, what in [
+        (dict(init_scale=0.0), "init_scale"),
+        (dict(growth_factor=1.0), "growth_factor"),
+        (dict(backoff_factor=1.0), "backoff_factor"),
+        (dict(growth_interval=0), "growth_interval"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            LossScaler(**options)
+    scaler, weight = LossScaler(), nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    opt = torch.optim.SGD([weight])
+    for too_early in (lambda: scaler.step(opt), scaler.update):
+        with pytest.raises(RuntimeError, match="unscale"):
+            too_early()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="float16 cannot be unscaled; keep parameters in float32"):
+        scaler.unscale([weight])
+    scaler.unscale([])
+    with pytest.raises(RuntimeError, match="twice in one step"):
+        scaler.unscale([])
+
+
+def test_scaler_state_comes_back():
+    scaler, fresh = LossScaler(growth_interval=5), LossScaler(growth_interval=5)
+    weight = nn.Parameter(torch.zeros(1))
+    for value in (math.inf, 1.0, 1.0):
+        weight.grad = torch.tensor([value])
+        scaler.unscale([weight])
+        scaler.update()
+    fresh.load_state_dict(scaler.state_dict())
+    assert fresh.state_dict() == scaler.state_dict()
+    assert [v.item() for v in fresh.state_dict().values()] == [2.0**15, 2, 1]
+
+
+# ---------------------------------------------------------------------- on several ranks
+def _sharded_overflow(where: int, heed: bool):
+    """Rank `where` of a 2 x 2 mesh alone has an infinity; (decision, weight, bytes sent)."""
+    mesh = Mesh(dp=2, tp=2)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer, scaler = torch.optim.AdamW([weight], lr=0.1, fused=True), LossScaler()
+    weight.grad = torch.ones(4)
+    if mesh.rank == where:
+        weight.grad[1] = math.inf
+    with timeline.record() as recorded:
+        found = scaler.unscale([weight], (mesh.tp, mesh.dp) if heed else ())
+    scaler.step(optimizer)
+    scaler.update()
+    return found.item(), weight.tolist(), scaler.loss_scale.item(), recorded.bytes_by_axis()
+
+
+@pytest.mark.parametrize("where", [0, 3, 7])
+def test_all_ranks_leave_out_the_same_step_wherever_the_overflow_was(ranks, where):
+    """Under any sharding. Rank 7 is nobody: then nobody skips. Mutant: a decision per rank."""
+    found, weights, scales, sent = zip(*ranks(4).run(_sharded_overflow, where, True), strict=True)
+    assert set(found) == {float(where < 4)}
+    assert set(scales) == {2.0**15 if where < 4 else 2.0**16}
+    assert all((w == [1.0] * 4) == (where < 4) for w in weights)
+    assert all(bytes_of == {"tp": 4, "dp": 4} for bytes_of in sent)  # 2 (n-1)/n of one float32
+    alone = [found for found, *_ in ranks(4).run(_sharded_overflow, where, False)]
+    assert alone == [float(rank == where) for rank in range(4)]
+
+
+def _fp16_steps(init_scale: float, microbatches: int):
+    """Four steps in which the first of three ranks has all targets; what this rank ends with."""
+    mesh = Mesh(dp=3)
+    model = Llama(SHAPE, seed=mesh.rank)
+    strategies = [ddp.apply(model, mesh.dp, bucket_mb=0.01, average=False)]
+    optimizer = make_optimizer(model, lr=3e-3, weight_decay=0.1)
+    how = Precision("fp16", scaler=LossScaler(init_scale))
+    before, results = model.model.embed_tokens.weight.detach().clone(), []
+    for step in range(4):
+        inputs, targets = batch(step)
+        if mesh.rank:
+            targets = torch.full_like(targets, IGNORE)
+        share = list(
+            zip(inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True)
+        )
+        results.append(
+            train_step(model, strategies, optimizer, share, mesh.dp, max_norm=1.0, precision=how)
+        )
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moved = not torch.equal(before, model.model.embed_tokens.weight)
+    norms = [result.grad_norm.item() for result in results]
+    return weights, moved, how.scaler.num_skipped.item(), norms
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_overflow_on_one_rank_of_ddp_is_skipped_by_all(ranks, microbatches):
+    """The infinity survives the sum over ranks; weights stay equal to the bit."""
+    for init_scale, skips in [(2.0**30, 4), (2.0**16, 0)]:
+        outcomes = ranks(3).run(_fp16_steps, init_scale, microbatches)
+        for weights, moved, skipped, norms in outcomes:
+            assert skipped == skips and moved == (skips == 0)
+            assert torch.equal(weights, outcomes[0][0]) and weights.isfinite().all()
+            assert all(math.isfinite(norm) == (skips == 0) for norm in norms)
+            # Unscaled before it is measured: the true norm. Mutant: clipping scaled gradients.
+            assert skips or all(0.1 < norm < 10 for norm in norms)
+
+
+def _reduced(dtype, op: str):
+    """(what arrived, what it should be, bytes sent) for a different tensor on each rank."""
+    mesh = Mesh(dp=3)
+    rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    mine = rows[mesh.rank].clone()
+    with timeline.record() as recorded:
+        pending = reduce_in(dtype)(SimpleNamespace(flat=mine), mesh.dp, op)
+        result = pending.wait()
+    assert result is mine and pending.wait() is mine
+    exact = rows.double().sum(0) if op == "sum" else rows.double().mean(0)
+    return result, exact, rows.abs().sum(0), recorded.bytes_by_axis()["dp"]
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_reduced_in_the_dtype_of_choice(ranks, dtype, op):
+    """Half the bytes; the error that the docstring allows, and no less than such a dtype has."""
+    outcomes = ranks(3).run(_reduced, dtype, op)
+    bits = torch.finfo(dtype).eps / 2
+    for result, exact, size, sent in outcomes:
+        assert result.dtype == torch.float32 and torch.equal(result, outcomes[0][0])
+        error = (result.double() - exact).abs()
+        assert (error <= 2 * 2 * bits * size + 1e-6).all()  # of two additions and two roundings
+        assert error.max() > bits / 100 * size.max()
+        assert sent == 2 * 2 * 1000 * dtype.itemsize // 3
+
+
+def _ddp_in(dtype, version: str):
+    """Weights after three steps of data parallelism, and the bytes of the last."""
+    mesh = Mesh(dp=2)
+    model = Llama(SHAPE, seed=mesh.rank)
+    reduce = reduce_in(dtype)
+    strategy = ddp.apply(
+        model, mesh.dp, version=version, bucket_mb=0.01, average=False, reduce=reduce
+    )
+    optimizer = make_optimizer(model, lr=3e-3, weight_decay=0.1)
+    for step in range(3):
+        inputs, targets = batch(step)
+        mine = inputs[mesh.rank :: 2], targets[mesh.rank :: 2]
+        with timeline.record() as recorded:
+            train_step(model, [strategy], optimizer, [mine], mesh.dp, max_norm=1.0)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights, recorded.bytes_by_axis()["dp"]
+
+
+@pytest.mark.parametrize("version", ["overlapped", "bucketed"])
+def test_data_parallelism_with_gradients_in_bf16(ranks, version):
+    """Half the bytes, nearly the same weights, and the same ones on all ranks."""
+    (wide, wide_sent), _ = ranks(2).run(_ddp_in, torch.float32, version)
+    (one, sent), (two, _) = ranks(2).run(_ddp_in, torch.bfloat16, version)
+    assert torch.equal(one, two) and not torch.equal(one, wide)
+    assert (one - wide).norm() < 0.01 * wide.norm()
+    assert sent - 16 == pytest.approx((wide_sent - 16) / 2, abs=20)  # the trainer's own 16 bytes
+
+
+def test_whole_numbers_are_no_gradients():
+    with pytest.raises(ValueError, match="cannot be sent as torch.int8"):
+        reduce_in(torch.int8)
+
+
+# ---------------------------------------------------------------------- fp8
+@pytest.mark.parametrize("dtype, bits", [(E4M3, 3), (E5M2, 2)])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+def test_quantise_keeps_the_promised_digits_at_any_size(dtype, bits, size):
+    """Mutant: without the scale, 1e-30 becomes 0."""
+    x = torch.randn(100, 100, generator=torch.Generator().manual_seed(0)) * size
+    data, scale = quantise(x, dtype)
+    assert data.dtype == dtype and scale.dtype == torch.float32 and scale.shape == ()
+    assert data.float().abs().max() == torch.finfo(dtype).max
+    back = data.float() * scale
+    normal = data.float().abs() >= torch.finfo(dtype).smallest_normal
+    assert normal.float().mean() > 0.9
+    error = ((back - x) / x).abs()[normal]
+    assert 2.0 ** -(bits + 2) < error.max() <= 2.0 ** -(bits + 1) * 1.001
+
+
+def test_quantise_handles_the_extremes():
+    data, scale = quantise(torch.zeros(3), E4M3)
+    assert torch.equal(data.float() * scale, torch.zeros(3))
+    for dtype in (E4M3, E5M2):
+        for bad in (math.inf, -math.inf, math.nan):
+            data, scale = quantise(torch.tensor([1.0, bad]), dtype)
+            assert (data.float() * scale).isnan().all()  # or a loss scaler would see no overflow
+
+
+def test_the_product_is_exact_up_to_the_roundings_to_fp8():
+    """Small whole numbers times a power of two need no rounding: then neither has the product."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-7, 8, (n, 16), generator=generator).float() for n in (5, 6))
+    a[0, 0] = b[0, 0] = 7.0
+    found = product(quantise(a * 64, E4M3), quantise(b / 1024, E4M3), torch.float32)
+    torch.testing.assert_close(found, a @ b.t() / 16)
+
+
+def test_emulation_equals_the_instruction(monkeypatch):
+    """The CPU has a `_scaled_mm`, too, though none of the rules of a GPU about layouts: the first
+    operand row after row, the second column after column.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*s, generator=generator) for s in [(48, 32), (16, 32), (48, 16)])
+    outcomes, scaled_mm = [], torch._scaled_mm
+    for real in (False, True):
+        calls = []
+
+        def spy(a, b, *scales, calls=calls, **options):
+            assert a.is_contiguous() and b.t().is_contiguous()
+            calls.append((a.dtype, b.dtype))
+            return scaled_mm(a, b, *scales, **options)
+
+        monkeypatch.setattr(precision, "runs_fp8", lambda a, b, real=real: real)
+        monkeypatch.setattr(torch, "_scaled_mm", spy)
+        layer = nn.Linear(32, 16, bias=False)
+        layer.weight.data.copy_(weight)
+        use_fp8(model := nn.Sequential(layer))
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        y.backward(grad)
+        outcomes.append((y.detach(), inputs.grad, layer.weight.grad))
+        assert calls == ([(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)] if real else [])
+    for emulated, instructed in zip(*outcomes, strict=True):
+        torch.testing.assert_close(emulated, instructed, rtol=1e-5, atol=1e-5)
+
+
+def test_the_instruction_is_asked_for_where_the_device_has_it(monkeypatch):
+    class OnGpu:
+        device = torch.device("cuda")
+
+        def __init__(self, *shape):
+            self.shape = shape
+
+    for capability, expected in [((8, 0), False), ((8, 9), True), ((9, 0), True)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        assert precision.runs_fp8(OnGpu(16, 32), OnGpu(48, 32)) == expected
+        assert not precision.runs_fp8(OnGpu(17, 32), OnGpu(48, 32))
+    assert not precision.runs_fp8(torch.ones(16, 16), torch.ones(16, 16))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_an_fp8_layer(bias):
+    """Near those of float32, off by what fp8 rounds away; wide where the inputs are wide."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(48, 33, bias=bias), torch.randn(2, 5, 48, requires_grad=True)
+    found = nn.Linear(48, 33, bias=bias)
+    found.load_state_dict(plain.state_dict())
+    assert use_fp8(nn.ModuleDict({"a": found})) == ["a"] and type(found) is Fp8Linear
+    grad = torch.randn(2, 5, 33) * 1e-7  # as small as gradients are
+    results = []
+    for layer in (plain, found):
+        x.grad = None
+        y = layer(x)
+        y.backward(grad)
+        grads = [p.grad for p in layer.parameters()]
+        results.append([y.detach(), x.grad, *grads])
+    for exact, rounded in zip(*results, strict=True):
+        assert rounded.dtype == torch.float32 and rounded.shape == exact.shape
+        error = (rounded - exact).norm() / exact.norm()
+        assert error < 0.1
+    assert all(not torch.equal(a, b) for a, b in list(zip(*results, strict=True))[:3])
+
+
+def test_an_fp8_layer_rounds_once_under_autocast():
+    """Mutant: autocast reaches into the emulation, and rounds before the scales are applied."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32, bias=False), torch.randn(40, 64)
+    use_fp8(nn.Sequential(layer))
+    with Precision("bf16").autocast():
+        y = layer(x)
+    expected = product(quantise(x, E4M3), quantise(layer.weight, E4M3), torch.bfloat16)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+
+
+def test_fp8_keeps_a_quarter_of_the_activations():
+    kept = []
+    layer = nn.Linear(64, 64, bias=False)
+    use_fp8(nn.Sequential(layer))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(32, 64, requires_grad=True))
+    assert sum(t.nbytes for t in kept) == 32 * 64 + 64 * 64 + 2 * 4  # two scales
+
+
+def test_fp8_leaves_names_weights_and_the_head_alone():
+    model = Llama(replace(SHAPE, tie_embeddings=False), seed=0)
+    before = dict(model.named_parameters())
+    turned = use_fp8(model)
+    assert len(turned) == 2 * 7 and type(model.lm_head) is nn.Linear
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert "lm_head" in use_fp8(model, skip=())
+    with pytest.raises(ValueError, match="Llama has no linear layer apart from"):
+        use_fp8(model)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_fp8_recomputes_to_the_same_bits(recompute):
+    grads = []
+    for mode in ("none", recompute):
+        model = Llama(SHAPE, seed=0)
+        use_fp8(model)
+        checkpoint_activations(model, mode)
+        inputs, targets = batch(0)
+        with Precision("bf16").autocast():
+            loss = token_loss(model(inputs), targets)
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_fp8_learns_like_bf16_and_only_because_it_scales(in_float32, monkeypatch):
+    _, in_bf16 = learn("bf16")
+    _, in_fp8 = learn("bf16", fp8=True)
+    assert in_fp8 != in_bf16
+    assert end_of(in_fp8) == pytest.approx(end_of(in_bf16), rel=0.05)
+    # Gradients 4096 times as small, as those of a larger batch are: all one to a scale per tensor.
+    tiny = LossScaler(2.0**-12)
+    assert learn("bf16", fp8=True, scaler=tiny)[1] == in_fp8
+    monkeypatch.setattr(
+        precision, "quantise", lambda t, dtype: precision.Scaled(t.to(dtype), torch.ones(()))
+    )
+    assert end_of(learn("bf16", fp8=True, scaler=tiny)[1]) > 1.2 * end_of(in_bf16)
+
+
+# ---------------------------------------------------------------------- whole runs
+RUN = TrainConfig(
+    mesh="dp=1",
+    steps=8,
+    batch_size=4,
+    seq_len=32,
+    warmup_steps=2,
+    eval_batches=2,
+    sample_tokens=0,
+    save_every=5,
+    record_every=100,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("".join("abc def ghi "[i * i % 12] for i in range(3000)))
+
+    def run(name: str, start=None, **changes) -> list[dict]:
+        folder = tmp_path / name
+        trainer.train(replace(RUN, data=str(text), **changes), str(folder), start)
+        return read(folder / "metrics.jsonl")
+
+    run.folder = tmp_path
+    return run
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
+    """Mutants: a scaler that is not saved; a run that takes a skipped step for a disaster."""
+
+    def make(name, device):
+        return Precision(name, device, LossScaler(2.0**18, growth_interval=2))
+
+    monkeypatch.setattr(trainer, "Precision", make)
+    whole = run("whole", precision="fp16")
+    assert [line["step"] for line in whole] == list(range(1, 9))
+    assert 1 <= whole[-1]["skipped_steps"] < 6 and math.isinf(whole[0]["grad_norm"])
+    assert whole[4]["loss_scale"] != 2.0**18
+    rest = run("rest", run.folder / "whole/checkpoints/step_000005", precision="fp16")
+    assert without_times(rest) == without_times(whole[5:])
+
+
+def test_precision_of_a_run(run, monkeypatch):
+    """Nearly, but not quite, the losses of float32, and no word about scales without a scaler."""
+
+    def make(name, device):  # the usual scale would cost the first step, and there are eight only
+        return Precision(name, device, LossScaler(256.0) if name == "fp16" else None)
+
+    monkeypatch.setattr(trainer, "Precision", make)
+    validated = []
+    real = trainer.evaluate
+    monkeypatch.setattr(
+        trainer,
+        "evaluate",
+        lambda *a: validated.append(torch.is_autocast_enabled("cpu")) or real(*a),
+    )
+    lines = {name: run(name, precision=name) for name in COMPUTE_DTYPES}
+    assert validated == [False, True, True]  # in the precision of training
+    for name in ("bf16", "fp16"):
+        for key in ("loss", "validation_loss"):
+            last = lines[name][-1][key], lines["float32"][-1][key]
+            assert last[0] != last[1] and last[0] == pytest.approx(last[1], rel=0.02)
+    assert [("loss_scale" in lines[name][0]) for name in COMPUTE_DTYPES] == [False, False, True]
+
+
+def test_an_overflow_that_no_scale_can_cure_ends_the_run(run, monkeypatch):
+    monkeypatch.setattr(trainer, "Precision", lambda *a: Precision(*a, LossScaler(4.0)))
+    monkeypatch.setattr(
+        LossScaler, "scale", lambda self, loss: loss * self.loss_scale * torch.tensor(math.inf)
+    )
+    with pytest.raises(FloatingPointError, match="step 3: .* Try a lower --lr"):
+        run("lost", precision="fp16")
+
+
+def test_a_run_on_two_ranks_in_16_bits_throughout(run, ranks, monkeypatch):
+    """Products and gradients in bf16; mutant: a --reduce-dtype that nobody reads."""
+    folder = run.folder / "two"
+    config = replace(RUN, data=str(run.folder / "a.txt"), mesh="dp=2", precision="bf16")
+    sent, losses = [], []
+    for reduce_dtype in ("same", "bfloat16"):
+        args = replace(config, reduce_dtype=reduce_dtype), str(folder / reduce_dtype)
+        report = ranks(2).run(trainer.train, *args)[0]
+        sent.append(report.sent_bytes)
+        losses.append(report.last_loss)
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.01)
+    assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.02)
+    with pytest.raises(ValueError, match="--reduce-dtype bfloat16 .* use --ddp overlapped"):
+        replace(config, reduce_dtype="bfloat16", ddp="naive").check()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_master_weights_are_in_float32(name, dtype):
+    TrainConfig(precision=name).check()
+    TrainConfig(dtype=dtype).check()
+    with pytest.raises(ValueError, match=f"--precision {name} .* in float32, not {dtype}"):
+        TrainConfig(precision=name, dtype=dtype).check()
