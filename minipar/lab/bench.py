@@ -104,7 +104,9 @@ def contenders(config: BenchConfig, mesh: Mesh) -> dict[str, Callable[[], Conten
     tokens = torch.randint(shape.vocab_size, (config.batch_size, config.seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
 
-    def contender(wrap: Callable, finish: Callable = lambda wrapped: None) -> Contender:
+    def contender(
+        wrap: Callable, finish: Callable = lambda wrapped: None, shares: int = 1
+    ) -> Contender:
         model = Llama(shape).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         wrapped = wrap(model)
@@ -112,7 +114,7 @@ def contenders(config: BenchConfig, mesh: Mesh) -> dict[str, Callable[[], Conten
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            (token_loss(forward(inputs), targets) / targets.numel()).backward()
+            (token_loss(forward(inputs), targets) / (shares * targets.numel())).backward()
             finish(wrapped)
             optimizer.step()
 
@@ -128,7 +130,12 @@ def contenders(config: BenchConfig, mesh: Mesh) -> dict[str, Callable[[], Conten
         )
 
     def ours() -> Contender:
-        return contender(lambda model: ddp.apply(model, mesh.dp), lambda s: s.finish_backward())
+        # As in the trainer: each rank divides its loss by the tokens of all, gradients are summed.
+        return contender(
+            lambda model: ddp.apply(model, mesh.dp, average=False),
+            lambda strategy: strategy.finish_backward(),
+            shares=mesh.dp.size,
+        )
 
     return {
         "ours": ours,

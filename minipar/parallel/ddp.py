@@ -48,9 +48,8 @@ def apply(
 
     Args:
         version: "naive", "bucketed" or "overlapped".
-        bucket_mb: capacity of a bucket in MB (10^6 bytes). By default an eighth of the gradients,
-            at most 25 MB: the last bucket has no computation left to hide behind, so it should
-            be a small part of the whole.
+        bucket_mb: capacity of a bucket in MB (10^6 bytes), see `fill_buckets`. By default a
+            quarter of the gradients, at most 25 MB.
         average: divide the sum of the gradients by the number of ranks.
         reduce: how a bucket is reduced, such as `compression.Compressed`; by default, exactly.
 
@@ -168,7 +167,9 @@ def fill_buckets(
 ) -> list[Bucket]:
     """Pack `parameters`, in their order, into buckets of at most `capacity` bytes each.
 
-    A parameter larger than that has a bucket to itself. Different dtypes or devices do not mix.
+    The first is a quarter of that and the second a half, so that the link has something to do early
+    and never waits long for more; the last is a quarter, as no computation is left to hide it. A
+    parameter larger than a bucket has one to itself. Different dtypes or devices do not mix.
     """
     groups: list[list[nn.Parameter]] = []
     room: dict[tuple, tuple[list[nn.Parameter] | None, float]] = {}
@@ -176,11 +177,16 @@ def fill_buckets(
         key = p.dtype, p.device
         group, left = room.get(key, (None, 0.0))
         if group is None or p.nbytes > left:
-            group, left = [], capacity
+            group, left = [], capacity * min(1, 2 ** len(groups) / 4)
             groups.append(group)
         group.append(p)
         room[key] = group, left - p.nbytes
-    return [Bucket(group, reduce) for group in groups]
+    last, left = [], capacity / 4
+    if sum(p.nbytes for p in groups[-1]) > left:
+        while groups[-1][-1].nbytes <= left:
+            left -= groups[-1][-1].nbytes
+            last.insert(0, groups[-1].pop())
+    return [Bucket(group, reduce) for group in [*groups, last] if group]
 
 
 class Bucketed(Naive):
@@ -197,7 +203,7 @@ class Bucketed(Naive):
         super().__init__(model, axis, average)
         self.reduce = reduce
         num_bytes = sum(p.nbytes for p in self.parameters)
-        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
+        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         # Gradients come into being from the last layer to the first.
         self.buckets = fill_buckets(self.parameters[::-1], self.capacity, reduce)
 

@@ -57,7 +57,7 @@ class TrainConfig:
     ddp: Literal["overlapped", "bucketed", "naive"] = "overlapped"
     """How gradients are reduced over dp."""
     bucket_mb: float = 0.0
-    """Megabytes per all-reduce; 0 chooses an eighth of the gradients, at most 25."""
+    """Megabytes per all-reduce; 0 chooses a quarter of the gradients, at most 25."""
     backend: Literal["auto", "gloo", "nccl", "link"] = "auto"
     """auto: nccl where each rank has a GPU, else gloo. link: gloo behind an emulated link."""
     link: str = "1gbe"
