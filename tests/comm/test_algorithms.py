@@ -358,6 +358,7 @@ def time_algorithms(size: int, alpha: float, beta: float, num_bytes: int) -> dic
         }
 
 
+@pytest.mark.slow
 def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
     """Small: 6 rounds of the ring against 4 of the tree. Large: 1.5 S bytes against 2 S.
 

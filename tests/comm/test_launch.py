@@ -28,6 +28,8 @@ from minipar.comm import collectives as comm
 from minipar.comm.launch import RankError, Ranks, spawn
 from minipar.comm.mesh import Mesh
 
+pytestmark = pytest.mark.slow  # many processes come and go here
+
 ROOT = Path(__file__).parents[2]
 RECOVERY = 5.0  # seconds in which a failed call must have returned, with the group mended
 

@@ -13,6 +13,8 @@ from minipar.lab.cells import _Transcript, chosen_ranks
 from minipar.lab.stress import FAILURES, stress, table
 from tests.lab.kernel import Kernel
 
+pytestmark = pytest.mark.slow  # many processes come and go here
+
 USABLE = 5.0  # seconds until a next cell has run, after anything that may happen
 
 

@@ -13,6 +13,8 @@ from torch.distributed import isend, recv
 from minipar.lab import exercises, publish
 from minipar.lab.exercises import CheckFailed, Sent, check, exercise, play, solution
 
+pytestmark = pytest.mark.slow  # many processes come and go here
+
 ROOT = Path(__file__).resolve().parents[2]
 IDS = list(exercises.exercises())
 WRONG = [(number, name) for number in IDS for name in exercise(number).wrongs]

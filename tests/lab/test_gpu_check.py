@@ -9,6 +9,7 @@ from minipar.lab import gpu_check
 from tests.parity.harness import muted
 
 
+@pytest.mark.slow
 def test_rehearsal_goes_through_all_checks(tmp_path):
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpu.json").read_text())

@@ -337,6 +337,7 @@ def _timed(bucket_seconds, version, steps=3):
         link.check_calls(True)
 
 
+@pytest.mark.slow
 def test_backward_goes_on_meanwhile(ranks):
     """Mutants: a launch that waits; compressed buckets that are sent after backward."""
     bucket_seconds = 0.06
@@ -547,11 +548,13 @@ THIN = partial(PowerSGD, 2)
 @pytest.mark.parametrize(
     ("make", "margin"), [(Int8, 0.02), (Sign, 0.08), (LITTLE, 0.3), (THIN, 0.2)]
 )
+@pytest.mark.slow
 def test_a_llama_learns_as_well_with_feedback(learn, make, margin):
     assert learn() < 1.1 < 3.4 < math.log(VOCABULARY)
     assert learn(make) < learn() + margin
 
 
 @pytest.mark.parametrize("make", [Sign, LITTLE, THIN])
+@pytest.mark.slow
 def test_and_worse_without(learn, make):
     assert learn(make, error_feedback=False) > learn(make) + 0.1

@@ -138,6 +138,7 @@ def killed_at_line(number: int, work) -> bool:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
+@pytest.mark.slow
 def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
     """Mutants: write in place; delete the old one under its own name; rename before the end."""
     first = tmp_path / "first"
