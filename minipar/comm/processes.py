@@ -67,7 +67,8 @@ class Nursery:
 
 def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     """Import torch once, fork a rank per request, report exits; end with the parent."""
-    import torch._dynamo  # noqa: F401  the first optimizer or DDP of a rank imports it: a second each
+    # The first optimizer or DDP of a rank would import it: a second each.
+    import torch._dynamo  # noqa: F401
 
     for module in preload:
         importlib.import_module(module)

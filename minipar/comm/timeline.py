@@ -201,7 +201,7 @@ class Timeline:
         return Timeline((span for spans in shifted for span in spans), self.label)
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace events, gzipped when `path` ends with .gz, for https://ui.perfetto.dev.
+        """Write Chrome trace events for https://ui.perfetto.dev; gzipped if `path` ends with .gz.
 
         A process per rank, with a thread for compute and one for communication; or more, because
         the format wants the spans of a thread nested, and collectives may be in flight together.

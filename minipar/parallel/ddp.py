@@ -22,7 +22,7 @@ Three versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`.
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -226,15 +226,8 @@ class Overlapped(Bucketed):
     that order, as rank 0 saw it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        average: bool = True,
-        bucket_mb: float | None = None,
-        reduce: Reduce | None = None,
-    ) -> None:
-        super().__init__(model, axis, average, bucket_mb, reduce)
+    def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
+        super().__init__(model, axis, *options)
         self.rehearsal: Counter[nn.Parameter] | None = Counter()  # arrivals, in order
         self.next = 0  # the bucket whose turn it is
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
