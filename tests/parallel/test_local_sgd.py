@@ -1,0 +1,453 @@
+"""Local SGD and its kin: bytes, resuming, agreement at the end, overlap, refusals, learning.
+
+What they compute is proved by tests/parity/test_local_sgd.py.
+"""
+
+import io
+import math
+import time
+from functools import cache, partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from minipar.comm import link, timeline
+from minipar.comm.collectives import all_reduce, barrier
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.parallel import ddp, local_sgd
+from minipar.parallel.local_sgd import METHODS, DelayedGradients
+from minipar.parallel.strategy import Strategy
+from minipar.train.optim import make_optimizer
+from minipar.train.precision import Precision
+from minipar.train.trainer import train_step
+from tests.parallel.test_compression import VOCABULARY, _text
+from tests.parity import models
+
+
+def train(model, strategy, optimizer, rank: int, steps: range) -> None:
+    """Steps on batches that differ between ranks, without the trainer's own collectives."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs, targets = torch.randint(61, (2, 2, 7), generator=generator)
+        optimizer.zero_grad()
+        (token_loss(model(inputs), targets) / targets.numel()).backward()
+        strategy.finish_backward()
+        optimizer.step()
+
+
+def start(method: str, mesh: Mesh, seed: int = 0, **options):
+    model = models.llama(seed)
+    optimizer = make_optimizer(model, lr=0.02, weight_decay=0.1)
+    return model, optimizer, local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
+
+
+def sizes_of(model: nn.Module) -> tuple[int, int]:
+    """P in bytes and N of the docstring."""
+    parameters = list(model.parameters())
+    return sum(p.nbytes for p in parameters), len(parameters)
+
+
+# ---------------------------------------------------------------------- traffic
+BYTES = {  # options, and in 8 steps: how many are quiet, how often go P and P + e N
+    "local sgd": ({"every": 4}, 6, 2, 0),
+    "post-local sgd": ({"every": 2, "synchronous_steps": 3}, 3, 2, 3),
+    "diloco": ({"every": 4}, 6, 2, 0),
+    "diloco delayed": ({"every": 4, "delay": 2}, 6, 2, 0),
+    "diloco streaming": ({"every": 4, "fragments": 3}, 2, 2, 0),
+    "delayed gradients": ({}, 0, 0, 8),
+}
+
+
+def _sent(method: str) -> tuple[list[int], list[int]]:
+    """Bytes of each collective, and of all that each step started to send."""
+    mesh = Mesh(dp=dist.get_world_size())
+    model, optimizer, strategy = start(method, mesh, **BYTES[method][0])
+    with timeline.record() as recorded:
+        times = [time.monotonic()]
+        for step in range(8):
+            train(model, strategy, optimizer, mesh.rank, range(step, step + 1))
+            times.append(time.monotonic())
+        for fragment in getattr(strategy, "fragments", []):
+            if fragment.pending:
+                fragment.pending.wait()
+        if isinstance(strategy, DelayedGradients):
+            strategy.finish()
+    sent = [(s.start, s.num_bytes) for s in recorded.select(kind="comm", axis="dp")]
+    per_step = [sum(num for at, num in sent if a <= at < b) for a, b in pairwise(times)]
+    return [num for _, num in sent], per_step
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", BYTES)
+def test_sends_what_the_docstring_says(ranks, method, size):
+    """Mutants: averaging in every step; sending Adam's state too; one fragment left out, or all in
+    each turn; gradients sent beside parameters."""
+    _, quiet, parameters, gradients = BYTES[method]
+    num_bytes, count = sizes_of(models.llama(0))
+    ring = 2 * (size - 1) / size
+    formula = ring * (parameters * num_bytes + gradients * (num_bytes + 4 * count))
+    for calls, per_step in ranks(size).run(_sent, method):
+        assert sum(calls) == pytest.approx(formula, abs=len(calls))  # each call rounds down
+        assert sum(per_step) == sum(calls)
+        assert per_step.count(0) == quiet
+        if method == "diloco streaming":
+            # Three fragments in turn within four steps, none larger than it must be.
+            largest = max(p.nbytes for p in models.llama(0).parameters())
+            assert len(calls) == 6
+            assert max(per_step) <= ring * max(largest, 1.2 * num_bytes / 3)
+
+
+def test_each_method_sends_less_than_data_parallelism_or_as_much(ranks):
+    """The table of the docstring beside what ddp.py sends."""
+    sent = {method: sum(ranks(2).run(_sent, method)[0][0]) for method in BYTES}
+    synchronous = ranks(2).run(_synchronous)[0]
+    assert sent["delayed gradients"] == pytest.approx(synchronous, rel=1e-3)
+    for method in ("local sgd", "diloco", "diloco delayed", "diloco streaming"):
+        assert sent[method] < synchronous / 4
+
+
+def _synchronous() -> int:
+    mesh, model = Mesh(dp=2), models.llama(0)
+    strategy = ddp.apply(model, mesh.dp)
+    optimizer = make_optimizer(model, lr=0.02, weight_decay=0.1)
+    with timeline.record() as recorded:
+        train(model, strategy, optimizer, mesh.rank, range(8))
+    return sum(s.num_bytes for s in recorded if s.name == "all_reduce")
+
+
+def _on_meta(size: int) -> dict[str, int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=size)
+    mesh, found = Mesh(dp=size), {}
+    for method, (options, *_) in BYTES.items():
+        model = models.Foreign(0).to("meta")
+        optimizer = torch.optim.AdamW(model.parameters())
+        strategy = local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
+        with timeline.record() as recorded:
+            for _ in range(8):
+                optimizer.zero_grad()
+                model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).sum().backward()
+                strategy.finish_backward()
+                optimizer.step()
+        found[method] = recorded.bytes_by_axis()["dp"]
+    return found
+
+
+@pytest.mark.slow  # starts a process
+def test_traffic_on_512_ranks_without_values():
+    """Mutants: code that looks at a value; a formula that is right for two ranks only."""
+    num_bytes, count = sizes_of(models.Foreign(0))
+    with Ranks(1) as pool:
+        [found] = pool.run(_on_meta, 512)
+    for method, (*_, parameters, gradients) in BYTES.items():
+        formula = 2 * 511 / 512 * (parameters * num_bytes + gradients * (num_bytes + 4 * count))
+        assert found[method] == pytest.approx(formula, abs=8), method
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=40).flatmap(
+        lambda sizes: st.tuples(st.just(sizes), st.integers(1, len(sizes)))
+    )
+)
+def test_fragments_are_a_partition_and_about_equal(case):
+    """Mutants: a parameter in none or in two; all small ones in the last fragment."""
+    sizes, count = case
+    parameters = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    groups = local_sgd.divide(parameters, count)
+    assert len(groups) == count and all(groups)
+    assert sorted(map(id, sum(groups, []))) == sorted(map(id, parameters))
+    totals = [sum(p.numel() for p in group) for group in groups]
+    assert max(totals) <= sum(sizes) / count + max(sizes)
+
+
+# ---------------------------------------------------------------------- saving, resuming, agreeing
+RESUMED = {
+    "local sgd": {"every": 4},
+    "post-local sgd": {"every": 3, "synchronous_steps": 2},
+    "diloco": {"every": 4},
+    "diloco delayed": {"every": 4, "delay": 3},
+    "diloco streaming": {"every": 4, "fragments": 3, "delay": 2},
+    "delayed gradients": {},
+}
+
+
+def _resumed(method: str) -> None:
+    mesh, options = Mesh(dp=2), RESUMED[method]
+    model, optimizer, strategy = start(method, mesh, **options)
+    train(model, strategy, optimizer, mesh.rank, range(5))
+    file = io.BytesIO()
+    torch.save((strategy.state_dict(), optimizer.state_dict()), file)
+    train(model, strategy, optimizer, mesh.rank, range(5, 11))
+
+    other, other_optimizer, other_strategy = start(method, mesh, seed=1, **options)
+    train(other, other_strategy, other_optimizer, mesh.rank, range(90, 91))  # has a past
+    file.seek(0)
+    state, optimizer_state = torch.load(file)
+    other_strategy.load_state_dict(state)
+    other_optimizer.load_state_dict(optimizer_state)
+    train(other, other_strategy, other_optimizer, mesh.rank, range(5, 11))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    theirs = other_strategy.full_state_dict()
+    for name, value in strategy.full_state_dict().items():
+        assert torch.equal(value, theirs[name])
+
+
+@pytest.mark.parametrize("method", RESUMED)
+def test_resumes_exactly(ranks, method):
+    """Something is under way when the delayed ones are saved. Mutants: the outer momentum, the
+    outer parameters, the count of steps, what is under way or the rank's own model is lost; the
+    state shares memory with what goes on."""
+    ranks(2).run(_resumed, method)
+
+
+def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
+    mesh = Mesh(dp=3)
+    model, optimizer, strategy = start(method, mesh, seed=mesh.rank, **RESUMED[method])
+    train(model, strategy, optimizer, mesh.rank, range(6))
+    weights = model.lm_head.weight.detach().clone()
+    agreed = strategy.full_state_dict()
+    assert torch.equal(model.lm_head.weight, weights)  # to look does not disturb
+    before = all_reduce(weights, mesh.dp, "max") - all_reduce(weights, mesh.dp, "min")
+    strategy.finish()
+    state = strategy.full_state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    for one in (agreed, state):  # tied weights stay one tensor
+        assert one["lm_head.weight"] is one["model.embed_tokens.weight"]
+        assert one["lm_head.weight"].data_ptr() != model.lm_head.weight.data_ptr()
+    return bool(before.any()), agreed, {k: v.detach() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("method", RESUMED)
+def test_all_ranks_agree_in_the_end(ranks, method):
+    """Bit for bit, after six steps at none of which they agreed. Mutants: a fragment left out; the
+    agreed model being a rank's own."""
+    first, *others = ranks(3).run(_finished, method)
+    assert first[0] == (method != "delayed gradients")
+    for other in others:
+        for ours, theirs in zip(first[1:], other[1:], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _halves() -> None:
+    mesh = Mesh(dp=2)
+    model = models.llama(0).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = local_sgd.apply(
+        model, mesh.dp, optimizer, method="diloco", every=1, lr=1e-4, momentum=0.0
+    )
+    [fragment] = strategy.fragments
+    before = fragment.outer.clone()
+    train(model, strategy, optimizer, mesh.rank, range(3))
+    assert fragment.outer.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    moved = (fragment.outer - before).abs()
+    assert 0 < moved.max() < 1e-5  # far below a step of bfloat16 at most of the weights
+    assert (moved > 0).float().mean() > 0.2
+
+
+def test_outer_parameters_of_half_precision_are_kept_in_full(ranks):
+    """Mutant: an outer copy in bfloat16, in which small steps are lost."""
+    ranks(2).run(_halves)
+
+
+class Overflow(torch.autograd.Function):
+    """Makes gradients infinite."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * math.inf
+
+
+def _overflowing() -> tuple[int, bool]:
+    mesh = Mesh(dp=2)
+    model = models.llama(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = local_sgd.apply(
+        model, mesh.dp, optimizer, method="local sgd", every=2, average=False
+    )
+    precision = Precision("fp16", torch.device("cpu"))
+    for step in range(5):
+        tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(step))
+        handle = None
+        if step == 2 and mesh.rank == 1:
+            handle = model.lm_head.register_forward_hook(lambda m, i, out: Overflow.apply(out))
+        train_step(
+            model,
+            [strategy],
+            optimizer,
+            [(tokens[:, :-1], tokens[:, 1:].contiguous())],
+            mesh.dp,
+            max_norm=1.0,
+            shard_axes=[mesh.dp],
+            precision=precision,
+        )
+        if handle:
+            handle.remove()
+    return strategy.steps, all(p.isfinite().all() for p in model.parameters())
+
+
+def test_ranks_leave_out_a_step_together(ranks):
+    """A gradient overflows on one rank only. Mutant: the others step on, and wait for ever."""
+    assert ranks(2).run(_overflowing) == [(4, True)] * 2
+
+
+# ---------------------------------------------------------------------- overlap
+COMPUTE = 0.1  # seconds per step
+
+
+def _timed(method: str, comm_seconds: float, steps: int, **options) -> tuple[float, float]:
+    """Seconds, and the hidden share of communication."""
+    mesh = Mesh(dp=2)
+    model, x = nn.Linear(64, 64), torch.ones(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = local_sgd.apply(model, mesh.dp, optimizer, method=method, **options)
+    link.check_calls(False)
+    link.use(link.Link("test", 0.0, sizes_of(model)[0] / comm_seconds))
+    try:
+        barrier(mesh.dp)
+        with timeline.record() as recorded:
+            begin = time.monotonic()
+            for _ in range(steps):
+                # As the training step does: it counts tokens, and the loss waits for the number.
+                counting = all_reduce(torch.ones(()), mesh.dp, async_op=True)
+                with timeline.span("forward", "model"):
+                    time.sleep(COMPUTE)
+                counting.wait()
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                strategy.finish_backward()
+                optimizer.step()
+            seconds = time.monotonic() - begin
+            if isinstance(strategy, DelayedGradients):
+                with timeline.span("forward", "model"):
+                    time.sleep(COMPUTE)
+                strategy.finish()
+        return seconds, recorded.hidden_fraction
+    finally:
+        link.use("none")
+        link.check_calls(True)
+
+
+def test_delayed_diloco_hides_its_all_reduce(ranks):
+    """It takes two and a half steps. Mutants: waiting at once; the group of the axis, where the
+    count of tokens would queue behind it and the loss wait for that."""
+    run = partial(ranks(2, "link").run, _timed, comm_seconds=0.25, steps=7, every=4)
+    for seconds, hidden in run("diloco"):
+        assert hidden < 0.2 and seconds > 7 * COMPUTE + 0.25
+    for _, hidden in run("diloco delayed", delay=3):
+        assert hidden > 0.75
+
+
+def test_delayed_gradients_hide_behind_the_next_step(ranks):
+    """Mutant: waiting for the gradients of this step, as if they were late."""
+    run = partial(ranks(2, "link").run, _timed, comm_seconds=0.08, steps=5)
+    for _, hidden in run("delayed gradients"):
+        assert hidden > 0.6
+    for _, hidden in run("post-local sgd", synchronous_steps=5):
+        assert hidden < 0.2
+
+
+# ---------------------------------------------------------------------- errors
+def _refused() -> int:
+    mesh = Mesh(dp=2)
+    model, other = models.llama(0), models.llama(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    frozen = models.llama(0).requires_grad_(False)
+    refused = [
+        (model, dict(method="gossip"), "local sgd, post-local sgd, diloco"),
+        (model, dict(every=0), "every=0 must be 1 or more"),
+        (model, dict(method="diloco streaming", every=0), "every=0 must be 1 or more"),
+        (model, dict(synchronous_steps=-1), "synchronous_steps=-1"),
+        (model, dict(method="diloco", lr=0.0), "lr=0.0 must be above 0"),
+        (model, dict(method="diloco", momentum=1.0), "momentum=1.0 is not in"),
+        (model, dict(method="diloco delayed", every=4, delay=5), "use 0 to 4 steps"),
+        (model, dict(method="diloco delayed", mix=1.0), "mix=1.0 is not in"),
+        (model, dict(method="diloco streaming", every=3), "fragments=4 .* use 1 to 3"),
+        (model, dict(method="diloco streaming", every=99, fragments=50), "29 parameters"),
+        (other, {}, "does not hold all trainable parameters"),
+        (frozen, {}, "no trainable parameter"),
+        (frozen, dict(method="delayed gradients"), "no trainable parameter"),
+    ]
+    with timeline.record() as recorded:
+        for which, options, message in refused:
+            with pytest.raises(ValueError, match=message):
+                local_sgd.apply(which, mesh.dp, optimizer, **options)
+    assert not recorded.spans
+    return len(refused)
+
+
+def test_bad_options_are_refused_before_the_first_collective(ranks):
+    assert ranks(2).run(_refused) == [13, 13]
+
+
+# ---------------------------------------------------------------------- does it learn?
+def _half_text(step: int, which: int) -> tuple[Tensor, Tensor]:
+    """As `_text`, in one half of the vocabulary only, where the next token is 5 further."""
+    inputs, _ = _text(step, which)
+    half = VOCABULARY // 2
+    walk = (inputs[:, :1] + 5 * torch.arange(17)) % half + half * which
+    return walk[:, :-1], walk[:, 1:].contiguous()
+
+
+def _learn(method: str | None, steps: int = 160, halves: bool = False, **options) -> list[float]:
+    """Losses on text that no rank has seen: of the agreed model, and of this rank's own."""
+    mesh, text = Mesh(dp=2), _half_text if halves else _text
+    shape = LlamaConfig(
+        VOCABULARY, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True
+    )
+    model = Llama(shape, seed=0)
+    optimizer = make_optimizer(model, lr=5e-3, weight_decay=0.0)
+    if method is None:
+        strategy = ddp.apply(model, mesh.dp, average=False)
+    else:
+        strategy = local_sgd.apply(
+            model, mesh.dp, optimizer, method=method, average=False, **options
+        )
+    for step in range(steps):
+        train_step(model, [strategy], optimizer, [text(step, mesh.rank)], mesh.dp, max_norm=1.0)
+    found = []
+    for state in (strategy.full_state_dict(), Strategy.full_state_dict(strategy)):
+        model.load_state_dict(state)
+        with torch.no_grad():
+            pairs = [text(9000 + i, i % 2) for i in range(10)]
+            losses = [token_loss(model(x), y).item() / y.numel() for x, y in pairs]
+        found.append(sum(losses) / len(losses))
+    return found
+
+
+@pytest.fixture(scope="module")
+def learn(ranks):
+    return cache(lambda method=None, **options: ranks(2).run(_learn, method, **options)[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
+def test_a_llama_learns_about_as_well(learn, method):
+    """To within 0.3 nats of synchronous training; it was 0.68 for that, 0.68 to 0.76 for these,
+    and is 3.47 by chance."""
+    assert learn()[0] < 1.0
+    assert learn(method)[0] < learn()[0] + 0.3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
+def test_what_one_rank_reads_all_of_them_learn(learn, method):
+    """Each rank reads one half of the vocabulary only; alone it cannot know the other."""
+    short = partial(learn, halves=True, steps=80)
+    assert short("local sgd", every=10**6)[1] > 1.0  # its own, never averaged
+    assert short(method)[0] < 0.3
