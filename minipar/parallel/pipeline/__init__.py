@@ -1,0 +1,1 @@
+"""Pipelines: schedules are data, checked and simulated before a process starts."""

@@ -1,0 +1,191 @@
+"""Time on paper: what a schedule takes, how long its ranks are idle, when messages travel.
+
+Model:  A rank runs its actions in order, each as soon as what it needs is there. Messages travel
+        beside computing; those of one rank to one other queue up on the wire. An update of the
+        weights is not part of it.
+Bubble: there are two definitions, and papers use either. `bubble` counts idle time of a step that
+        starts and ends for all ranks together: (p-1)/M of the work for GPipe and 1F1B, the ratio
+        to the ideal time of Narayanan et al. 2021 (2104.04473). `bubble_between` counts only from
+        a rank's own first action to its own last one, as in Qi et al. 2023 (2401.10241, 2): there
+        a rank that ends early goes on with the optimizer. Both hold for the whole step, so B is
+        always I + W: costs are those of F, I and W.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from minipar.comm.spans import Span
+from minipar.comm.timeline import Timeline
+from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.checks import needs
+
+SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_gradient"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each action of one stage, a number for all stages or a sequence by part of model.
+
+    `message` is how long the wire is busy with one message, `latency` what it takes on top.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    input_gradient: float | Sequence[float] = 1.0
+    weight_gradient: float | Sequence[float] = 1.0
+    message: float = 0.0
+    latency: float = 0.0
+
+    def per_rank(self, schedule: Schedule) -> "Costs":
+        """Costs given for 1/p of the model, as costs of a stage of `schedule`, which is 1/S of it.
+
+        So schedules of different v are compared on the same model. Raises ValueError for costs by
+        part, which belong to one way of cutting.
+        """
+        costs = (self.forward, self.input_gradient, self.weight_gradient)
+        if not all(isinstance(cost, int | float) for cost in costs):
+            raise ValueError("costs by part of the model are costs of stages already")
+        share = schedule.num_ranks / schedule.num_stages
+        forward, inputs, weights = (cost * share for cost in costs)
+        return replace(self, forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+    def seconds(self, kind: str, part: int) -> float:
+        """Seconds of F, B, I or W of a part of the model."""
+        if kind == "B":
+            return self.seconds("I", part) + self.seconds("W", part)
+        cost = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[kind]
+        return cost if isinstance(cost, int | float) else cost[part]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """What every rank computes and sends, when. Default: F, I and W take 1 s, messages nothing.
+
+    Spans are named as their actions, with `stage` and `microbatch` in their meta; a message is a
+    span of its sender. Raises ValueError if the schedule deadlocks, or if costs by part do not have
+    one cost per part.
+    """
+    costs = costs or Costs()
+    for cost in (costs.forward, costs.input_gradient, costs.weight_gradient):
+        if not isinstance(cost, int | float) and len(cost) != schedule.num_stages:
+            raise ValueError(f"{len(cost)} costs for {schedule.num_stages} parts of the model")
+    spans = []
+    for action, rank, start, end in _events(schedule, costs):
+        meta = {"stage": action.stage, "microbatch": action.microbatch}
+        kind = SPAN_KIND.get(action.kind, "comm")
+        axis = "" if action.computes else "pp"
+        spans.append(Span(kind, str(action), rank, start, end, axis, meta=meta))
+    return Timeline(spans, "simulated")
+
+
+def _events(schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, int, float, float]]:
+    """(action, rank, start, end) of all computing and of all messages that take time."""
+    rows = schedule.without_messages().actions
+    exists = {action for row in rows for action in row}
+    there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
+    clock, at = [0.0] * len(rows), [0] * len(rows)
+    wire: dict[tuple[int, int], float] = defaultdict(float)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                wanted = [(n, rank) for n in needs(schedule, action) if n in exists]
+                if any(key not in there for key in wanted):
+                    break
+                start = max([clock[rank], *(there[key] for key in wanted)])
+                end = start + costs.seconds(action.kind, schedule.part(action.stage))
+                clock[rank], there[action, rank] = end, end
+                yield action, rank, start, end
+                send = _send_after(schedule, action)
+                if send is not None:
+                    peer = schedule.peer(send)
+                    departs = max(end, wire[rank, peer])
+                    wire[rank, peer] = departs + costs.message
+                    arrives = departs + costs.message + costs.latency
+                    there[action, peer] = arrives
+                    if arrives > departs:
+                        yield send, rank, departs, arrives
+                at[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {r} at {row[i]}"
+        for r, (row, i) in enumerate(zip(rows, at, strict=True))
+        if i < len(row)
+    ]
+    if stuck:
+        raise ValueError(f"deadlock: {', '.join(stuck)}; `validate` says what they wait for")
+
+
+def _send_after(schedule: Schedule, action: Action) -> Action | None:
+    """The message that carries the result of an action to another rank; None if none is needed."""
+    part = schedule.part(action.stage)
+    if action.kind == "F" and part < schedule.num_stages - 1:
+        send = Action(action.stage, "SF", action.microbatch)
+    elif action.kind in ("B", "I") and part > 0:
+        send = Action(action.stage, "SB", action.microbatch)
+    else:
+        return None
+    return None if schedule.peer(send) == schedule.rank_of[action.stage] else send
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """The same schedule with its messages: sends right after what makes them, receives at the time.
+
+    All actions are put in one order, by when they would end; a message takes its place there on
+    both of its ranks. So a receive stands before the action that its rank is busy with when the
+    message departs; messages between two ranks are received in the order sent; and because one
+    order of everything exists, blocking messages cannot deadlock. Where ranks run in step, a
+    message departs just when it is needed: a runtime with non-blocking messages had better post
+    its next receives earlier, in this order.
+    Raises ValueError if the schedule deadlocks.
+    """
+    schedule = schedule.without_messages()
+    rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
+    computing = sorted((end, rank, a) for a, rank, _, end in _events(schedule, Costs()))
+    for _, rank, action in computing:
+        rows[rank].append(action)
+        send = _send_after(schedule, action)
+        if send is not None:
+            rows[rank].append(send)
+            rows[schedule.peer(send)].append(send.twin)
+    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+# ---------------------------------------------------------------------- bubbles
+def idle(timeline: Timeline) -> dict[int, float]:
+    """Seconds per rank without F, B, I or W, from the first start to the last end of any rank's.
+
+    Of a measured timeline, other spans (messages, the optimizer) count for nothing.
+    """
+    work = _work(timeline)
+    whole = max(end for _, end, _ in work.values()) - min(start for start, _, _ in work.values())
+    return {rank: whole - busy for rank, (_, _, busy) in work.items()}
+
+
+def bubble(timeline: Timeline) -> float:
+    """Idle time of all ranks / their computing time: (p-1)/M for GPipe and 1F1B."""
+    busy = sum(busy for _, _, busy in _work(timeline).values())
+    return sum(idle(timeline).values()) / busy
+
+
+def bubble_between(timeline: Timeline) -> float:
+    """Idle / computing time of the rank whose way from its own first start to last end is longest.
+
+    The others may use what they have left, for example for the optimizer.
+    """
+    work = _work(timeline).values()
+    length, busy = max((end - start, busy) for start, end, busy in work)
+    return length / busy - 1
+
+
+def _work(timeline: Timeline) -> dict[int, tuple[float, float, float]]:
+    """Of each rank that computes: first start, last end, seconds of computing."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline:
+        if span.kind in SPAN_KIND.values():
+            spans[span.rank].append(span)
+    return {
+        rank: (min(s.start for s in own), max(s.end for s in own), sum(s.duration for s in own))
+        for rank, own in sorted(spans.items())
+    }
