@@ -14,6 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
@@ -100,11 +101,15 @@ def parallel(
     *,
     gradients: Callable[[nn.Module], dict[str, Tensor | None]] = gradients_of,
     mute: bool = False,
+    shard_axes: Sequence[str] = (),
 ) -> Outcome:
-    """Train on the ranks of a mesh; called on each of them, with a seed of its own."""
+    """Train on the ranks of a mesh; called on each of them, with a seed of its own.
+
+    `shard_axes`: the names of axes over which the strategies cut gradients into pieces.
+    """
     mesh = Mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
-    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute)
+    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes)
 
 
 def _train(
@@ -114,6 +119,7 @@ def _train(
     attach: Attach,
     gradients: Callable = gradients_of,
     mute: bool = False,
+    shard_axes: Sequence[str] = (),
 ) -> Outcome:
     model.double()
     task.fine_tune(model)
@@ -124,8 +130,8 @@ def _train(
             return strategies[-1].full_state_dict()
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=0.02, weight_decay=0.1)
+    own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
+    optimizer = own[0] if own else make_optimizer(model)
     outcome = Outcome(before=weights(), after={})
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
@@ -137,6 +143,7 @@ def _train(
                     task.microbatches_of(step, mesh.dp.rank, mesh.dp.size),
                     mesh.dp,
                     max_norm=task.max_norm,
+                    shard_axes=[mesh[name] for name in shard_axes],
                 )
             outcome.losses.append(result.loss.item())
             outcome.num_tokens.append(int(result.num_tokens))
@@ -145,6 +152,12 @@ def _train(
     outcome.sent = recorded.bytes_by_axis()
     outcome.after = weights()
     return outcome
+
+
+def make_optimizer(model: nn.Module, make: Callable = torch.optim.AdamW, *args) -> Any:
+    """The optimizer of every task; `make` is a class like AdamW, `args` what else it needs."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return make(trainable, *args, lr=0.02, weight_decay=0.1)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,628 @@
+"""ZeRO, stages 1 and 2: every rank keeps and updates one n-th of the optimizer's state.
+
+Idea.   Under data parallelism all ranks hold the same optimizer state and compute the same update.
+        Instead, each owns one n-th of the numbers: it needs the gradient of these alone, updates
+        these alone, and hands them out. Adam's state is twice the model, and now n times less.
+        Stage 2 frees gradients as well, as soon as their owners have them.
+Math.   On rank r, whose slice of all parameters is w_r: g_r = slice r of sum_s g^(s) (divided by n
+        with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)]. An update
+        that acts on each number alone (SGD, Adam and their kin) gives what one device computes.
+Shapes. A bucket of N numbers, one flat buffer: weights R@dp; gradients P@dp, reduce-scattered to
+        [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. The n slices cut through parameters
+        wherever they fall: this rank's part of a parameter is a *piece*, to the optimizer a
+        parameter like any other. Every rank owns as many bytes, give or take one number per bucket.
+Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
+        during the next forward, 2 (n-1)/n P in all: not more than `ddp`. Besides, one byte for each
+        of N parameters (did any rank use it?): 2 (n-1)/n N. Stage 1 reduces the sum of the
+        microbatches; stage 2 each of m, which makes m (n-1)/n (P + 2 N) + (n-1)/n P.
+Memory. Bytes per rank at the highest point, for gradients G and optimizer state O (Adam: 2 P):
+          ddp      P + G + O
+          stage 1  P + G + O/n               gradients are whole until the end of backward
+          stage 2  P + G/n + O/n             and two buckets: one on its way, one being filled
+Costs you. Optimizers that look at whole matrices (Muon, Adafactor) or at all parameters at once
+        (LBFGS) are refused. After `finish_backward` gradients lie in the pieces, ``p.grad`` is
+        None. Parameters are whole only after `ShardedOptimizer.synchronize`, or where a forward
+        uses them.
+Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+        Models" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
+In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
+Proved by tests/parallel/test_zero.py and tests/parity/test_zero.py.
+
+Use::
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
+    strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import (
+    Op,
+    Pending,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    reduce_scatter,
+)
+from minipar.comm.mesh import Axis
+from minipar.parallel.strategy import Strategy, replicate
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    optimizer: "ShardedOptimizer",
+    stage: int = 1,
+    average: bool = True,
+) -> Strategy:
+    """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
+
+    Args:
+        optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
+        stage: 1: gradients are whole until the end of backward; 2: they never are.
+        average: divide the sum of the gradients by the number of ranks.
+
+    After `finish_backward` the gradients of the batch lie in the pieces that the optimizer's
+    `param_groups` list, cut over `axis` (`train_step(..., shard_axes=(axis,))` finds them), and
+    ``p.grad`` is None. A piece that no rank used has no gradient, as on one device. Stage 2 sends
+    under `no_sync`, too: gradients that wait to be sent would have to be kept. After a backward
+    that an exception cut short, call `finish_backward` and ``optimizer.zero_grad()`` on all ranks.
+
+    Weights arrive during the next forward, each before the module that owns it runs. Weights of
+    modules that the first forward did not call (somebody reads them directly) arrive before it.
+
+    Raises `ValueError` for another stage, or an optimizer that does not fit.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.axis != axis:
+        raise ValueError(
+            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
+            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
+        )
+    left_out = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.numel() and p not in optimizer.bucket_of
+    ]
+    if left_out:
+        raise ValueError(
+            f"{left_out[0]} (one of {len(left_out)} parameters) is trainable but not in the "
+            f"optimizer; hand it over, or freeze it with requires_grad_(False)"
+        )
+    replicate(model, axis)
+    return STAGES[stage](model, axis, optimizer, average)
+
+
+# ---------------------------------------------------------------------- 1. state cut n ways
+class Bucket:
+    """Parameters one after the other in a flat buffer, of which this rank owns a slice.
+
+    The buffer holds the parameters themselves: they become views of it.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
+        self.parameters, self.axis = parameters, axis
+        self.length = sum(p.numel() for p in parameters)
+        width = math.ceil(self.length / axis.size)
+        self.mine = slice(width * axis.rank, width * (axis.rank + 1))
+        self.weights = parameters[0].new_zeros(width * axis.size)  # [N], zeros at its end
+        self.views = self._split(self.weights)
+        self.pieces: dict[nn.Parameter, nn.Parameter] = {}  # of the parameters in my slice,
+        self.cuts: dict[nn.Parameter, slice] = {}  # and where in them they lie
+        self.arriving: Pending | None = None  # weights
+        self.whole: Tensor | None = None  # [N]: gradients of this rank
+        self.gradients: dict[nn.Parameter, Tensor] = {}  # views of it
+        self.shard: Tensor | None = None  # [N/n]: gradients of all ranks
+        self.sent: Pending | None = None  # a reduce-scatter from the one to the other
+        self.is_sent = False  # in this round
+        self.expected = self.missing = len(parameters)  # gradients per backward; still to come
+        for p, view in self.views.items():
+            p.data = view.copy_(p.data)
+            offset = view.storage_offset() - self.mine.start
+            start, stop = max(-offset, 0), min(width - offset, p.numel())
+            if start < stop:
+                self.cuts[p] = slice(start, stop)
+                self.pieces[p] = self._piece(p)
+
+    def _split(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Views of `flat` [N], in the shapes of the parameters."""
+        views = flat[: self.length].split([p.numel() for p in self.parameters])
+        return {p: v.view_as(p) for p, v in zip(self.parameters, views, strict=True)}
+
+    def _piece(self, p: nn.Parameter) -> nn.Parameter:
+        data = self.views[p].flatten()[self.cuts[p]]
+        piece = nn.Parameter(data.view_as(p) if len(data) == p.numel() else data)
+        piece.shard_axes = (*getattr(p, "shard_axes", ()), self.axis)
+        piece.full_shape = getattr(p, "full_shape", p.shape)
+        piece.is_copy = getattr(p, "is_copy", False)
+        return piece
+
+    def mine_of(self, p: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The part of `tensor`, shaped like `p`, that belongs to its piece."""
+        return tensor.reshape(-1)[self.cuts[p]].view_as(self.pieces[p])
+
+    def gather(self) -> None:
+        """Start to collect the slices of all ranks, where they belong."""
+        for p, view in self.views.items():
+            if p.data_ptr() != view.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
+                    f"was made; move or cast the model first"
+                )
+        mine = self.weights[self.mine]
+        self.arriving = all_gather(mine, self.axis, out=self.weights, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait for that."""
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
+
+    # -------- gradients: used by the strategies below
+    def take(self, p: nn.Parameter) -> None:
+        """Move the gradient of `p` into the flat buffer; from now on it accumulates there."""
+        if self.whole is None:
+            self.whole = torch.empty_like(self.weights)
+            self.gradients = self._split(self.whole)
+        view = self.gradients[p]
+        if p.grad is not view:
+            view.copy_(p.grad)
+            p.grad = view
+
+    def send(self, op: Op) -> list[nn.Parameter]:
+        """Start to reduce whole gradients to shards; return the parameters that had one."""
+        self.fold()
+        used = [p for p in self.parameters if p.grad is not None]
+        for p in used:
+            self.take(p)
+            p.grad = None
+        if not used:
+            self.whole = torch.zeros_like(self.weights)
+        elif len(used) < len(self.parameters):
+            for p in set(self.parameters) - set(used):
+                self.gradients[p].zero_()
+        self.whole[self.length :] = 0
+        # In place: the sum lands where this rank's own part of it was.
+        mine = self.whole[self.mine]
+        self.sent = reduce_scatter(self.whole, self.axis, op=op, out=mine, async_op=True)
+        self.whole, self.gradients = None, {}  # whoever carries it keeps it until it is delivered
+        self.is_sent = True
+        return used
+
+    def fold(self) -> None:
+        """Wait for that; add the sum to the shard, and free the whole."""
+        if self.sent is not None:
+            arrived, self.sent = self.sent.wait(), None
+            self.shard = arrived.clone() if self.shard is None else self.shard.add_(arrived)
+
+    def hand_out(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients of the pieces, as views of the shard."""
+        sizes = [piece.numel() for piece in self.pieces.values()]
+        views = self.shard[: sum(sizes)].split(sizes)
+        return {p: v.view_as(self.pieces[p]) for p, v in zip(self.pieces, views, strict=True)}
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self.fold()
+        self.whole, self.gradients, self.shard = None, {}, None
+        for p in self.parameters:
+            p.grad = None
+        for piece in self.pieces.values():
+            piece.grad = None
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any elementwise `torch.optim` class, with its state and its work spread over `axis`.
+
+    Args:
+        params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
+            ranks. Frozen ones may be among them.
+        optimizer_class: made on this rank's pieces, which lie where the parameters do.
+        bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
+            default a sixteenth of the parameters, at most 25 MB.
+        options: of `optimizer_class`.
+
+    To schedulers an optimizer like any other; `param_groups` list the pieces. Alone, it takes the
+    gradients from ``p.grad``, where anybody has reduced them; with `apply` it costs less.
+
+    Raises `ValueError` when nothing is trainable, for a bucket without capacity, and for an
+    optimizer that does not work on pieces.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        axis: Axis,
+        *,
+        bucket_mb: float | None = None,
+        **options: Any,
+    ) -> None:
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
+        groups = _as_groups(params)
+        trainable = [
+            [p for p in group["params"] if p.requires_grad and p.numel()] for group in groups
+        ]
+        if not any(trainable):
+            raise ValueError("there is no trainable parameter to optimize")
+        for group, members in zip(groups, trainable, strict=True):
+            if members:
+                make = partial(optimizer_class, **options)
+                _check_elementwise(make, optimizer_class.__name__, group, members[0])
+        num_bytes = sum(p.nbytes for members in trainable for p in members)
+        capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 16, 25e6)
+        self.axis = axis
+        self.buckets = [
+            Bucket(parameters, axis)
+            for members in trainable
+            for parameters in _fill_buckets(members, capacity)
+        ]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.pieces = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
+        self.wholes = [group["params"] for group in groups]  # as the user gave them
+        self.attached = False  # to a strategy, which brings gradients and waits for weights
+        self.stepped = False  # with the gradients that are here
+        pieces = [[self.pieces[p] for p in whole if p in self.pieces] for whole in self.wholes]
+        cut = [{**group, "params": p} for group, p in zip(groups, pieces, strict=True)]
+        self.inner = optimizer_class(cut, **options)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """What others see of us, and change, is the inner optimizer's."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's slices, and hand them out."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize()
+        if not self.attached:
+            for p, piece in self.pieces.items():
+                grad = p.grad
+                piece.grad = None if grad is None else self.bucket_of[p].mine_of(p, grad)
+        self.inner.step()
+        for bucket in reversed(self.buckets):  # from the first layer to the last
+            bucket.gather()
+        if not self.attached:
+            self.synchronize()
+        self.stepped = True
+        return loss
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole: to read them without a forward."""
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, of parameters and of pieces; they are not kept as zeros."""
+        for bucket in self.buckets:
+            bucket.drop()
+        for p in (p for whole in self.wholes for p in whole):
+            p.grad = None
+        self.stepped = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the constructor: buckets are cut once. Raises `ValueError` later."""
+        if "inner" in self.__dict__ and self.param_groups is self.inner.param_groups:
+            raise ValueError("the parameters are cut already; make a new ShardedOptimizer")
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------ saving and loading
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Return the state, by default as `optimizer_class` itself would on one device.
+
+        That is a collective, and puts all of it on the CPU. With ``sharded=True``: this rank's
+        part, at no cost, for the same rank of as many.
+        """
+        if sharded:
+            return {**self.inner.state_dict(), "shard": [self.axis.rank, self.axis.size]}
+        members = [p for whole in self.wholes for p in whole]
+        own = {
+            i: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.state[piece].items()}
+            for i, p in enumerate(members)
+            if (piece := self.pieces.get(p)) in self.state
+        }
+        parts, state = all_gather_object(own, self.axis), {}
+        for i, p in enumerate(members):
+            if found := [part[i] for part in parts if i in part]:
+                state[i] = {key: _join([piece[key] for piece in found], p) for key in found[0]}
+        groups, first = [], 0
+        for group, whole in zip(self.param_groups, self.wholes, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(whole)))})
+            first += len(whole)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, whole or sharded, also one of `optimizer_class` itself.
+
+        Raises `ValueError` for other parameters, and for a shard of another rank or of as many.
+        """
+        mine = [self.axis.rank, self.axis.size]
+        if "shard" in state_dict:
+            if list(state_dict["shard"]) != mine:
+                rank, size = state_dict["shard"]
+                raise ValueError(
+                    f"this is the state of rank {rank} of {size}, and here is rank {mine[0]} of "
+                    f"{mine[1]}; save whole states to change the number of ranks"
+                )
+            parts = {key: state_dict[key] for key in ("state", "param_groups")}
+        else:
+            parts = self._part_of(state_dict)
+        self.inner.load_state_dict(parts)
+        self._adopt()
+
+    def _part_of(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Of a whole state, what the inner optimizer is to load."""
+        theirs = [len(group["params"]) for group in whole["param_groups"]]
+        ours = [len(members) for members in self.wholes]
+        if theirs != ours:
+            raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
+        parts: dict[str, Any] = {"state": {}, "param_groups": []}
+        count = 0
+        for group, members in zip(whole["param_groups"], self.wholes, strict=True):
+            first = count
+            for i, p in zip(group["params"], members, strict=True):
+                if p not in self.pieces:
+                    continue
+                if i in whole["state"]:
+                    entries = whole["state"][i].items()
+                    parts["state"][count] = {k: self._part(p, v) for k, v in entries}
+                count += 1
+            parts["param_groups"].append({**group, "params": list(range(first, count))})
+        return parts
+
+    def _part(self, p: nn.Parameter, value: Any) -> Any:
+        """My piece's part of one entry of the state of a parameter."""
+        if not isinstance(value, Tensor):
+            return value
+        return (self.bucket_of[p].mine_of(p, value) if value.shape == p.shape else value).clone()
+
+
+# ---------------------------------------------------------------------- 2. half the bytes, hidden
+class Stage1(Strategy):
+    """Reduce-scatter in backward, all-gather in forward; both while computing goes on.
+
+    A bucket is sent when its gradients are complete, after those before it, as all ranks must send
+    the same in the same order. Sending each bucket once is a *round*, at the end of which ranks
+    tell each other which parameters they have used, and whether they need another round: in the
+    first step it shows that a parameter receives its gradient in several parts (used by two
+    re-entrant checkpoints, say), all of which are waited for from then on.
+    """
+
+    rounds_differ = False  # between ranks, other than in the first step
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
+    ) -> None:
+        super().__init__(model, axis)
+        self.optimizer, self.op = optimizer, "avg" if average else "sum"
+        optimizer.attached = True
+        # Gradients come into being from the last layer to the first: a bucket is complete with
+        # that of its first parameter. In forward it is needed for that one first, too.
+        place = {p: i for i, p in enumerate(model.parameters())}
+        optimizer.buckets.sort(key=lambda b: -min(place.get(p, 0) for p in b.parameters))
+        self.buckets, self.bucket_of = optimizer.buckets, optimizer.bucket_of
+        self.next = 0  # the bucket whose turn it is
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step
+        self.telling: Pending | None = None  # at the end of the last round
+        self.learning = True  # in the first step
+        self.arrived: Counter[nn.Parameter] = Counter()
+        for p in self.bucket_of:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+        self.called: set[nn.Module] = set()
+        self.read_directly: set[Bucket] = set()
+        self.owned = {module: self._owned(module) for module in model.modules()}
+        for module, buckets in self.owned.items():
+            if buckets or module is model:
+                module.register_forward_pre_hook(self._waits_for(buckets))
+        model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+        model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+
+    # ------------------------------------------------------------------ forward
+    def _owned(self, module: nn.Module) -> set[Bucket]:
+        own = module.parameters(recurse=False)
+        return {self.bucket_of[p] for p in own if p in self.bucket_of}
+
+    def _waits_for(self, buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, _: Any) -> None:
+            self.called.add(module)
+            for bucket in self.read_directly | buckets:
+                bucket.arrive()
+
+        return before  # a plain function: a deep copy of the model does not copy us
+
+    # ------------------------------------------------------------------ backward
+    @property
+    def sends(self) -> bool:
+        """Whether what this backward computes is sent."""
+        return self.synchronises
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        bucket = self.bucket_of[p]
+        if bucket.is_sent and self.synchronises and not self.learning:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
+                f"was sent, unlike in the first step. Call finish_backward() after each backward "
+                f"outside of no_sync(), also after one that was cut short by an exception (and "
+                f"zero the gradients then)"
+            )
+        bucket.take(p)
+        if not self.sends:
+            return
+        self.arrived[p] += 1
+        bucket.missing -= 1
+        while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
+            self._send(self.buckets[self.next])
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.optimizer.stepped:
+            raise RuntimeError(
+                "the gradients of the last step are still here: call zero_grad() of the optimizer, "
+                "as that of the model does not reach the pieces"
+            )
+        self.used.update(bucket.send(self.op))
+        self.next += 1
+
+    def _end_round(self, more: bool = False) -> Pending:
+        """Send what is left, complete or not; tell who used what, and whether `more` is to come."""
+        for bucket in self.buckets[self.next :]:
+            self._send(bucket)
+        self.next = 0
+        for bucket in self.buckets:
+            if self.learning:
+                parts = sum(max(1, self.arrived[p]) for p in bucket.parameters)
+                bucket.expected = max(bucket.expected, parts)
+                more |= bucket.whole is not None
+            bucket.missing, bucket.is_sent = bucket.expected, False
+        self.arrived.clear()
+        if self.telling is not None:
+            self.telling.wait()
+        flags = [*(p in self.used for p in self.bucket_of), more]
+        flags = torch.tensor(flags, dtype=torch.uint8, device=self.buckets[0].weights.device)
+        self.telling = all_reduce(flags, self.axis, "max", out=flags, async_op=True)
+        return self.telling
+
+    def finish_backward(self) -> None:
+        more = True
+        while more:
+            told = self._end_round()
+            for bucket in self.buckets:
+                bucket.fold()
+            *used, others = told.wait()
+            more = (self.learning or self.rounds_differ) and _is_true(others)
+        self._hand_out(used)
+        if self.learning:
+            uncalled = [owned for m, owned in self.owned.items() if m not in self.called]
+            self.read_directly = set().union(*uncalled)
+            self.learning = False
+
+    def _hand_out(self, used: list[Tensor]) -> None:
+        by_anybody = dict(zip(self.bucket_of, used, strict=True))
+        for bucket in self.buckets:
+            for p, gradient in bucket.hand_out().items():
+                # Looks at a value only where this rank has no gradient of its own.
+                if p in self.used or _is_true(by_anybody[p]):
+                    bucket.pieces[p].grad = gradient
+        self.used.clear()
+
+
+# ---------------------------------------------------------------------- 3. gradients cut n ways
+class Stage2(Stage1):
+    """Whole gradients are freed while backward goes on, after every microbatch anew.
+
+    When a bucket is sent, the one before it must have arrived: the link always has something to
+    carry, and no more than two buckets are whole at any moment. Every `no_sync` is a round, and a
+    rank with fewer of them than others takes part in theirs with zeros.
+    """
+
+    rounds_differ = True
+    on_its_way: Bucket | None = None
+
+    @property
+    def sends(self) -> bool:
+        return True
+
+    def _send(self, bucket: Bucket) -> None:
+        super()._send(bucket)
+        if self.on_its_way is not None:
+            self.on_its_way.fold()
+        self.on_its_way = bucket
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            try:
+                yield
+            finally:
+                self._end_round(more=True)
+
+
+STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
+
+
+# ---------------------------------------------------------------------- helpers
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either."""
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    result = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        members = [m[1] if isinstance(m, tuple) else m for m in members]
+        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
+    return result
+
+
+def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
+    kinds: dict[tuple, list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault((p.dtype, p.device), []).append(p)
+    for members in kinds.values():
+        bucket, room = [], capacity
+        for p in members:
+            if bucket and p.nbytes > room:
+                yield bucket
+                bucket, room = [], capacity
+            bucket.append(p)
+            room -= p.nbytes
+        yield bucket
+
+
+def _check_elementwise(
+    make: Callable[..., torch.optim.Optimizer], name: str, group: dict[str, Any], like: Tensor
+) -> None:
+    """Raise `ValueError` unless two steps on pieces of a matrix are those on the matrix."""
+    weights = torch.linspace(-1, 1, 20, device=like.device)
+
+    def train(*parts: Tensor) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in parts]
+        optimizer = make([{**group, "params": parts}])
+        for step in range(2):
+            for part in parts:
+                part.grad = (5 * part + step).cos().detach()
+            optimizer.step()
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    # What is wrong with options is raised as it is.
+    make([{**group, "params": [nn.Parameter(weights.view(4, 5).clone())]}])
+    is_same, why = like.is_meta, None  # where there are no values, there is nothing to compare
+    if not is_same:
+        try:
+            is_same = torch.allclose(train(*weights.split([7, 13])), train(weights.view(4, 5)))
+        except Exception as error:
+            why = error
+    if not is_same:
+        raise ValueError(
+            f"{name} does not step on each number alone, so it cannot work on pieces of "
+            f"parameters; use AdamW, SGD or another that is elementwise"
+        ) from why
+
+
+def _join(pieces: list[Any], like: Tensor) -> Any:
+    """One entry of the state of a parameter, from those of its pieces in their order."""
+    if isinstance(pieces[0], Tensor) and pieces[0].ndim:
+        return torch.cat([piece.flatten() for piece in pieces]).view_as(like)
+    return pieces[0]  # no more than a number, such as a count of steps
+
+
+def _is_true(flag: Tensor) -> bool:
+    """On "meta" there are no values, and all ranks are alike."""
+    return not flag.is_meta and bool(flag)
