@@ -73,9 +73,13 @@ Piece = tuple[float, float, str]  # start and end in seconds, name
 
 
 def colour(kind_or_axis: str) -> str:
-    """The colour of a kind of work, or of communication along an axis (joint ones: the first)."""
-    first = kind_or_axis.split("+")[0]
-    return {**KIND, **AXIS, "exposed": EXPOSED}.get(first, AXIS["world"])
+    """The colour of a kind of work, or of communication along an axis (joint ones: the first).
+
+    Along the axis "host" (`comm.hostcopy`) it is that of copies.
+    """
+    first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
+    known = {**KIND, **AXIS, "exposed": EXPOSED, "host": KIND["copy"]}
+    return known.get(first, AXIS["world"])
 
 
 # ---------------------------------------------------------------------- timelines
@@ -165,11 +169,15 @@ def _rows(ax: Axes, t: Timeline, xlim: tuple[float, float]) -> None:
     pixel = (xlim[1] - xlim[0]) / (ax.get_position().width * ax.figure.get_figwidth() * DPI)
     ax.set_xlim(xlim)
     ax.set_ylim(-0.06, len(t.ranks) + 0.06)
+    axes = {s.axis for s in t if s.kind == "comm"}
+    two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
     for row, rank in enumerate(reversed(t.ranks)):
         for key, pieces in _pieces(t.select(rank=rank)).items():
             low, high = (0.46, 0.44) if key in KIND else (0.16, 0.2)
-            if key == "exposed":
+            if key.startswith("exposed"):
                 low, high = 0.08, 0.36
+            if two_lanes and key not in KIND:
+                low, high = (low / 2, high / 2) if "host" in key else (0.22 + low / 2, high / 2)
             _bars(ax, row + low, high, pieces, colour(key), pixel)
     _quiet(ax)
     every = math.ceil(0.16 / (_inches(ax) / len(t.ranks)))
@@ -193,7 +201,8 @@ def _pieces(mine: Timeline) -> dict[str, list[Piece]]:
             continue
         whole = [(s.start, s.end)]
         pieces[s.axis or "world"] += [(*p, _message(s)) for p in intersect(whole, busy)]
-        pieces["exposed"] += [(*p, _message(s)) for p in subtract(whole, busy)]
+        exposed = "exposed host" if s.axis == "host" else "exposed"
+        pieces[exposed] += [(*p, _message(s)) for p in subtract(whole, busy)]
     return pieces
 
 
@@ -294,7 +303,7 @@ def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[
         for rank in t.ranks:
             for key, pieces in _pieces(t.select(rank=rank)).items():
                 if any(1e3 * end > xlim[0] and 1e3 * start < xlim[1] for start, end, _ in pieces):
-                    seen.add(key)
+                    seen.add(key.split()[0])  # copies that are exposed are "exposed host"
     verbs = {s.name.replace("_", "-") for t in shown for s in t if s.kind == "comm"}
     what = verbs.pop() if len(verbs) == 1 else "communication"
     axes = sorted(seen - KIND.keys() - {"exposed"}, key=lambda a: ([*AXIS, a].index(a), a))
@@ -579,7 +588,11 @@ def curves(
         if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # powers of ten are too few
             axis.set_major_formatter(FormatStrFormatter("%g"))
-    widths = _widths({name: xy for name, xy in lines.items() if name not in points})
+    seen = {name: xy for name, xy in lines.items() if name not in points}
+    if logy and all(v > 0 for _, y in seen.values() for v in y):
+        # Near is what lies together in the picture.
+        seen = {name: (x, [math.log10(v) for v in y]) for name, (x, y) in seen.items()}
+    widths = _widths(seen)
     ends = []
     for i, (name, (x, y)) in enumerate(lines.items()):
         ink = (colours or {}).get(name, SERIES[i % len(SERIES)])

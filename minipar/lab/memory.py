@@ -9,16 +9,49 @@ Every operation passes by; a storage that is new is added, and taken off when it
 go. The counts depend on the program alone, not on the allocator, and are the same on every run. On
 the meta device nothing is allocated, and counted all the same.
 
-In torch: `torch.cuda.max_memory_allocated`, and `torch.profiler` with `profile_memory=True`.
+`MemoryLedger` knows also what each byte is for, when it came and went on the clock of the timeline,
+and that a rank may hold no more than its budget:
+
+    with MemoryLedger(model) as ledger, timeline.record(model) as recorded:
+        ...                                  # a training step
+    ledger.history().at_peak                 # {"parameters": ..., "gradients": ..., ...}
+
+In torch: `torch.cuda.max_memory_allocated`, `torch.cuda.memory._record_memory_history`, and
+`torch.profiler` with `profile_memory=True`.
 """
 
+import gc
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from minipar.comm import memory
+
+RANKING = ("activations", "gradients", "optimizer", "buffers", "parameters")
+"""What a storage counts as if it is several of these: the last. A tag (`comm.memory`) beats all."""
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """One storage, for as long as it lives."""
+
+    num_bytes: int
+    category: str = RANKING[0]
+    on_host: bool = False
+    tagged: bool = False
 
 
 class LiveBytes(TorchDispatchMode):
@@ -32,12 +65,27 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.largest = 0
         self.samples: list[int] = [0]  # after every allocation and release
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def peak(self) -> int:
         """Bytes at the highest point."""
         return max(self.samples)
+
+    def __enter__(self) -> "LiveBytes":
+        self._undo.append(_watch_resize(self._on_resize))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._close()
+
+    def _close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,18 +93,270 @@ class LiveBytes(TorchDispatchMode):
         result = op(*args, **kwargs)
         for storage in _storages(result):
             # A view, or the result of an in-place operation, lives in a storage that was given.
-            if id(storage) not in given and storage not in self._storages:
-                num_bytes = storage.nbytes()
-                self._storages.add(storage)
-                self._change(num_bytes)
-                self.largest = max(self.largest, num_bytes)
-                weakref.finalize(storage, self._change, -num_bytes)
+            if storage in self._held:
+                self._resized(storage)
+            elif id(storage) not in given:
+                self._add(storage)
         return result
 
-    def _change(self, num_bytes: int) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> Holding:
+        holding = self._held[storage] = Holding(storage.nbytes())
+        self.largest = max(self.largest, holding.num_bytes)
+        self._change(holding, holding.num_bytes)
+        weakref.finalize(storage, self._release, holding)
+        return holding
+
+    def _release(self, holding: Holding) -> None:
+        self._change(holding, -holding.num_bytes)
+
+    def _on_resize(self, storage: torch.UntypedStorage, before: int) -> None:
+        if storage not in self._held and before == 0:
+            self._add(storage)  # one that was made before, and has got memory only now
+        self._resized(storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        holding = self._held.get(storage)
+        if holding is not None and holding.num_bytes != storage.nbytes():
+            more = storage.nbytes() - holding.num_bytes
+            holding.num_bytes += more
+            self._change(holding, more)
+
+    def _change(self, holding: Holding, num_bytes: int) -> None:
         self.now += num_bytes
         self.samples.append(self.now)
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
+    """Call ``notice(storage, bytes before)`` when one is resized: nothing is dispatched then."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        before = storage.nbytes()
+        result = original(storage, size)
+        notice(storage, before)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    return lambda: setattr(torch.UntypedStorage, "resize_", original)
+
+
+# ---------------------------------------------------------------------- who holds what
+@dataclass
+class MemoryHistory:
+    """What a rank held: bytes of each category from ``seconds[i]`` on, until the next.
+
+    `seconds` is on the clock of `Timeline`. `device["unseen"]`, on a GPU only, is what its
+    allocator has handed out beyond what the ledger saw: the inside of operations, and libraries.
+    """
+
+    rank: int
+    seconds: list[float]
+    device: dict[str, list[int]]
+    host: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> list[int]:
+        """Bytes on the device at each moment."""
+        return [sum(column) for column in zip(*self.device.values(), strict=True)]
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the highest point."""
+        return max(self.totals, default=0)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """What the device holds at its highest point, the largest category first."""
+        totals = self.totals
+        if not totals:
+            return {}
+        i = totals.index(max(totals))
+        held = {category: values[i] for category, values in self.device.items() if values[i]}
+        return dict(sorted(held.items(), key=lambda item: -item[1]))
+
+    def peak_of(self, *categories: str, host: bool = False) -> int:
+        """The most bytes that these categories held together at one moment."""
+        place = self.host if host else self.device
+        chosen = [place[category] for category in categories if category in place]
+        return max((sum(column) for column in zip(*chosen, strict=True)), default=0)
+
+
+class OverBudget(MemoryError, ValueError):
+    """A rank holds more than its budget allows."""
+
+
+class MemoryLedger(LiveBytes):
+    """Counts what a rank holds by category, with the time of every change; enforces a budget.
+
+    Categories: "parameters", "buffers" and "gradients" of `model` and of whatever an optimizer
+    steps on; "optimizer", its state; what a strategy tagged (`comm.memory.tag`), as "gathered"; all
+    else is "activations". A storage counts as what it turns out to be, from its birth. What the
+    host holds for an offloading strategy is apart.
+
+    `budget` in bytes is for the device: the allocation that exceeds it raises `OverBudget`, a
+    `MemoryError` and `ValueError` that says what holds how much. Opening a ledger on a model that
+    is too large already raises as well.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, budget: float | None = None) -> None:
+        super().__init__()
+        self.model, self.budget = model, budget
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._events: list[tuple[float, Holding, int, int]] = []  # seconds, whose, bytes, on GPU
+        self._before: list[tuple[float, Holding, int, int]] = []  # what there was at the start
+        self._start, self._allocated = 0.0, 0  # then, and on a GPU how much it had given out
+        self._parameters: dict[nn.Parameter, None] = {}
+        self._cuda: torch.device | None = None
+        self._is_closed = False
+        self._is_open = False  # what there is at the start is judged as a whole
+
+    def __enter__(self) -> "MemoryLedger":
+        gc.collect()  # hooks make cycles: a model that nobody uses any more may still be there
+        self._start = time.monotonic()
+        try:
+            if self.model is not None:
+                self.watch(self.model)
+            self._allocated = self._ask_allocator()
+            if self.budget is not None and self.now > self.budget:
+                raise self._over_budget()
+            memory.watchers.append(self._tag)
+            self._undo += [
+                lambda: memory.watchers.remove(self._tag),
+                register_optimizer_step_pre_hook(self._on_step).remove,
+                register_optimizer_step_post_hook(self._on_step).remove,
+            ]
+            self._is_open = True
+            return super().__enter__()
+        except BaseException:
+            self._close()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_open, self._is_closed = False, True
+        super().__exit__(*error)
+
+    def watch(self, model: nn.Module) -> None:
+        """Count what `model` holds as its own, and what will be the gradients of it."""
+        for parameter in model.parameters():
+            self._watch_parameter(parameter)
+        for buffer in model.buffers():
+            self._label("buffers", buffer)
+
+    def history(self) -> MemoryHistory:
+        """All that was seen so far; the first sample is what there was at the start."""
+        places: tuple[dict[str, list[int]], ...] = ({}, {})
+        for _, holding, _, _ in self._before + self._events:
+            places[holding.on_host].setdefault(holding.category, [0])
+        for _, holding, num_bytes, _ in self._before:
+            places[holding.on_host][holding.category][0] += num_bytes
+        columns = [column for place in places for column in place.values()]
+        for _, holding, num_bytes, _ in self._events:
+            for column in columns:
+                column.append(column[-1])
+            places[holding.on_host][holding.category][-1] += num_bytes
+        seconds = [self._start, *(moment for moment, _, _, _ in self._events)]
+        history = MemoryHistory(self.rank, seconds, *places)
+        if self._cuda is not None:
+            allocated = [self._allocated, *(event[3] for event in self._events)]
+            seen = history.totals or [0] * len(seconds)
+            history.device["unseen"] = [max(0, a - s) for a, s in zip(allocated, seen, strict=True)]
+        return history
+
+    # ------------------------------------------------------------------ what is what
+    def _watch_parameter(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._parameters:
+            self._parameters[parameter] = None
+            if parameter.is_cuda:
+                self._cuda = parameter.device
+            if parameter.requires_grad:
+                # Twice: as it arrives from backward, and where it has then been added up.
+                arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
+                added = parameter.register_post_accumulate_grad_hook(self._look_at)
+                self._undo += [arrives.remove, added.remove]
+        self._look_at(parameter)
+
+    def _look_at(self, parameter: Tensor) -> None:
+        self._label("parameters", parameter.data, *getattr(parameter, "homes", ()))
+        if parameter.grad is not None:
+            self._label("gradients", parameter.grad)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._watch_parameter(parameter)
+        for state in optimizer.state.values():
+            self._label("optimizer", *(v for v in state.values() if isinstance(v, Tensor)))
+
+    def _label(self, category: str, *tensors: Tensor) -> None:
+        for storage in _storages(tensors):
+            holding = self._held.get(storage) or self._add(storage, was_there=True)
+            if not holding.tagged and RANKING.index(category) > RANKING.index(holding.category):
+                holding.category = category
+
+    def _tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
+        holding = self._held.get(storage) or self._add(storage, was_there=True)
+        if holding.on_host != word.on_host:
+            self.now += holding.num_bytes * (1 if holding.on_host else -1)
+        holding.category, holding.on_host, holding.tagged = *word, True
+
+    # ------------------------------------------------------------------ how much
+    def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
+        word = memory.tags.get(storage)
+        on_host = memory.is_on_host() if word is None else word.on_host
+        on_host |= self._cuda is not None and storage.device.type == "cpu"
+        holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
+        if not on_host:
+            self.largest = max(self.largest, holding.num_bytes)
+        weakref.finalize(storage, self._release, holding)
+        self._change(holding, holding.num_bytes, was_there)
+        return holding
+
+    def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
+        if self._is_closed:
+            return
+        # What no operation has made, such as the optimizer's state, was there before the start.
+        events, now = (self._before, self._start) if was_there else (self._events, time.monotonic())
+        events.append((now, holding, num_bytes, self._ask_allocator()))
+        if holding.on_host:
+            return
+        super()._change(holding, num_bytes)
+        if self._is_open and num_bytes > 0 and self.budget is not None and self.now > self.budget:
+            raise self._over_budget()
+
+    def _ask_allocator(self) -> int:
+        return torch.cuda.memory_allocated(self._cuda) if self._cuda else 0
+
+    def _over_budget(self) -> OverBudget:
+        for parameter in self._parameters:
+            self._look_at(parameter)
+        held: dict[str, int] = {}
+        for holding in self._held.values():
+            if not holding.on_host:
+                held[holding.category] = held.get(holding.category, 0) + holding.num_bytes
+        parts = sorted(held.items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{category} {_megabytes(n)}" for category, n in parts)
+        return OverBudget(
+            f"rank {self.rank} would hold {_megabytes(self.now)}, more than its budget of "
+            f"{_megabytes(self.budget)}: {listed}. Shard the largest part over more ranks (zero, "
+            f"fsdp), offload it to the host, recompute activations, or make the batch smaller"
+        )
+
+
+@contextmanager
+def budget(num_bytes: float, model: nn.Module | None = None) -> Iterator[MemoryLedger]:
+    """Let the body hold at most `num_bytes` on the device; yields the ledger that counts them.
+
+    Raises `OverBudget` as `MemoryLedger` does, and `ValueError` for a budget that is none.
+    """
+    if not num_bytes > 0:
+        raise ValueError(f"a budget of {num_bytes} bytes is none; use a positive number")
+    with MemoryLedger(model, budget=num_bytes) as ledger:
+        yield ledger
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.4g} MB"

@@ -462,3 +462,12 @@ def test_a_short_logarithmic_axis_has_enough_ticks():
     assert shown == [5, 10, 20, 50]
     assert ax.xaxis.get_major_formatter()(20) == "20"
     assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
+
+
+def test_on_a_logarithmic_axis_lines_far_apart_are_equally_thin():
+    """Mutant: near in numbers, which 1e-7 and 1e-2 are beside 1, and not in the picture."""
+    lines = {name: ([1, 2], [y, y]) for name, y in {"a": 1e-7, "b": 1e-2, "c": 1.0}.items()}
+    widths = [line.get_linewidth() for line in draw.curves(lines, logy=True).axes[0].lines]
+    assert widths == [2.0, 2.0, 2.0]
+    plain = [line.get_linewidth() for line in draw.curves(lines).axes[0].lines]
+    assert plain[0] > plain[1] == 2.0

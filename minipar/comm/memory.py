@@ -1,0 +1,67 @@
+"""Whose memory is it? A few words by which code says what its tensors are for.
+
+A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose:
+that a flat buffer holds the gathered weights of a block, or that a tensor is the host's although
+host and device are the same CPU. Whoever makes such a tensor says so here:
+
+    memory.tag("gathered", flat)
+    memory.tag("parameters", master, on_host=True)
+    with memory.on_host():
+        optimizer.step()                       # what this allocates is the host's
+
+It costs an entry in a dictionary, which goes when the tensor goes. A parameter that may be several
+tensors in turn lists them all in `param.homes`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+
+class Tag(NamedTuple):
+    """What a storage is for, in one word, and where it is."""
+
+    category: str
+    on_host: bool
+
+
+tags: WeakKeyDictionary[torch.UntypedStorage, Tag] = WeakKeyDictionary()
+"""The storages whose purpose was told, for as long as they live."""
+
+watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
+"""Called with every tag: ledgers that are open."""
+
+_host_depth = 0
+
+
+def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
+    """Say what the storages of `tensors` are for: "gathered", "gradients" or any other word.
+
+    They are taken to be the host's inside of `on_host()`, unless the argument says otherwise.
+    """
+    word = Tag(category, is_on_host() if on_host is None else on_host)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        tags[storage] = word
+        for watch in watchers:
+            watch(storage, word)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """What is allocated in the body is memory of the host, though the device be the CPU as well."""
+    global _host_depth
+    _host_depth += 1
+    try:
+        yield
+    finally:
+        _host_depth -= 1
+
+
+def is_on_host() -> bool:
+    """Whether the caller is inside of `on_host`."""
+    return _host_depth > 0

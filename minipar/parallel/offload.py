@@ -1,0 +1,465 @@
+"""CPU offload: the optimizer's state, gradients and the weights it updates live on the host.
+
+Idea.   Adam keeps 8 bytes per parameter that are touched once a step, by simple arithmetic: the
+        host has room for them and is fast enough. So the device keeps what forward and backward
+        need, its copy of the weights; gradients leave for the host while backward goes on, the
+        optimizer runs there, and the new weights come back while the next forward goes on.
+Math.   That of the optimizer, which does not know: a parameter has two homes, and wherever the
+        optimizer, or clipping, looks at one, `param.data` and `param.grad` *are* those of the host.
+Shapes. Those of the parameters; where they are shards (zero, fsdp), of the shards.
+Comms.  Nothing between ranks. Over PCIe, per step and rank that holds P bytes of parameters:
+        P of gradients down and P of weights up, in the dtype that the device computes in.
+Memory. Device: P bytes of weights, and of gradients three buckets at most (`apply`), or P
+        (`step_on_host`); only blocks in use (`shards_on_host`). Host: with fp32 Adam 4 P of
+        weights, gradients and moments.
+Costs you. 2 P bytes over PCIe, and a step of the optimizer at the speed of the host.
+Source. Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), sections 4 and 5.1, without its one-step
+        delayed update, which computes something else; Rajbhandari et al. 2021, "ZeRO-Infinity"
+        (arXiv 2104.07857).
+In torch: `fully_shard(..., offload_policy=CPUOffloadPolicy())`.
+Proved by tests/parallel/test_offload.py and tests/parity/test_offload.py.
+
+Three versions: `step_on_host` moves everything when the optimizer steps, and so fits around any
+other strategy; `apply` spreads the copies over backward and forward; `shards_on_host` does so for
+the shards of fsdp, and leaves no weights on the device either.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from minipar.comm import memory
+from minipar.comm.hostcopy import Copy, HostCopy
+from minipar.comm.mesh import Axis
+from minipar.parallel.strategy import Strategy
+
+
+class TwoHomes:
+    """A parameter that lives on the host, and whose copy on the device computes.
+
+    The device's copy keeps its storage, so that a flat buffer which it is a view of stays in use.
+    """
+
+    def __init__(
+        self, param: nn.Parameter, copies: HostCopy, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        self.param, self.copies = param, copies
+        self.device = param.data.to(compute_dtype or param.dtype)
+        [self.host] = copies.to_host([param.data]).wait()
+        memory.tag("parameters", self.device, on_host=False)
+        memory.tag("parameters", self.host, on_host=True)
+        param.homes = self.device, self.host  # for whoever counts
+        self.version = param._version  # of the weights that both homes hold
+        self.on_host = False
+
+    def go_to_host(self) -> None:
+        """Let `param.data` be that of the host. A gradient on the device does not come along."""
+        if self.on_host:
+            return
+        if self.is_stale():  # somebody wrote weights into the device's copy
+            [weights] = self.copies.to_host([self.device]).wait()
+            self.host.copy_(weights)
+        self.param.grad = None
+        self.param.data, self.version, self.on_host = self.host, self.param._version, True
+
+    def go_to_device(self) -> None:
+        """Let `param.data` be that of the device; a gradient that has accumulated comes along."""
+        if not self.on_host:
+            return
+        gradient, self.param.grad = self.param.grad, None
+        self.param.data, self.on_host = self.device, False
+        if gradient is not None:
+            self.param.grad = torch.empty_like(self.device)
+            pair = gradient.to(self.device.dtype), self.param.grad
+            self.copies.to_device([pair]).wait()
+
+    def news(self) -> tuple[Tensor, Tensor]:
+        """What has to be copied to bring the weights of the host to the device."""
+        self.version = self.param._version
+        with memory.on_host():
+            return self.host.to(self.device.dtype), self.device
+
+    def is_stale(self) -> bool:
+        """Whether somebody has written into `param` since both homes were equal."""
+        return self.version != self.param._version
+
+
+# ---------------------------------------------------------------------- 1. around the step
+def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = None) -> None:
+    """From now on, `optimizer` keeps its state on the host, and computes there.
+
+    Around each step, gradients are copied to the host and weights back; nothing is hidden. It needs
+    nothing but the optimizer, so its parameters may be shards of any strategy.
+    """
+    parameters = _parameters(optimizer)
+    copies = copies or HostCopy(parameters[0].device)
+    homes = {p: TwoHomes(p, copies) for p in parameters}
+    gradients: dict[nn.Parameter, Tensor] = {}  # of the device, during a step
+    region = ExitStack()
+
+    def before(*_: Any) -> None:
+        gradients.update({p: p.grad for p in _parameters(optimizer) if p.grad is not None})
+        arriving = copies.to_host(gradients.values())
+        for p, gradient in zip(gradients, arriving.wait(), strict=True):
+            memory.tag("gradients", gradient, on_host=True)
+            homes[p].go_to_host()
+            p.grad = gradient
+        _state_to_host(optimizer, copies)
+        region.enter_context(memory.on_host())
+
+    def after(*_: Any) -> None:
+        _state_to_host(optimizer, copies)
+        region.close()
+        copies.to_device([homes[p].news() for p in gradients]).wait()
+        for p, gradient in gradients.items():
+            p.grad = None
+            homes[p].go_to_device()
+            p.grad = gradient
+        gradients.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_to_host(optimizer: torch.optim.Optimizer, copies: HostCopy) -> None:
+    """Copy what state there is on the device, made or loaded before; know what is of the host."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
+                if not memory.is_on_host():
+                    [state[key]] = copies.to_host([value]).wait()
+                memory.tag("optimizer", state[key], on_host=True)
+
+
+def _around_steps(owner: Any, before: Callable, after: Callable) -> None:
+    """Call ``before(owner, optimizer)`` and `after` around all steps, as long as `owner` lives."""
+    alive = weakref.ref(owner)
+    for register, method in (
+        (register_optimizer_step_pre_hook, before),
+        (register_optimizer_step_post_hook, after),
+    ):
+
+        def hook(optimizer: Any, *_: Any, method: Callable = method) -> None:
+            if (owner := alive()) is not None:
+                method(owner, optimizer)
+
+        weakref.finalize(owner, register(hook).remove)
+
+
+# ---------------------------------------------------------------------- 2. while computing goes on
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    inside: Strategy | None = None,
+    copies: HostCopy | None = None,
+    compute_dtype: torch.dtype | None = None,
+    bucket_mb: float | None = None,
+) -> "Offloaded":
+    """Give the trainable parameters of `model` a home on the host; it comes last of the strategies.
+
+    Args:
+        inside: the strategy that reduces the gradients over `axis`, if there is one: then they
+            leave for the host when it is done with them, and all weights are back before a forward
+            begins. Without, gradients leave during backward, weights return during forward.
+        copies: the engine; by default a `HostCopy` for the device of the parameters.
+        compute_dtype: of the copy on the device, such as `torch.bfloat16`; by default unchanged.
+            The host keeps weights, gradients and state in the dtype that the parameters have now.
+        bucket_mb: gradients leave in packets of so many MB (10^6 bytes), at most three of which are
+            on the device. By default an eighth of the gradients, at most 25 MB.
+
+    Any optimizer over the parameters will do, made before or after. Between
+    the end of backward and the next forward, parameters and gradients are those of the host: there
+    they can be clipped, saved and loaded. In `no_sync`, gradients accumulate on the device.
+
+    Reading a weight in the forward of another block than its own, before that block has run, reads
+    one that may still be on its way. Raises `ValueError` for a bucket without capacity, or a model
+    without a trainable parameter.
+    """
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("the model has no trainable parameter: there is nothing to offload")
+    return Offloaded(model, axis, inside, copies, compute_dtype, bucket_mb)
+
+
+class Offloaded(Strategy):
+    """Copies that overlap: gradients with the backward pass, weights with the next forward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        inside: Strategy | None = None,
+        copies: HostCopy | None = None,
+        compute_dtype: torch.dtype | None = None,
+        bucket_mb: float | None = None,
+    ) -> None:
+        super().__init__(model, axis)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.inside = inside
+        self.copies = copies or HostCopy(parameters[0].device)
+        self.homes = {p: TwoHomes(p, self.copies, compute_dtype) for p in parameters}
+        num_bytes = sum(home.device.nbytes for home in self.homes.values())
+        self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
+        # Gradients on their way: waiting for a full bucket, sent, and arrived on the host.
+        self.bucket: dict[nn.Parameter, Tensor] = {}
+        self.sent: deque[tuple[list[nn.Parameter], Copy]] = deque()
+        self.arrived: dict[nn.Parameter, Tensor] = {}
+        # Weights on their way back, block by block.
+        self.groups = _groups(model, parameters)
+        self.returning: dict[int, Copy] = {}
+        self.region = ExitStack()
+        self._hook_model()
+        _around_steps(self, Offloaded._before_step, Offloaded._after_step)
+        self._rest()
+
+    def _hook_model(self) -> None:
+        group_of = {p: i for i, (_, group) in enumerate(self.groups) for p in group}
+        self.model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        self.model.register_forward_hook(lambda *_: self._end_forward())
+        for block, _ in self.groups:
+            if block is not self.model:
+                needs = sorted({group_of[p] for p in block.parameters() if p in group_of})
+                block.register_forward_pre_hook(
+                    lambda *_, needs=needs: self._await(needs), prepend=True
+                )
+        if self.inside is None:
+            me = weakref.ref(self)  # what a parameter's hook holds, nobody can collect
+            for p in self.homes:
+                p.register_post_accumulate_grad_hook(lambda p: me()._on_gradient(p))
+
+    # ------------------------------------------------------------------ gradients, down
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        if self.synchronises:
+            self._take(p)
+
+    def _take(self, p: nn.Parameter) -> None:
+        self.bucket[p], p.grad = p.grad, None
+        if sum(gradient.nbytes for gradient in self.bucket.values()) >= self.capacity:
+            self._send()
+
+    def _send(self) -> None:
+        if len(self.sent) == 2:  # backward is faster than PCIe: it must not fill the device
+            self._receive()
+        self.sent.append(([*self.bucket], self.copies.to_host(self.bucket.values())))
+        self.bucket = {}
+
+    def _receive(self) -> None:
+        parameters, copy = self.sent.popleft()
+        for p, gradient in zip(parameters, copy.wait(), strict=True):
+            with memory.on_host():
+                gradient = gradient.to(self.homes[p].host.dtype)
+            memory.tag("gradients", gradient, on_host=True)
+            if p in self.arrived:  # it came in two parts, as from two re-entrant checkpoints
+                self.arrived[p] += gradient
+            else:
+                self.arrived[p] = gradient
+
+    def finish_backward(self) -> None:
+        for p, home in self.homes.items():
+            if p.grad is not None and not home.on_host:
+                self._take(p)  # accumulated in no_sync only, or reduced by the strategy inside
+        if self.bucket:
+            self._send()
+        while self.sent:
+            self._receive()
+        self._rest()
+        for p, gradient in self.arrived.items():
+            p.grad = gradient
+        self.arrived = {}
+
+    # ------------------------------------------------------------------ the step, on the host
+    def _rest(self) -> None:
+        for home in self.homes.values():
+            home.go_to_host()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(p in self.homes for p in _parameters(optimizer)):
+            self.finish_backward()  # nothing is left to do if somebody called it
+            for copy in self.returning.values():
+                copy.wait(block=True)  # weights that no forward has asked for
+            _state_to_host(optimizer, self.copies)
+            self.region.enter_context(memory.on_host())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {p for p in _parameters(optimizer) if p in self.homes and p.grad is not None}
+        if mine:
+            _state_to_host(optimizer, self.copies)
+        self.region.close()
+        if mine:
+            self._return(mine)
+
+    # ------------------------------------------------------------------ weights, up
+    def _return(self, parameters: set[nn.Parameter]) -> None:
+        """Start to bring `parameters` to the device, in the order of their use."""
+        for i, (_, group) in enumerate(self.groups):
+            news = [self.homes[p].news() for p in group if p in parameters]
+            if news:
+                self.returning[i] = self.copies.to_device(news)
+
+    def _await(self, groups: Iterable[int]) -> None:
+        for i in groups:
+            if i in self.returning:
+                self.returning.pop(i).wait()
+
+    def _begin_forward(self) -> None:
+        # Weights that were loaded, or written by hand; fused optimizers do not count versions.
+        self._return({p for p, h in self.homes.items() if h.on_host and h.is_stale()})
+        for home in self.homes.values():
+            home.go_to_device()
+        first = [i for i, (block, _) in enumerate(self.groups) if block is self.model]
+        self._await(first if self.inside is None else range(len(self.groups)))
+
+    def _end_forward(self) -> None:
+        if not torch.is_grad_enabled():  # no backward will follow
+            self._await(range(len(self.groups)))
+            self._rest()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        self._rest()
+        return super().full_state_dict() if self.inside is None else self.inside.full_state_dict()
+
+
+def _groups(
+    model: nn.Module, parameters: list[nn.Parameter]
+) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Cut `parameters` by the blocks that use them: the root's own first, then from the top down.
+
+    A block is a module in a list, or one with parameters of its own: it may read those of its
+    children without calling them, as attention layers do.
+    """
+    left = set(parameters)
+    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+
+    def visit(module: nn.Module, is_block: bool) -> None:
+        own = [p for p in module.parameters(recurse=is_block) if p in left]
+        left.difference_update(own)
+        if own or is_block:
+            groups.append((module, own))
+        if not is_block:
+            in_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+            for child in module.children():
+                visit(child, in_list or any(True for _ in child.parameters(recurse=False)))
+
+    visit(model, False)
+    return groups
+
+
+# ---------------------------------------------------------------------- 3. shards of fsdp
+def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostShards":
+    """Let the shards of an fsdp strategy live on the host: weights, gradients, and what follows.
+
+    The optimizer, made before or after, then finds parameters of the host. Each gather is preceded
+    by a copy of this rank's shard to the device, P/n bytes, started while the block before is being
+    gathered, in the order of the last step; each finished gradient of a shard leaves for the host
+    during backward. The device keeps nothing of the model's state but the blocks in use, and at
+    most four shards that come or are being gathered.
+
+    `strategy` is what `fsdp.apply` returned, before its first step. Raises `ValueError` for one
+    without shards.
+    """
+    if not getattr(strategy, "flats", None):
+        raise ValueError(f"{type(strategy).__name__} has no flat shards; use fsdp.apply")
+    strategy.host_shards = HostShards(strategy, copies)
+    return strategy.host_shards
+
+
+class HostShards:
+    """Stands in where a flat shard is fetched to be gathered, and where its gradient is stored."""
+
+    def __init__(self, strategy: Strategy, copies: HostCopy | None = None) -> None:
+        self.copies = copies or HostCopy(strategy.flats[0].shard.device)
+        self.order: list[Any] = []  # of the fetches in the last step
+        self.fetched: list[Any] = []  # in this one
+        self.coming: dict[Any, tuple[list[int], Copy]] = {}  # weights, and their versions
+        self.leaving: list[Copy] = []
+        self.region = ExitStack()
+        for flat in strategy.flats:
+            self._move(flat)
+        self.parameters = {p for flat in strategy.flats for p in flat.parameters}
+        strategy.finish_backward = partial(self._finish_backward, strategy.finish_backward)
+        _around_steps(self, HostShards._before_step, HostShards._after_step)
+
+    def _move(self, flat: Any) -> None:
+        device = flat.shard.device
+        [flat.shard] = self.copies.to_host([flat.shard]).wait()
+        memory.tag("parameters", flat.shard, on_host=True)
+        for p, span in zip(flat.parameters, flat.spans, strict=True):
+            p.data = flat.shard[span]
+        store, whole = flat.store, flat.whole
+        flat.fetch = partial(self._fetch, flat)
+        flat.store = partial(self._store, flat, store)
+        flat.whole = lambda shards: whole(shards.to(device))
+
+    # ------------------------------------------------------------------ weights, up
+    def _fetch(self, flat: Any) -> Tensor:
+        """Return the shard of `flat` on the device; start to bring the one that comes after it."""
+        at = len(self.fetched)
+        self.fetched.append(flat)
+        versions, copy = self.coming.pop(flat, (None, None))
+        if versions != _versions(flat):  # none on its way, or one of weights that have changed
+            copy = self._bring(flat)
+        if self.order[at : at + 1] == [flat] and at + 1 < len(self.order):
+            ahead = self.order[at + 1]
+            if ahead not in self.coming:
+                self.coming[ahead] = _versions(ahead), self._bring(ahead)
+        return copy.wait()[0]
+
+    def _bring(self, flat: Any) -> Copy:
+        with memory.on_host():
+            shard = flat.shard.to(flat.full.dtype)
+        arriving = flat.full.new_empty(shard.shape)
+        memory.tag("gathered", arriving, on_host=False)
+        return self.copies.to_device([(shard, arriving)])
+
+    # ------------------------------------------------------------------ gradients, down
+    def _store(self, flat: Any, store: Callable[[Tensor], None], gradient: Tensor) -> None:
+        """Let `gradient` leave for the host, where `store` adds it to those of the parameters."""
+        copy = self.copies.to_host([gradient])
+        [on_host] = copy.tensors
+        memory.tag("gradients", on_host, on_host=True)
+        adds_up = any(p.grad is not None for p in flat.parameters)
+        if adds_up or on_host.dtype != flat.shard.dtype:
+            copy.wait()  # its numbers are needed now
+        else:
+            self.leaving.append(copy)
+        with memory.on_host():
+            store(on_host)
+
+    def _finish_backward(self, finish: Callable[[], None]) -> None:
+        finish()
+        for copy in self.leaving:
+            copy.wait()
+        self.leaving = []
+
+    # ------------------------------------------------------------------ the step, on the host
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.parameters.isdisjoint(_parameters(optimizer)):
+            _state_to_host(optimizer, self.copies)
+            self.region.enter_context(memory.on_host())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.parameters.isdisjoint(_parameters(optimizer)):
+            _state_to_host(optimizer, self.copies)
+            self.region.close()
+            self.order, self.fetched, self.coming = self.fetched, [], {}
+
+
+def _versions(flat: Any) -> list[int]:
+    return [p._version for p in flat.parameters]

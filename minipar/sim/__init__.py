@@ -1,0 +1,1 @@
+"""What a training run will need, computed before anything starts: pure functions and plans."""

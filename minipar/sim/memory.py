@@ -1,0 +1,185 @@
+"""Does it fit? What a rank must hold to train a model, in closed form.
+
+Idea.   A training step holds the *model state*, which depends on the number of parameters alone,
+        and *activations*, which depend on the batch. Of the model state ddp keeps a whole copy on
+        every rank; each ZeRO stage cuts one more part of it into n shards.
+Math.   P parameters, n ranks, and p, g and o bytes per parameter of each kind:
+
+            ddp    (p + g + o) P            zero2  p P + (g + o) P / n
+            zero1  (p + g) P + o P / n      zero3  (p + g + o) P / n  + the blocks in use, whole
+
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5 and figure 1; Ren et al. 2021,
+        "ZeRO-Offload" (arXiv 2101.06840), section 3, for what the host can hold instead;
+        Korthikanti et al. 2022 (arXiv 2205.05198), table 2, for activations.
+
+Everything is in bytes, as floats: shards are not rounded up to whole elements. Nothing here looks
+at a model or a device; `minipar.lab.memory` measures the same categories in a run.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STATE = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes per parameter of each part of the model state."""
+
+    name: str
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def __str__(self) -> str:
+        parts = f"{self.parameters:g} + {self.gradients:g} + {self.optimizer:g}"
+        return f"{self.name} ({parts} bytes per parameter)"
+
+
+MIXED_ADAM = Recipe("mixed-precision Adam", 2, 2, 12)
+"""Half-precision weights and gradients; in fp32 a copy of the weights and Adam's two moments."""
+FP32_ADAM = Recipe("fp32 Adam", 4, 4, 8)
+"""What `minipar train` does, also with ``--precision bf16``, which casts during a forward only."""
+OFFLOADED_ADAM = Recipe("fp32 Adam on the host", 4, 4, 12)
+"""The same with its state on the host, where the optimizer needs a copy of the weights as well."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by category, on the device of a rank and on its host."""
+
+    device: dict[str, float]
+    host: dict[str, float]
+
+    @property
+    def device_bytes(self) -> float:
+        """All that the device of this rank holds."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        """All that the host holds for this rank."""
+        return sum(self.host.values())
+
+
+def model_state(
+    num_parameters: float,
+    size: int = 1,
+    strategy: str = "ddp",
+    recipe: Recipe = FP32_ADAM,
+    *,
+    offload: Collection[str] = (),
+    largest_block: float = 0,
+    blocks_gathered: int = 2,
+) -> Held:
+    """What one of `size` ranks holds of a model's state.
+
+    Args:
+        num_parameters: of the whole model; tied ones count once.
+        strategy: "ddp", "zero1", "zero2" or "zero3"; fsdp is zero3.
+        offload: parts of the state ("parameters", "gradients", "optimizer") whose shards live on
+            the host. What is in flight between the two is not counted.
+        largest_block, blocks_gathered: zero3 gathers blocks before their use: so many at a time,
+            each of at most `largest_block` parameters, in the category "gathered".
+
+    Raises `ValueError` for unknown names, or sizes that are none.
+    """
+    _check_choice("strategy", strategy, STRATEGIES)
+    for part in offload:
+        _check_choice("offload", part, STATE)
+    if size < 1 or num_parameters < 0:
+        raise ValueError(f"num_parameters={num_parameters}, size={size}: use 0 or more, 1 or more")
+    sharded = STATE[len(STATE) - STRATEGIES.index(strategy) :]
+    held = {
+        part: getattr(recipe, part) * num_parameters / (size if part in sharded else 1)
+        for part in STATE
+    }
+    if strategy == "zero3":
+        held["gathered"] = recipe.parameters * blocks_gathered * largest_block
+    device = {part: 0.0 if part in offload else num_bytes for part, num_bytes in held.items()}
+    return Held(device, {part: held[part] for part in STATE if part in offload})
+
+
+def largest_model(
+    device_bytes: float, size: int = 1, strategy: str = "ddp", recipe: Recipe = FP32_ADAM
+) -> float:
+    """How many parameters fit into `device_bytes` per rank, with no room for activations."""
+    return device_bytes / model_state(1, size, strategy, recipe).device_bytes
+
+
+def _check_choice(what: str, asked: str, known: Collection[str]) -> None:
+    if asked not in known:
+        raise ValueError(f"{what}={asked!r} is unknown; use one of {', '.join(known)}")
+
+
+# ------------------------------------------------------------------------------------ activations
+def activation_bytes(
+    batch: int,
+    seq_len: int,
+    width: int,
+    num_heads: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """What the backward pass needs of one transformer layer, kept in half precision.
+
+    For a GPT layer (F = 4 D, dropout masks of one byte): T B D (34 + 5 H T / D) bytes. Tensor
+    parallelism cuts 24 of the 34 and all of attention's T x T matrices, sequence parallelism the
+    other 10 as well. `recompute="selective"` keeps nothing of these matrices (as flash attention
+    does not), "full" keeps the layer's input only: 2 T B D.
+
+    Source: Korthikanti et al. 2022, equations 1 to 4 and table 2. Raises `ValueError` for an
+    unknown `recompute`.
+    """
+    _check_choice("recompute", recompute, ("none", "selective", "full"))
+    whole = batch * seq_len * width
+    if recompute == "full":
+        return 2 * whole / (tp if sequence_parallel else 1)
+    attention = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / width
+    return whole * (10 / (tp if sequence_parallel else 1) + (24 + attention) / tp)
+
+
+# ------------------------------------------------------------------------------ DeepSpeed's answer
+def deepspeed_estimate(
+    num_parameters: float,
+    *,
+    stage: int,
+    gpus_per_node: int,
+    nodes: int = 1,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    largest_layer: float = 0,
+    zero_init: bool = True,
+    buffer_factor: float = 1.5,
+) -> Held:
+    """The two numbers of DeepSpeed's memory estimator: per GPU, and per *node* for the host.
+
+    They differ from `model_state`: stage 2 counts fp16 weights and gradients whole (4 P) and fp32
+    state of 16 bytes, gradients included, in shards; stage 3 adds the largest layer. The host
+    starts every process with an fp32 model of its own unless `zero_init`, and has a reserve of
+    `buffer_factor`.
+
+    Source: DeepSpeed, docs/code-docs/source/memory.rst and its `estimate_zero*_model_states_mem_
+    needs`. Raises `ValueError` for stages that it has no estimate for.
+    """
+    if stage not in (2, 3):
+        raise ValueError(f"DeepSpeed estimates stages 2 and 3, not {stage}")
+    if offload_parameters and (stage == 2 or not offload_optimizer):
+        raise ValueError("offload_parameters is for stage 3, together with offload_optimizer")
+    size = gpus_per_node * nodes
+    loading = 4 * gpus_per_node  # bytes per parameter: an fp32 model for every process of a node
+    if stage == 2:
+        device = 2 * num_parameters if offload_optimizer else (4 + 16 / size) * num_parameters
+        host = num_parameters * (max(4 * size, 16) if offload_optimizer else loading)
+    else:
+        kept = 0 if offload_parameters else 2 if offload_optimizer else 18  # in shards on the GPU
+        device = 4 * largest_layer + kept * num_parameters / size
+        shards = (18 - kept) / nodes  # bytes per parameter that a node's host keeps for good
+        if zero_init:
+            host = num_parameters * shards if offload_optimizer else largest_layer * loading
+        else:
+            host = num_parameters * max(loading, shards)
+    return Held({"model state": device}, {"model state": host * buffer_factor})

@@ -1,0 +1,134 @@
+"""Copies between host and device: right, as slow as they should be, and seen."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from minipar.comm import memory, timeline
+from minipar.comm.hostcopy import HostCopy
+from minipar.comm.link import Link
+
+SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
+
+
+def test_what_arrives_is_what_was_sent():
+    """Mutant: a copy that is never made, or made of the wrong tensor of several."""
+    copies = HostCopy(pcie="none")
+    sources = [torch.arange(5.0), torch.randn(3, 4).T, torch.zeros(0), torch.tensor(7)]
+    on_host = copies.to_host(sources).wait()
+    assert all(torch.equal(a, b) for a, b in zip(sources, on_host, strict=True))
+    assert {a.data_ptr() for a in on_host if a.numel()}.isdisjoint(a.data_ptr() for a in sources)
+    back = [torch.full_like(a, 9) for a in on_host]
+    copy = copies.to_device(zip(on_host, back, strict=True))
+    assert copy.num_bytes == 4 * 5 + 4 * 12 + 8
+    assert all(torch.equal(a, b) for a, b in zip(sources, copy.wait(), strict=True))
+
+
+def test_takes_as_long_as_pcie_would():
+    """Mutant: a copy that waits for its latency only, or forgets that the lane was busy."""
+    copies = HostCopy(pcie=SLOW)
+    start = time.monotonic()
+    handles = [copies.to_host([torch.zeros(250_000 // 4)]) for _ in range(4)]
+    assert time.monotonic() - start < 0.1  # asynchronous
+    assert not handles[-1].is_done()
+    handles[-1].wait()
+    took = time.monotonic() - start
+    assert all(handle.is_done() for handle in handles)
+    assert 4 * 0.035 <= took < 4 * 0.035 + 0.3
+
+
+def test_both_directions_work_at_once():
+    copies = HostCopy(pcie=SLOW)
+    tensor = torch.zeros(500_000)  # 2 MB: 210 ms
+    start = time.monotonic()
+    down = copies.to_host([tensor])
+    up = copies.to_device([(tensor, torch.empty_like(tensor))])
+    down.wait(), up.wait()
+    assert 0.21 <= time.monotonic() - start < 0.4  # and not 0.42
+
+
+def test_every_copy_is_a_span_of_the_timeline():
+    """Also one that an earlier recording left in flight: it shows in the next."""
+    copies = HostCopy(pcie=SLOW)
+    with timeline.record():
+        left = copies.to_device([(torch.zeros(250_000), torch.empty(250_000))])
+    with timeline.record() as recorded:
+        with timeline.span("compute", "work"):
+            down = copies.to_host([torch.zeros(1000)])
+            while not down.is_done():
+                pass
+        left.wait()
+    spans = sorted((s.name, s.axis, s.num_bytes) for s in recorded.select(kind="comm"))
+    assert spans == [("to_device", "host", 1_000_000), ("to_host", "host", 4000)]
+    [span] = recorded.select(name="to_host")
+    assert 0.01 <= span.duration < 0.2
+    assert recorded.bytes_by_axis() == {"host": 1_004_000}
+
+
+def test_waiting_is_not_computing():
+    copies = HostCopy(pcie=SLOW)
+    with timeline.record() as recorded, timeline.span("compute", "work"):
+        copies.to_host([torch.zeros(250_000)]).wait()
+    assert sum(s.duration for s in recorded.select(kind="compute")) < 0.1
+
+
+def test_an_error_in_the_lane_is_raised_where_it_is_waited_for():
+    """Mutant: a lane that dies, so that `wait` hangs."""
+    copies = HostCopy(pcie="none")
+    tensor = torch.zeros(3)
+    expanded = torch.zeros(1).expand(3)  # cannot be written to
+    with pytest.raises(RuntimeError, match="more than one element"):
+        copies.to_device([(tensor, expanded)]).wait()
+    assert torch.equal(copies.to_host([tensor]).wait()[0], tensor)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
+def test_what_is_not_alike_is_refused(other):
+    with pytest.raises(ValueError, match=r"\(3,\) of torch.float32 cannot land in"):
+        HostCopy().to_device([(torch.zeros(3), other)])
+
+
+def test_memory_of_the_host_is_told_apart():
+    seen = []
+    memory.watchers.append(lambda storage, word: seen.append(word))
+    try:
+        assert not memory.is_on_host()
+        with memory.on_host():
+            memory.tag("gradients", torch.zeros(1))
+            assert memory.is_on_host()
+        memory.tag("gathered", torch.zeros(1))
+    finally:
+        memory.watchers.pop()
+    assert seen == [("gradients", True), ("gathered", False)]
+    gc.collect()
+    assert not any(word.category == "gathered" for word in memory.tags.values())
+
+
+def test_no_thread_outlives_its_engine():
+    def lanes() -> int:
+        return sum(thread.name in ("to_host", "to_device") for thread in threading.enumerate())
+
+    gc.collect()
+    before = lanes()
+    copies = HostCopy()
+    copies.to_host([torch.zeros(1)]).wait()
+    assert lanes() == before + 1
+    del copies
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while lanes() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lanes() <= before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stream_per_direction_on_a_gpu():
+    copies = HostCopy("cuda")
+    tensor = torch.randn(1 << 20, device="cuda")
+    [on_host] = copies.to_host([tensor]).wait()
+    assert on_host.is_pinned() and torch.equal(on_host, tensor.cpu())
+    [back] = copies.to_device([(on_host, torch.empty_like(tensor))]).wait()
+    assert torch.equal(back, tensor)

@@ -1,0 +1,129 @@
+"""Pictures of memory: they show what was measured, on one scale, in the colours of the project."""
+
+import math
+
+import pytest
+from matplotlib.colors import to_hex
+
+from minipar.comm.spans import Span
+from minipar.comm.timeline import Timeline
+from minipar.lab import draw, draw_memory
+from minipar.lab.memory import MemoryHistory
+
+MB = 10**6
+HISTORY = MemoryHistory(
+    1,
+    [10.0, 10.01, 10.02, 10.03],
+    {
+        "activations": [0, 30 * MB, 5 * MB, 0],
+        "parameters": [8 * MB] * 4,
+        "gradients": [0, 0, 8 * MB, 8 * MB],
+        "echo": [0, 2 * MB, 0, 0],
+    },
+    {"optimizer": [0, 0, 16 * MB, 16 * MB]},
+)
+TIMELINE = Timeline(
+    [
+        Span("forward", "layers.0", 1, 10.0, 10.01),
+        Span("backward", "layers.0", 1, 10.01, 10.03),
+        Span("comm", "to_host", 1, 10.02, 10.03, "host", 8 * MB),
+        Span("comm", "all_reduce", 0, 10.02, 10.06, "dp", 8 * MB),
+    ],
+    "measured",
+)
+FORM = {"parameters": 8 * MB, "gradients": 0.0, "optimizer": 16.0 * MB}
+
+
+def texts(figure) -> str:
+    found = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
+    return " | ".join(text.get_text() for text in found)
+
+
+def test_the_area_is_what_was_measured():
+    """Mutant: layers that are not stacked, or a peak lost between two pixels."""
+    figure = draw_memory.memory(HISTORY, TIMELINE)
+    area = next(ax for ax in figure.axes if len(ax.collections) == 4)
+    tops = [c.get_paths()[0].get_extents().y1 for c in area.collections]
+    assert tops == pytest.approx([8, 16, 16, 40])  # parameters, + gradients, + echo, + activations
+    colours = [to_hex(c.get_facecolor()[0]) for c in area.collections]
+    known = draw_memory.CATEGORY
+    assert colours[0] == known["parameters"] and colours[1] == known["gradients"]
+    assert colours[3] == known["activations"]
+    assert area.get_xlim() == pytest.approx((0, 30))  # of rank 1 alone
+    said = texts(figure)
+    assert "at most 40 MB, 30 MB of it activations; the host holds 16 MB" in said
+    assert "measured" in said and "closed" not in said
+
+
+def test_a_peak_of_a_moment_is_not_lost():
+    """A thousand samples a pixel: the highest is drawn."""
+    n = 200_000
+    spike = [MB] * n
+    spike[77_777] = 50 * MB
+    history = MemoryHistory(0, [i / n for i in range(n)], {"activations": spike})
+    [area] = [ax for ax in draw_memory.memory(history).axes if ax.collections]
+    path = area.collections[0].get_paths()[0]
+    assert path.get_extents().y1 == pytest.approx(50) and len(path.vertices) < 20_000
+
+
+def test_a_closed_form_is_a_bar_on_the_same_scale():
+    figure = draw_memory.memory(HISTORY, closed_form=FORM, budget=36 * MB, title="ddp")
+    bar = next(ax for ax in figure.axes if [p for p in ax.patches if p.get_height() == 16])
+    area = next(ax for ax in figure.axes if ax.collections)
+    assert bar.get_ylim() == area.get_ylim()
+    assert [p.get_height() for p in bar.patches] == [8, 16]
+    said = texts(figure)
+    assert "24 MB" in said and "budget 36 MB" in said and "ddp" in said
+    headline = next(t for t in figure.texts if "at most" in t.get_text())
+    assert headline.get_color() == draw.EXPOSED  # it does not fit
+
+
+def test_rungs_of_a_ladder_share_their_scales():
+    small = MemoryHistory(0, [0.0, 0.005], {"parameters": [MB, MB]})
+    figure = draw_memory.ladder({"ddp": HISTORY, "fsdp": small}, closed_forms={"ddp": FORM})
+    areas = [ax for ax in figure.axes if ax.collections]
+    assert len(areas) == 2 and areas[0].get_ylim() == areas[1].get_ylim()
+    assert areas[0].get_xlim() == areas[1].get_xlim() == pytest.approx((0, 30))
+    ends = areas[1].collections[0].get_paths()[0].get_extents().x1
+    assert ends == pytest.approx(5)  # nothing is drawn after the end
+
+
+def test_what_makes_no_picture_is_refused():
+    with pytest.raises(ValueError, match="has no sample"):
+        draw_memory.memory(MemoryHistory(0, [], {}))
+    with pytest.raises(ValueError, match=r"no span of rank 1; it has ranks \[0\]"):
+        draw_memory.memory(HISTORY, TIMELINE.select(rank=0))
+
+
+def test_categories_can_be_told_apart():
+    """In the order of the stack, where neighbours touch: also in grey print."""
+    inks = [*draw_memory.CATEGORY.values()]
+    assert len(set(inks)) == len(inks)
+
+    def rgb(ink):
+        return [int(ink[i : i + 2], 16) for i in (1, 3, 5)]
+
+    for a, b in zip(inks, inks[1:], strict=False):
+        assert math.dist(rgb(a), rgb(b)) > 60
+
+
+def test_copies_run_in_a_lane_of_their_own():
+    """Mutant: copies drawn upon the collectives that are in flight at the same time."""
+    both = Timeline(
+        [
+            Span("forward", "0", 0, 0.0, 0.01),
+            Span("comm", "all_gather", 0, 0.0, 0.02, "dp", MB),
+            Span("comm", "to_host", 0, 0.0, 0.02, "host", MB),
+        ]
+    )
+    [ax, *_] = draw.timeline(both).axes
+    bands = {}
+    for collection in ax.collections:
+        for path in collection.get_paths():
+            box = path.get_extents()
+            bands.setdefault(to_hex(collection.get_facecolor()[0]), []).append((box.y0, box.y1))
+    [copies], [collectives] = bands[draw.KIND["copy"]], bands[draw.AXIS["dp"]]
+    assert copies[1] <= collectives[0]
+    exposed = sorted(bands[draw.EXPOSED])
+    assert len(exposed) == 2 and exposed[0][1] <= exposed[1][0]
+    assert exposed[1][1] <= bands[draw.KIND["forward"]][0][0]

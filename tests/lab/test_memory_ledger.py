@@ -1,0 +1,200 @@
+"""The ledger: every byte in its category, at its time, and never more than the budget."""
+
+import itertools
+import pickle
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm import memory, timeline
+from minipar.lab.memory import LiveBytes, MemoryHistory, MemoryLedger, OverBudget, budget
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.sim.memory import model_state
+
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+
+
+def llama() -> Llama:
+    return Llama(LlamaConfig(61, 32, 64, 2, 4, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        token_loss(model(TOKENS), TOKENS).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_model_state_is_the_closed_form(warm):
+    """Mutant: gradients taken for activations, state that is not seen, weights counted twice.
+
+    Whether the optimizer's state is made meanwhile, or was there before.
+    """
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if warm:
+        train(model, optimizer)
+        optimizer.zero_grad()
+    with MemoryLedger(model) as ledger:
+        train(model, optimizer, 2)
+    history = ledger.history()
+    formula = model_state(sum(p.numel() for p in model.parameters())).device
+    assert history.peak_of("parameters") == formula["parameters"]
+    assert history.peak_of("optimizer") == pytest.approx(formula["optimizer"], rel=0.01)  # and step
+    # A weight that is used twice, or padded, receives its gradient as a second tensor at times.
+    assert history.peak_of("gradients") == pytest.approx(formula["gradients"], rel=0.1)
+    assert history.device["gradients"][-1] == formula["gradients"]
+    at_start = history.device["optimizer"][0]  # if cold, the counters that torch makes unseen
+    assert at_start == history.device["optimizer"][-1] if warm else at_start < 100
+    assert history.device["activations"][-1] < 0.01 * history.peak_of("activations")
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert history.peak_of("buffers") == buffers
+    assert history.peak == max(history.totals) == sum(history.at_peak.values())
+    assert not history.host
+
+
+def test_it_counts_what_live_bytes_count():
+    """Beyond what was there before, the sum over categories is the count that knows none."""
+    with LiveBytes() as live:
+        train(llama(), torch.optim.AdamW(llama().parameters()))
+    with MemoryLedger() as ledger:
+        train(llama(), torch.optim.AdamW(llama().parameters()))
+    assert ledger.history().peak == live.peak
+
+
+def test_times_are_those_of_the_timeline():
+    model = llama()
+    with timeline.record(model) as recorded, MemoryLedger(model) as ledger:
+        loss = token_loss(model(TOKENS), TOKENS)
+        time.sleep(0.05)
+        loss.backward()
+    history = ledger.history()
+    assert history.seconds == sorted(history.seconds)
+    highest = history.seconds[history.totals.index(history.peak)]
+    forward = max(s.end for s in recorded.select(kind="forward"))
+    assert recorded.start < highest < recorded.end
+    before = [t for t, now in zip(history.seconds, history.totals, strict=True) if t <= forward]
+    assert before and history.totals[len(before) - 1] > 0.5 * history.peak
+
+
+def test_what_a_strategy_tags_counts_as_that():
+    """Whatever else it may be: a gathered block holds parameters as well."""
+    model = nn.Linear(10, 10, bias=False)
+    with MemoryLedger(model) as ledger:
+        flat = torch.empty(250)
+        memory.tag("gathered", flat)
+        memory.tag("copy", torch.empty(25))
+        with memory.on_host():
+            hosted = torch.empty(1000)
+        del flat, hosted
+    history = ledger.history()
+    assert history.peak_of("gathered") == 1000 and history.device["gathered"][-1] == 0
+    assert history.peak_of("copy") == 100
+    assert history.peak_of(*history.host, host=True) == 4000
+    assert history.peak == 400 + 1000 + 100
+    assert not memory.watchers
+
+
+@pytest.mark.parametrize("kind", [LiveBytes, MemoryLedger])
+def test_memory_that_comes_and_goes_inside_of_one_tensor(kind):
+    """A storage may be resized, as sharded strategies do. Mutant: it only grows."""
+    older = torch.empty(500)
+    older.untyped_storage().resize_(0)
+    with kind() as live:
+        older.untyped_storage().resize_(2000)
+        assert live.now == 2000
+        older.untyped_storage().resize_(0)
+        flat = torch.empty(1000)
+        flat.untyped_storage().resize_(0)
+        assert live.now == 0
+        flat.untyped_storage().resize_(4000)
+        flat.fill_(1)
+        assert live.now == 4000
+        torch.ones(3, out=torch.empty(0))  # grown by an operation
+        del flat
+        assert live.now == 0
+    assert "_watch_resize" not in torch.UntypedStorage.resize_.__qualname__
+
+
+# ---------------------------------------------------------------------- a budget
+def test_a_model_that_does_not_fit():
+    """In the optimizer step, where Adam's state comes; a little more room, and it fits."""
+    model = llama()
+    with MemoryLedger(model) as need:
+        train(model, torch.optim.AdamW(model.parameters()))
+    peak = need.history().peak
+    model = llama()
+    with budget(peak, model):
+        train(model, torch.optim.AdamW(model.parameters()))
+    model = llama()
+    state = sum(p.nbytes for p in model.parameters())
+    says = r"rank 0 would hold .* MB, more than its budget of .* MB: .*parameters 0\.\d+ MB"
+    with pytest.raises(ValueError, match=says) as caught, budget(0.95 * peak, model):
+        train(model, torch.optim.AdamW(model.parameters()))
+    assert isinstance(caught.value, MemoryError) and "offload it" in str(caught.value)
+    with pytest.raises(OverBudget, match="budget"), budget(0.99 * state, model):
+        raise AssertionError("a model that is too large already")
+    assert not memory.watchers
+    model(TOKENS)  # nothing stays behind
+
+
+def test_the_message_names_gradients_in_the_middle_of_backward():
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    weights = 4 * 64 * 64 * 4
+    x = torch.ones(1, 64)
+    with (
+        pytest.raises(OverBudget, match="parameters 0.06554 MB, gradients 0.03277 MB"),
+        budget(weights * 1.6, model),
+    ):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -5, float("nan")])
+def test_a_budget_is_a_positive_number(num_bytes):
+    with pytest.raises(ValueError, match="is none; use a positive number"), budget(num_bytes):
+        pass
+
+
+# ---------------------------------------------------------------------- the result
+def test_a_history_travels_between_processes():
+    model = llama()
+    with MemoryLedger(model) as ledger:
+        model(TOKENS)
+    history = ledger.history()
+    assert pickle.loads(pickle.dumps(history)) == history
+
+
+def test_a_history_says_what_there_is_at_its_peak():
+    history = MemoryHistory(3, [0.0, 1.0, 2.0], {"a": [1, 5, 2], "b": [7, 4, 0]}, {"c": [0, 1, 9]})
+    assert history.totals == [8, 9, 2] and history.peak == 9
+    assert list(history.at_peak.items()) == [("a", 5), ("b", 4)]
+    assert history.peak_of("a") == 5 and history.peak_of("a", "b") == 9
+    assert history.peak_of("c") == 0 and history.peak_of("c", "d", host=True) == 9
+    assert MemoryHistory(0, [], {}).at_peak == {}
+
+
+def test_on_a_gpu_the_allocator_has_the_last_word():
+    """Rehearsed with an allocator that says 100 bytes more than is seen, and counts up."""
+    model = nn.Linear(10, 10, bias=False)
+    ledger = MemoryLedger(model)
+    ledger._cuda = torch.device("cuda")
+    fake = mock.Mock(side_effect=itertools.count(500))
+    with mock.patch.object(torch.cuda, "memory_allocated", fake), ledger:
+        pass
+    history = ledger.history()  # the weight is in memory of the CPU, so here it is the host's
+    assert history.host["parameters"] == [400]
+    assert history.device["unseen"] == [501]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_real_gpu():
+    model = llama().cuda()
+    with MemoryLedger(model) as ledger:
+        model(TOKENS.cuda()).sum().backward()
+    history = ledger.history()
+    assert history.peak >= torch.cuda.memory_allocated() > 0
+    assert history.peak_of("parameters") == sum(p.nbytes for p in model.parameters())

@@ -1,0 +1,85 @@
+"""Offloaded training equals training on one device: alone, and with ddp, zero and fsdp."""
+
+from functools import cache, partial
+
+import pytest
+
+from minipar.comm.hostcopy import HostCopy
+from minipar.parallel import ddp, fsdp, offload
+from tests.parity import models, test_zero
+from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
+
+TASKS = {
+    "llama": Task(models.llama),
+    "untied": Task(models.untied_llama),
+    "recomputing": Task(models.recomputing_llama),
+    "accumulating": Task(models.llama, microbatches=2, num_sequences=8),
+    "foreign": Task(models.Foreign),
+    "frozen": Task(models.untied_llama, fine_tune=models.frozen_embedding),
+    "sometimes used": Task(models.SometimesUsed, num_sequences=4),
+}
+
+
+def attach(model, mesh, bucket_mb=0.004):
+    """Alone on one rank; on more, around data parallelism."""
+    copies = HostCopy(pcie="none")
+    if mesh.size == 1:
+        return [offload.apply(model, mesh.dp, copies=copies, bucket_mb=bucket_mb)]
+    inside = ddp.apply(model, mesh.dp, bucket_mb=bucket_mb, average=False)
+    return [inside, offload.apply(model, mesh.dp, inside=inside, copies=copies)]
+
+
+@cache
+def reference(name: str) -> Outcome:
+    return serial(TASKS[name])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_equals_one_device(name):
+    """To the bit: the same kernels compute the same numbers, wherever these are kept."""
+    found = parallel(TASKS[name], {}, attach)
+    assert_parity(found, reference(name), rtol=0.0)
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
+def test_equals_one_device_on_several_ranks(ranks, size, name):
+    for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach):
+        assert_parity(outcome, reference(name))
+
+
+def attach_fsdp(model, mesh, **options):
+    """Weights, gradients and optimizer state in shards, and these on the host."""
+    strategy = fsdp.apply(model, mesh.dp, average=False, **options)
+    offload.shards_on_host(strategy, HostCopy(pcie="none"))
+    attach_fsdp.strategy = strategy
+    return [strategy]
+
+
+def fsdp_gradients(model):
+    return attach_fsdp.strategy.full_gradients()
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "accumulating", "foreign", "recomputing"])
+def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):
+    options = dict(gradients=fsdp_gradients, shard_axes=["dp"])
+    for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach_fsdp, **options):
+        assert_parity(outcome, reference(name))
+
+
+def attach_zero(model, mesh, stage):
+    """The inner optimizer, which steps on shards, does so on the host."""
+    strategies = test_zero.attach(model, mesh, stage)
+    offload.step_on_host(model.zero.optimizer.inner, HostCopy(pcie="none"))
+    return strategies
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
+def test_shards_of_zero_on_the_host_equal_one_device(ranks, stage, name):
+    attach = partial(attach_zero, stage=stage)
+    options = dict(gradients=test_zero.gradients, shard_axes=["dp"])
+    for outcome in ranks(2).run(parallel, TASKS[name], {"dp": 2}, attach, **options):
+        assert_parity(outcome, reference(name))
+        assert outcome.sent["host"] > 0

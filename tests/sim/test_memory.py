@@ -1,0 +1,135 @@
+"""Closed forms of memory, held against numbers that others printed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.sim.memory import (
+    FP32_ADAM,
+    MIXED_ADAM,
+    STATE,
+    STRATEGIES,
+    activation_bytes,
+    deepspeed_estimate,
+    largest_model,
+    model_state,
+)
+
+GIB = 2**30
+
+
+# ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters on 64 ranks, mixed-precision Adam, in GB.
+@pytest.mark.parametrize(
+    ("strategy", "printed"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
+)
+def test_equals_figure_1_of_zero(strategy, printed):
+    """Mutant: a stage that shards one part too few or too many."""
+    held = model_state(7.5e9, 64, strategy, MIXED_ADAM)
+    assert held.device_bytes / 1e9 == pytest.approx(printed, abs=0.05)
+    assert held.host_bytes == 0
+
+
+def test_our_own_training_holds_sixteen_bytes_a_parameter():
+    totals = [model_state(1e6, 4, s, FP32_ADAM).device_bytes / 1e6 for s in STRATEGIES]
+    assert totals == [16, 4 + 4 + 2, 4 + 1 + 2, 1 + 1 + 2]
+
+
+def test_gathered_blocks_come_on_top_of_shards():
+    held = model_state(1e6, 4, "zero3", largest_block=1e5)
+    assert held.device["gathered"] == 2 * 4 * 1e5
+    assert held.device_bytes == 4e6 + 8e5
+    assert "gathered" not in model_state(1e6, 4, "zero2", largest_block=1e5).device
+
+
+@given(
+    num_parameters=st.integers(1, 10**12),
+    size=st.integers(1, 4096),
+    strategy=st.sampled_from(STRATEGIES),
+    offload=st.sets(st.sampled_from(STATE)),
+)
+def test_offload_moves_bytes_and_loses_none(num_parameters, size, strategy, offload):
+    """Mutant: a part that is counted on both sides, or on neither."""
+    before = model_state(num_parameters, size, strategy)
+    after = model_state(num_parameters, size, strategy, offload=offload)
+    moved = sum(before.device[part] for part in offload)
+    assert after.host_bytes == pytest.approx(moved)
+    assert after.device_bytes + moved == pytest.approx(before.device_bytes)
+
+
+@given(st.integers(2, 4096))
+def test_every_rung_of_the_ladder_holds_less(size):
+    totals = [model_state(1e9, size, s, MIXED_ADAM).device_bytes for s in STRATEGIES]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+    assert len({model_state(1e9, 1, s, MIXED_ADAM).device_bytes for s in STRATEGIES}) == 1
+
+
+def test_the_largest_model_fills_the_device():
+    for strategy in STRATEGIES:
+        most = largest_model(80e9, 8, strategy, MIXED_ADAM)
+        assert model_state(most, 8, strategy, MIXED_ADAM).device_bytes == pytest.approx(80e9)
+    assert largest_model(80e9, 8, "ddp", MIXED_ADAM) == 5e9
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (dict(strategy="zero4"), "use one of ddp, zero1, zero2, zero3"),
+        (dict(offload=["weights"]), "use one of parameters, gradients, optimizer"),
+        (dict(size=0), "1 or more"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
+        model_state(1e6, **call)
+
+
+# Korthikanti et al. (arXiv 2205.05198): for GPT-3, 5 H T / D = 80; figure 1: 175B, T=2048, tp=8,
+# 96 layers interleaved 3 times over 8 stages, sequence parallel and selective: 12.35 GiB on the
+# first stage, which holds the activations of 96 (1 + 7/24) layers.
+def test_activations_equal_the_published_ones():
+    assert activation_bytes(1, 2048, 12288, 96) == 2048 * 12288 * (34 + 80)
+    layer = activation_bytes(
+        1, 2048, 12288, 96, tp=8, sequence_parallel=True, recompute="selective"
+    )
+    assert 96 * (1 + 7 / 24) * layer / GIB == pytest.approx(12.35, abs=0.005)
+
+
+def test_activations_under_tensor_parallelism_keep_ten_parts_whole():
+    """Table 2: T B D (10 + 24/t + 5 H T / (D t)) without sequence parallelism."""
+    layer = activation_bytes(2, 128, 64, 4, tp=4)
+    assert layer == 2 * 128 * 64 * (10 + 24 / 4 + 5 * 4 * 128 / (64 * 4))
+    assert activation_bytes(2, 128, 64, 4, recompute="full") == 2 * 2 * 128 * 64
+    with pytest.raises(ValueError, match="none, selective, full"):
+        activation_bytes(2, 128, 64, 4, recompute="some")
+
+
+# DeepSpeed's documentation (memory.rst), t5-3b on one node of 8 GPUs: 2851M parameters, largest
+# layer 32M; host and GPU in GiB.
+@pytest.mark.parametrize(
+    ("options", "host", "gpu"),
+    [
+        (dict(stage=2, offload_optimizer=True), 127.45, 5.31),
+        (dict(stage=2), 127.45, 15.93),
+        (dict(stage=3, offload_optimizer=True, offload_parameters=True), 71.69, 0.12),
+        (
+            dict(stage=3, offload_optimizer=True, offload_parameters=True, zero_init=False),
+            127.45,
+            0.12,
+        ),
+        (dict(stage=3, offload_optimizer=True), 63.72, 0.78),
+        (dict(stage=3, offload_optimizer=True, zero_init=False), 127.45, 0.78),
+        (dict(stage=3), 1.43, 6.09),
+        (dict(stage=3, zero_init=False), 127.45, 6.09),
+    ],
+)
+def test_equals_deepspeeds_estimator(options, host, gpu):
+    held = deepspeed_estimate(2851e6, gpus_per_node=8, largest_layer=32e6, **options)
+    assert held.device_bytes / GIB == pytest.approx(gpu, abs=0.006)
+    assert held.host_bytes / GIB == pytest.approx(host, abs=0.006)
+
+
+def test_what_deepspeed_has_no_estimate_for_is_refused():
+    with pytest.raises(ValueError, match="stages 2 and 3"):
+        deepspeed_estimate(1e9, stage=1, gpus_per_node=8)
+    with pytest.raises(ValueError, match="together with offload_optimizer"):
+        deepspeed_estimate(1e9, stage=3, gpus_per_node=8, offload_parameters=True)
