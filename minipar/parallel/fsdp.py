@@ -1,0 +1,644 @@
+"""Fully sharded data parallelism (ZeRO-3): every rank keeps one n-th of every weight.
+
+Idea.   A layer's weights are needed only while it computes. So a rank keeps one n-th of them, its
+        *shard*; all ranks together gather the weights of one *block* just before it runs, free them
+        after it, gather them again for its backward, and then reduce-scatter its gradients: each
+        rank receives the gradient of its shard. The optimizer sees the shards alone.
+Math.   That of `ddp`: with ``average=True`` g = (1/n) sum_r g_r, else the sum.
+Shapes. A block's weights, flattened one after the other and padded: [n S] R@dp while it computes,
+        [S] V@dp at rest; gradients [n S] P@dp -> [S] V@dp. A shard cuts through weights wherever it
+        falls: to the optimizer, every parameter is the flat *piece* of it that lies on this rank.
+        Right for optimizers that treat every number alike (SGD, Adam and their kin).
+Comms.  Bytes that a rank sends per step, for P bytes of weights, R of them outside of blocks and B
+        in the last block, over M microbatches; N parameters:
+
+          gather    (n-1)/n M (2 P - R - B)   R and B stay from forward to backward: see `stays`
+          reduce    (n-1)/n M P               or (n-1)/n P with ``accumulate="whole"``
+          used?     2 (n-1)/n N               a byte per parameter: did any rank use it?
+
+        so 3 P as in the paper, less what stays; 2 P with ``reshard_after_forward=False``. P counts
+        2 bytes per number where a 2-byte `compute_dtype` (gather) or `reduce_dtype` is set. The
+        first step, in which the order of blocks is not known yet, gathers B once more. Frozen
+        weights are gathered only. With `replicate_axis` of m ranks: 2 (m-1)/m (P/n + N) along it.
+Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
+        4 P/n); R + 2 B for gathered weights; and in backward R + 2 B of gradients: of the root,
+        those that come into being, and those on their way. With ``prefetch=k`` 1 + k blocks are
+        gathered; ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
+Costs you. Half as many bytes again as `ddp`, in many more calls. All ranks must run the same blocks
+        in the same order, so they need as many microbatches. A forward that ends in an exception
+        leaves things in order; after a backward that did, call `finish_backward`, zero gradients.
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
+        FSDP" (arXiv 2304.11277), sections 3 and 4 (with hybrid sharding in 3.2.2).
+In torch: `torch.distributed.fsdp.fully_shard`.
+Proved by tests/parallel/test_fsdp.py and tests/parity/test_fsdp.py.
+
+Three parts: a flat shard and its collectives, the blocks that use them, and who goes when.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+from minipar.comm import memory
+from minipar.comm.collectives import (
+    Op,
+    Pending,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    scatter,
+)
+from minipar.comm.mesh import Axis
+from minipar.parallel.strategy import Strategy
+
+Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
+Reduce = Callable[[Tensor, Axis], tuple[Tensor, Tensor]]  # rows [n, S] -> sum [S], what was lost
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    blocks: Blocks | None = None,
+    reshard_after_forward: bool = True,
+    replicate_axis: Axis | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: int = 1,
+    average: bool = True,
+    accumulate: Literal["shards", "whole"] = "shards",
+    reduce: Reduce | None = None,
+    init: Init | None = None,
+) -> "FullySharded":
+    """Shard `model` (any `nn.Module`) along `axis`, in place; make the optimizer afterwards.
+
+    Parameters keep names and ties, and become flat pieces (`full_shape` and `shard_axes` say of
+    what). Values are those of rank 0. Freeze what is to be frozen before.
+
+    Args:
+        blocks: what is gathered together: classes, modules, or names of modules. By default the
+            members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
+            down. What is outside of blocks, or shared between them, is gathered for the whole
+            forward and backward. A block must be called (its `forward` runs) to be gathered.
+        reshard_after_forward: free a block's weights between its forward and its backward.
+        replicate_axis: hybrid sharding. Shard inside of `axis`, such as a node, and keep a copy
+            of everything for each rank of this axis, over which gradients are all-reduced.
+        compute_dtype: gather in this dtype, and cast floating point inputs of the blocks to it;
+            shards stay as they are. In place of autocast, whose casts would keep all weights.
+        reduce_dtype: send gradients in this dtype; by default that of computing.
+        prefetch: how many blocks are gathered ahead of the one that computes.
+        average: divide the sum of the gradients by the number of ranks.
+        accumulate: where gradients wait under `no_sync`. In "shards": reduce-scattered after every
+            microbatch, so that memory stays small. "whole": on each rank, unsent, P bytes.
+        reduce: sums up gradients instead of a reduce-scatter, such as `Int8().reduce_scatter` of
+            compression.py; what it leaves out is lost, and nothing of it is hidden.
+        init: gives a model on the "meta" device its weights and buffers, ``init(name, shape)``,
+            each alone and on every rank that holds a part of it.
+
+    Raises `ValueError` for options that do not fit, before the first collective.
+    """
+    options = Options(
+        axis,
+        replicate_axis,
+        compute_dtype,
+        reduce_dtype,
+        "avg" if average else "sum",
+        reduce,
+        accumulate,
+        reshard_after_forward,
+        prefetch,
+    )
+    _check(model, options, init)
+    assigned = _assign(model, _find_blocks(model, blocks))
+    units = [Unit(module, slots, options, init) for module, slots in assigned.items()]
+    _replicate_buffers(model, options, init)
+    return FullySharded(model, options, units)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `apply`."""
+
+    axis: Axis
+    replicate_axis: Axis | None
+    compute_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    op: Op
+    reduce: Reduce | None
+    accumulate: str
+    reshard_after_forward: bool
+    prefetch: int
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Those along which something is sent."""
+        return [a for a in (self.axis, self.replicate_axis) if a is not None and a.size > 1]
+
+
+# ---------------------------------------------------------------------- 1. a flat shard
+class Flat:
+    """Weights in one buffer of n S numbers, of which this rank keeps S; all of one dtype.
+
+    The buffer and its views stay the same tensors, so that what autograd has saved of them stays
+    right; only their memory comes and goes. `parameters` are this rank's pieces, views of `shard`.
+    """
+
+    def __init__(
+        self, members: dict[nn.Parameter, str], options: Options, init: Init | None
+    ) -> None:
+        self.options, axis = options, options.axis
+        numels = [p.numel() for p in members]
+        size = math.ceil(sum(numels) / axis.size)  # S
+        self.splits = [*numels, axis.size * size - sum(numels)]  # and the padding
+        self.spans, self.cuts = [], []  # of each parameter: its part of the shard, and vice versa
+        place = -axis.rank * size  # where it begins, as seen from the shard
+        for numel in numels:
+            start, end = (min(max(at, 0), size) for at in (place, place + numel))
+            self.spans.append(slice(start, end))
+            self.cuts.append(slice(start - place, end - place) if start < end else slice(0, 0))
+            place += numel
+        self.shard = self._initial(members, init)  # [S]
+        self.parameters = []
+        for p, span in zip(members, self.spans, strict=True):
+            piece = nn.Parameter(self.shard[span], p.requires_grad)
+            vars(piece).update(vars(p))
+            piece.full_shape = getattr(p, "full_shape", p.shape)
+            piece.shard_axes = (*getattr(p, "shard_axes", ()), axis)
+            self.parameters.append(piece)
+        self.is_trainable = self.parameters[0].requires_grad
+        dtype = options.compute_dtype or self.shard.dtype
+        self.full = self.shard.new_empty(axis.size * size, dtype=dtype)
+        parts = self.full.split(self.splits)
+        self.views = [part.view(p.shape) for part, p in zip(parts, members, strict=False)]
+        self.gathering: Pending | None = None
+        self.unsent: Tensor | None = None  # [n S] gradients held back
+        self.reducing: Pending | None = None
+        self.partial: Tensor | None = None  # [S] gradients that other replicas have not seen yet
+        self.crossing: list[Pending] = []
+        self.crosses = True
+        self.used: set[int] = set()  # parameters that have had a gradient here, in this step
+        self.fresh: set[int] = set()  # parameters whose ``grad`` was None before this step
+        self.free()
+
+    @torch.no_grad()
+    def _initial(self, members: dict[nn.Parameter, str], init: Init | None) -> Tensor:
+        """Return this rank's shard [S] of the first weights."""
+        options, size = self.options, sum(self.splits) // self.options.axis.size
+        if init is None or not next(iter(members)).is_meta:
+            whole = F.pad(torch.cat([p.flatten() for p in members]), (0, self.splits[-1]))
+            shard = scatter(whole, options.axis)
+            replicas = options.replicate_axis
+            return shard if replicas is None else broadcast(shard, replicas)
+        pieces = [
+            init(name, tuple(p.shape)).to(p.dtype).flatten()[cut].clone()  # one is whole at a time
+            for i, ((p, name), cut) in enumerate(zip(members.items(), self.cuts, strict=True))
+            if cut.start < cut.stop or i == 0  # the first tells the device
+        ]
+        filled = torch.cat(pieces)
+        return F.pad(filled, (0, size - len(filled)))
+
+    # Where a shard lives, and how it comes and goes: with these two, it could live elsewhere.
+    def fetch(self) -> Tensor:
+        """Return the shard [S] as it is sent: on the device that computes, in its dtype."""
+        return self.shard.to(self.full)
+
+    def store(self, gradient: Tensor) -> None:
+        """Add the finished gradient of the shard [S] to ``grad`` of the parameters."""
+        gradient = gradient.to(self.shard)
+        for i, (p, span) in enumerate(zip(self.parameters, self.spans, strict=True)):
+            if p.grad is None:
+                p.grad = gradient[span]
+                self.fresh.add(i)
+            else:
+                p.grad += gradient[span]
+
+    # weights
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the weights are here, or on their way."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    def launch(self) -> None:
+        """Start to gather, unless that was done."""
+        if self.is_gathered or not self.full.numel():
+            return
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        memory.tag("gathered", self.full)
+        # Through `.data`, or autograd would take the saved weights for modified ones.
+        self.gathering = all_gather(
+            self.fetch(), self.options.axis, out=self.full.data, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Return when the weights are here."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def free(self) -> None:
+        """Give the memory of the weights back."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+
+    # gradients
+    def reduce(self, gradients: Sequence[Tensor | None], synchronise: bool = True) -> None:
+        """Start to reduce-scatter the gradients of this rank, one per parameter or None.
+
+        Unless `synchronise`: then they are kept for the next call, or, with "shards", reduced but
+        not shown to the replicas yet.
+        """
+        options, flat = self.options, self._flatten(gradients)
+        if self.unsent is not None:
+            flat, self.unsent = flat.add_(self.unsent), None
+        self.crosses = synchronise
+        if options.accumulate == "whole" and not synchronise:
+            self.unsent = flat
+        elif options.reduce is None:
+            self.reducing = reduce_scatter(flat, options.axis, op=options.op, async_op=True)
+        else:
+            total, _ = options.reduce(flat.view(options.axis.size, -1), options.axis)
+            factor = 1 / options.axis.size if options.op == "avg" else 1
+            self.reducing = Pending(None, total * factor)
+
+    def _flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """One after the other, [n S]; zeros where there is none."""
+        dtype = self.options.reduce_dtype or self.full.dtype
+        flat = self.full.new_empty(self.full.numel(), dtype=dtype)
+        memory.tag("gradients", flat)
+        *parts, padding = flat.split(self.splits)
+        padding.zero_()
+        for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            if gradient is None:
+                part.zero_()
+            else:
+                part.view(gradient.shape).copy_(gradient)
+                self.used.add(i)
+        return flat
+
+    def settle(self) -> None:
+        """Wait for `reduce`, if one is under way; with replicas, start to sum over these."""
+        axis, op = self.options.replicate_axis, self.options.op
+        if self.reducing is not None:
+            gradient, self.reducing = self.reducing.wait(), None
+            if axis is None:
+                return self.store(gradient)
+            self.partial = gradient if self.partial is None else self.partial.add_(gradient)
+        if self.crosses and self.partial is not None:
+            partial, self.partial = self.partial, None
+            self.crossing.append(all_reduce(partial, axis, op, out=partial, async_op=True))
+
+    def finish(self) -> None:
+        """Complete all that is under way, or was kept."""
+        self.crosses = True
+        self.settle()
+        if self.unsent is not None:
+            self.reduce([None] * len(self.parameters))
+            self.settle()
+        while self.crossing:
+            self.store(self.crossing.pop(0).wait())
+
+    def forget_unused(self, users: Tensor) -> None:
+        """Take ``grad`` away, as on one device, where `users` [N] of all ranks are none."""
+        for i in self.fresh - self.used:
+            # Looks at a value only where this rank has none; on "meta" all ranks are alike.
+            if users.is_meta or not users[i]:
+                self.parameters[i].grad = None
+        self.used, self.fresh = set(), set()
+
+    def whole(self, shards: Tensor) -> list[Tensor]:
+        """Gather the [S] of all ranks, and cut it into tensors of the parameters' shapes."""
+        *parts, _ = all_gather(shards, self.options.axis).split(self.splits)
+        return [part.view(v.shape).clone() for part, v in zip(parts, self.views, strict=True)]
+
+
+# ---------------------------------------------------------------------- 2. a block that uses it
+Slot = tuple[nn.Module, str, str, nn.Parameter]  # a module's attribute, its name, what it holds
+
+
+class Unit:
+    """A module, and the weights that are gathered when it runs: a block, or the root.
+
+    Weights that differ in dtype, or of which some are frozen, are several `Flat`s.
+    """
+
+    def __init__(
+        self, module: nn.Module, slots: list[Slot], options: Options, init: Init | None
+    ) -> None:
+        self.module = module
+        kinds: dict[Any, dict[nn.Parameter, str]] = {}
+        for _, _, name, p in slots:
+            kinds.setdefault((p.dtype, p.device, p.requires_grad), {}).setdefault(p, name)
+        self.flats, pieces = [], {}
+        for members in kinds.values():
+            self.flats.append(Flat(members, options, init))
+            pieces |= zip(members, self.flats[-1].parameters, strict=True)
+        self.trainable = [flat for flat in self.flats if flat.is_trainable]
+        self.slots = [(owner, attribute, pieces[p]) for owner, attribute, _, p in slots]
+        self.unbind()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its weights are here, or on their way."""
+        return any(flat.is_gathered for flat in self.flats)
+
+    def launch(self) -> None:
+        """Start to gather."""
+        for flat in self.flats:
+            flat.launch()
+
+    def bind(self, after_backward: Callable) -> None:
+        """Put the gathered weights in the place of the pieces."""
+        for flat in self.flats:
+            flat.wait()
+        pieces = [p for flat in self.trainable for p in flat.parameters]
+        tensors = _Enter.apply(self, after_backward, *pieces) if pieces else ()
+        full = dict(zip(pieces, tensors, strict=True))
+        for flat in self.flats:
+            if not flat.is_trainable:
+                full |= zip(flat.parameters, flat.views, strict=True)
+        for owner, attribute, piece in self.slots:
+            owner._parameters[attribute] = full[piece]
+
+    def unbind(self) -> None:
+        """Put the pieces back."""
+        for owner, attribute, piece in self.slots:
+            owner._parameters[attribute] = piece
+
+    def free(self) -> None:
+        """Let go of the gathered weights."""
+        self.unbind()
+        for flat in self.flats:
+            flat.free()
+
+
+class _Enter(torch.autograd.Function):
+    """Where weights enter the graph; its backward runs when all their gradients are there.
+
+    And last of its block, frozen weights or not: autograd prefers what forward did later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, after_backward: Callable, *pieces: Tensor) -> Any:
+        ctx.unit, ctx.after_backward = unit, after_backward
+        ctx.set_materialize_grads(False)  # None tells that a weight was not used
+        return tuple(view.detach() for flat in unit.trainable for view in flat.views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.after_backward(ctx.unit, list(gradients))
+        return None, None, *(None for _ in gradients)  # gradients go their own way
+
+
+# ---------------------------------------------------------------------- 3. who goes when
+class FullySharded(Strategy):
+    """Hooks on every block, and the order in which they run: learned as they do.
+
+    Whoever enters a block has the next one gathered meanwhile, in forward and in backward. The
+    order may change from step to step; it must be the same on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, units: list[Unit]) -> None:
+        super().__init__(model, options.axis)
+        self.options = options
+        self.root, *self.blocks = self.units = units
+        self.flats = [flat for unit in units for flat in unit.flats]
+        self.follows: dict[str, dict[Unit, Unit | None]] = {"forward": {}, "backward": {}}
+        self.latest: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self.reducing: list[Flat] = []
+        for unit in units:
+            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+            unit.module.register_forward_pre_hook(before, with_kwargs=True)
+            unit.module.register_forward_hook(after, always_call=True)
+
+    def _enter(self, unit: Unit, phase: str) -> None:
+        """`unit` is about to compute: its weights must be here, those of the next on their way."""
+        before, self.latest[phase] = self.latest[phase], unit
+        if before is not None and before is not unit:
+            self.follows[phase][before] = unit
+        unit.launch()
+        prefetch, ahead = self.options.prefetch, unit
+        for _ in range(1 + prefetch if prefetch else 0):
+            ahead = self.follows[phase].get(ahead)
+            if ahead is None or sum(block.is_gathered for block in self.blocks) > prefetch:
+                break
+            ahead.launch()
+        with torch.enable_grad() if phase == "backward" else nullcontext():
+            unit.bind(self._after_backward)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recomputes = _in_backward()
+        if unit is self.root and not recomputes:
+            self._start_afresh()  # nothing that was gathered before the last optimizer step
+        self._enter(unit, "backward" if recomputes else "forward")
+        if self.options.compute_dtype is not None:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        if not unit.trainable and torch.is_grad_enabled():
+            # Nothing of it enters the graph; when its inputs have their gradients, it is over.
+            inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+            register_multi_grad_hook(inputs, lambda _: unit.free())
+        return args, kwargs
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
+        nodes = {t.grad_fn for t in tensors} - {None}
+        for node in nodes:
+            node.register_prehook(lambda _: self._enter(unit, "backward"))
+        if _in_backward():
+            return  # recomputed: its backward comes next
+        unit.unbind()
+        # Where we cannot look into the output, no hook will tell when its backward begins.
+        opaque = torch.is_grad_enabled() and output is not None and not tensors
+        if not (opaque or (nodes and self.stays(unit))):
+            unit.free()
+        if unit is self.root and output is not None:  # None: an exception
+            self.follows["forward"][self.latest["forward"]] = None
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether `unit` is not freed between forward and backward.
+
+        The root is needed until the end of forward, and from the beginning of backward; the last
+        block is the first to be needed again.
+        """
+        is_last = self.follows["forward"].get(unit, unit) is None
+        return not self.options.reshard_after_forward or unit is self.root or is_last
+
+    def _after_backward(self, unit: Unit, gradients: list[Tensor | None]) -> None:
+        """All gradients of the weights of `unit` are there."""
+        unit.free()
+        for flat in self.reducing:  # those of one block at a time are on their way
+            flat.settle()
+        self.reducing = unit.trainable
+        for flat in unit.trainable:
+            own, gradients = gradients[: len(flat.views)], gradients[len(flat.views) :]
+            flat.reduce(own, self.synchronises)
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        trainable = [flat for flat in self.flats if flat.is_trainable]
+        used = [i in flat.used for flat in trainable for i in range(len(flat.views))]
+        users = torch.tensor(used, dtype=torch.uint8).to(self.flats[0].full.device)
+        for flat in trainable:
+            flat.finish()
+        for axis in self.options.axes:
+            all_reduce(users, axis, "max", out=users)
+        for flat in trainable:
+            flat.forget_unused(users[: len(flat.views)])
+            users = users[len(flat.views) :]
+        self.reducing = []
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        for unit in self.units:
+            unit.free()
+        self.latest = {"forward": None, "backward": None}
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of gathered weights on this rank now."""
+        return sum(flat.full.untyped_storage().nbytes() for flat in self.flats)
+
+    def _cast(self, value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.options.compute_dtype) if is_float else value
+
+    # whole tensors, out and in
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.model.state_dict(keep_vars=True)
+        copies: dict[Tensor, Tensor] = {}
+        for flat in self.flats:
+            copies |= zip(flat.parameters, flat.whole(flat.shard), strict=True)
+        copies |= {t: t.detach().clone() for t in state.values() if t not in copies}
+        return {name: copies[t] for name, t in state.items()}
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Return gradients by name, shaped as in the serial model; all ranks call it."""
+        whole: dict[Tensor, Tensor | None] = {}
+        for flat in self.flats:
+            shard = torch.zeros_like(flat.shard)
+            for p, span in zip(flat.parameters, flat.spans, strict=True):
+                if p.grad is not None:
+                    shard[span] = p.grad
+            for p, gradient in zip(flat.parameters, flat.whole(shard), strict=True):
+                whole[p] = None if p.grad is None else gradient
+        return {name: whole[p] for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's pieces, and the buffers, out of what `full_state_dict` returned.
+
+        Raises `ValueError` when names or shapes are not those of the model.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        ours = {(name, tuple(getattr(t, "full_shape", t.shape))) for name, t in own.items()}
+        theirs = {(name, tuple(t.shape)) for name, t in state.items()}
+        if ours != theirs:
+            raise ValueError(
+                f"the state is of another model: here {sorted(ours - theirs)}, "
+                f"there {sorted(theirs - ours)}"
+            )
+        cuts = {p: c for f in self.flats for p, c in zip(f.parameters, f.cuts, strict=True)}
+        for name, t in own.items():
+            t.copy_(state[name].flatten()[cuts[t]] if t in cuts else state[name])
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
+
+
+# ---------------------------------------------------------------------- which weights, which block
+def _find_blocks(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
+    """Return the modules that `blocks` means, see `apply`."""
+    if blocks is None:
+        return list(_members_of_lists(model))
+    found: dict[nn.Module, None] = {}
+    named = dict(model.named_modules())
+    for item in blocks:  # a class means itself: a subclass may never be called, as in attention
+        meant = [m for name, m in named.items() if item in (name, type(m)) or m is item]
+        if not meant:
+            raise ValueError(f"blocks: the model has no {item!r}; it has {list(named)[1:9]}")
+        found |= dict.fromkeys(meant)
+    return [module for module in found if module is not model]
+
+
+def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    for child in module.children():
+        if not is_list:
+            yield from _members_of_lists(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Slot]]:
+    """Give every parameter to the innermost block around it; what several share, to the root."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+    home: dict[nn.Parameter, set[nn.Module]] = {}
+    slots: dict[tuple[nn.Module, str], Slot] = {}
+    for path, owner in paths.items():
+        parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
+        inside = next((paths[p] for p in parents if paths[p] in blocks), model)
+        for attribute, p in owner._parameters.items():
+            if p is not None:
+                home.setdefault(p, set()).add(inside)
+                name = f"{path}.{attribute}" if path else attribute
+                slots.setdefault((owner, attribute), (owner, attribute, name, p))
+    found: dict[nn.Module, list[Slot]] = {module: [] for module in (model, *blocks)}
+    for slot in slots.values():
+        homes = home[slot[-1]]
+        found[next(iter(homes)) if len(homes) == 1 else model].append(slot)
+    return {module: slots for module, slots in found.items() if slots or module is model}
+
+
+def _replicate_buffers(model: nn.Module, options: Options, init: Init | None) -> None:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if init is not None and buffer.is_meta:
+                full_name = f"{path}.{name}" if path else name
+                module._buffers[name] = init(full_name, tuple(buffer.shape)).to(buffer.dtype)
+            else:
+                for axis in options.axes:
+                    broadcast(buffer.data, axis, out=buffer.data)
+
+
+def _check(model: nn.Module, options: Options, init: Init | None) -> None:
+    axis, other = options.axis, options.replicate_axis
+    parameters = list(model.parameters())
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
+    if any(axis in getattr(p, "shard_axes", ()) for p in parameters):
+        raise ValueError(f"the model is sharded along {axis.name} already; apply it once")
+    if other is not None and set(other.ranks) & set(axis.ranks) != {axis.ranks[axis.rank]}:
+        raise ValueError(
+            f"replicate_axis {other.name} and axis {axis.name} must cross each other; "
+            f"use two axes of one mesh, such as Mesh(replica=2, dp=2)"
+        )
+    for name in ("compute_dtype", "reduce_dtype"):
+        dtype = getattr(options, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype} is no float; use bfloat16, float16 or float32")
+    if options.prefetch < 0:
+        raise ValueError(f"prefetch={options.prefetch} must be 0 or more blocks; 1 is usual")
+    if options.accumulate not in ("shards", "whole"):
+        raise ValueError(f"accumulate={options.accumulate!r} is unknown; use 'shards' or 'whole'")
+    if init is not None and not any(p.is_meta for p in parameters):
+        raise ValueError("init= is for models on the 'meta' device; this one has its weights")
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,764 @@
+"""Sharding in its corners: traffic, memory, ties, accumulation, precision, failures, overlap.
+
+That training equals one device is proved by tests/parity/test_fsdp.py.
+"""
+
+import copy
+import math
+import time
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minipar.comm import link, timeline
+from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Mesh
+from minipar.lab.memory import LiveBytes
+from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_weight
+from minipar.parallel import compression, fsdp
+from minipar.train.optim import make_optimizer
+from tests.parity import models
+
+NUM_BLOCKS, WIDTH = 16, 32
+
+
+# ---------------------------------------------------------------------- models and data
+class Layers(nn.Module):
+    """Equal blocks in a list, and a head outside of it; can be told to fail."""
+
+    def __init__(self, seed: int, num_blocks: int = 6, width: int = 6) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.blocks = nn.ModuleList(
+                nn.Linear(width, width, bias=False) for _ in range(num_blocks)
+            )
+            self.head = nn.Linear(width, width, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor, fails_after: int | None = None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if i == fails_after:
+                raise ArithmeticError("boom")
+        return self.head(x)
+
+
+def data(rank: int, step: int = 0, width: int = 6) -> Tensor:
+    """[4, D], different for every rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, width, dtype=torch.float64, generator=generator)
+
+
+def tokens(rank: int, step: int = 0) -> Tensor:
+    return torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def expected(model: nn.Module, inputs: list[Tensor], divide_by: int = 1) -> dict[str, Tensor]:
+    """Gradients of the sum of the losses on a plain model."""
+    (sum(model(x).square().sum() for x in inputs) / divide_by).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_equal(found: dict, wanted: dict, rtol: float = 1e-12) -> None:
+    assert found.keys() == wanted.keys()
+    for name, theirs in wanted.items():
+        ours = found[name]
+        assert (ours is None) == (theirs is None), name
+        if theirs is not None:
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, name
+            error = (ours - theirs).abs().max().item()
+            assert error <= rtol * theirs.abs().max().item(), f"{name} is off by {error}"
+
+
+def train(model: nn.Module, strategy: fsdp.FullySharded, rank: int, steps: int = 2) -> None:
+    optimizer = make_optimizer(model, lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        model(tokens(rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------- traffic
+def _sent(accumulate, reshard, microbatches):
+    mesh = Mesh(dp=dist.get_world_size())
+    model = Layers(seed=mesh.rank, width=12)
+    strategy = fsdp.apply(model, mesh.dp, accumulate=accumulate, reshard_after_forward=reshard)
+    for step in range(2):  # in the first one the last block is not known yet
+        with timeline.record() as recorded:
+            for m in range(microbatches):
+                x = data(mesh.rank, step, width=12)
+                if m < microbatches - 1:
+                    with strategy.no_sync():
+                        model(x).sum().backward()
+                else:
+                    model(x).sum().backward()
+            strategy.finish_backward()
+    return recorded.bytes_by_axis()["dp"]
+
+
+@pytest.mark.parametrize(
+    "size, accumulate, reshard, microbatches",
+    [
+        (2, "shards", True, 1),
+        (2, "shards", False, 1),
+        (2, "shards", True, 3),
+        (2, "whole", True, 3),
+        (3, "shards", True, 1),
+        pytest.param(4, "whole", True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_sends_what_the_docstring_says(ranks, size, accumulate, reshard, microbatches):
+    """Mutants: a block that is freed and gathered once more; a second reduce-scatter."""
+    block = root = 12 * 12 * 8
+    whole = 6 * block + root
+    gathers = microbatches * (2 * whole - root - block if reshard else whole)
+    reduces = whole * (microbatches if accumulate == "shards" else 1)
+    used = 2 * 7
+    formula = (size - 1) / size * (gathers + reduces + used)
+    for sent in ranks(size).run(_sent, accumulate, reshard, microbatches):
+        assert sent == pytest.approx(formula, abs=30)  # each call rounds down
+
+
+def _sent_by_hybrid():
+    grid = Mesh(replica=2, dp=2)
+    model = Layers(seed=grid.rank)
+    strategy = fsdp.apply(model, grid.dp, replicate_axis=grid.replica)
+    inputs = [data(0), data(1), data(2), data(3)]
+    with timeline.record() as recorded, strategy.no_sync():
+        model(inputs[grid.rank]).square().sum().backward()
+    assert recorded.bytes_by_axis().keys() == {"dp"}
+    with timeline.record() as recorded:
+        model(inputs[grid.rank]).square().sum().backward()
+        strategy.finish_backward()
+    wanted = {name: 2 * g for name, g in expected(Layers(seed=0), inputs, 4).items()}
+    assert_equal(strategy.full_gradients(), wanted)
+    return recorded.bytes_by_axis()["replica"]
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_crosses_once(ranks):
+    """Shards alone travel between replicas, once a step. Mutants: all-reduce of whole gradients;
+    one in each microbatch, or of the first microbatch twice."""
+    num_bytes = 7 * 36 * 8
+    for sent in ranks(4).run(_sent_by_hybrid):
+        assert sent == pytest.approx(2 * (1 / 2) * (num_bytes / 2 + 7), abs=10)
+
+
+def _on_meta(size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=size)
+    mesh, model = Mesh(dp=size), models.untied_llama(0).to("meta")
+    num_bytes, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
+    block = sum(p.nbytes for p in model.model.layers[0].parameters())
+    strategy = fsdp.apply(model, mesh.dp)
+    for _ in range(2):
+        with timeline.record() as recorded:
+            model(tokens(0).to("meta")).sum().backward()
+            strategy.finish_backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return num_bytes, block, count, recorded.bytes_by_axis()["dp"], strategy.gathered_bytes
+
+
+@pytest.mark.slow
+def test_traffic_on_512_ranks_without_values():
+    """The formula of the docstring, from the real code on tensors without values.
+
+    Mutant: code that looks at a value; a collective that is not in the ledger.
+    """
+    with Ranks(1) as pool:
+        [(num_bytes, block, count, sent, left)] = pool.run(_on_meta, 512)
+    root = num_bytes - 3 * block
+    pad = 512 * 4  # per unit and call, at most
+    formula = 511 / 512 * (3 * num_bytes - root - block + 2 * count)
+    assert formula - 20 <= sent <= formula + 10 * pad
+    assert left == 0
+
+
+# ---------------------------------------------------------------------- memory
+def _most_gathered(prefetch, frozen):
+    mesh = Mesh(dp=2)
+    model = Layers(seed=0, num_blocks=8)
+    for i in (0, 3, 4, 5):
+        model.blocks[i].requires_grad_(not frozen)
+    strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch)
+    most, launch = [], fsdp.Flat.launch
+
+    def counting(flat):
+        launch(flat)
+        most.append(sum(block.is_gathered for block in strategy.blocks))
+
+    fsdp.Flat.launch = counting
+    try:
+        for step in range(3):
+            most.clear()
+            model(data(mesh.rank, step)).sum().backward()
+            strategy.finish_backward()
+            assert strategy.gathered_bytes == 0
+    finally:
+        fsdp.Flat.launch = launch
+    return max(most)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_at_most_two_blocks_are_gathered_at_a_time(ranks, prefetch, frozen):
+    """1 + prefetch in general. Mutants: a block that is not freed; prefetching that runs ahead."""
+    assert ranks(2).run(_most_gathered, prefetch, frozen) == [1 + prefetch] * 2
+
+
+def _peak():
+    mesh = Mesh(dp=2)
+    model = Layers(seed=0, num_blocks=NUM_BLOCKS, width=WIDTH).to("meta")
+    x = data(mesh.rank, width=WIDTH)[:1]
+    with LiveBytes() as live:
+        strategy = fsdp.apply(
+            model, mesh.dp, init=lambda _, shape: torch.zeros(shape, dtype=torch.float64)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            start = len(live.samples)  # the second step, in which there is optimizer state
+            optimizer.zero_grad(set_to_none=True)
+            model(x).sum().backward()
+            strategy.finish_backward()
+            optimizer.step()
+    return max(live.samples[start:])
+
+
+def test_peak_memory_is_that_of_the_formula(ranks):
+    """Within 5 %. Mutants: a second copy of gathered weights or of shards' gradients; all
+    gradients whole until the end of backward."""
+    block = root = WIDTH * WIDTH * 8
+    whole = NUM_BLOCKS * block + root
+    formula = 4 * whole / 2 + 2 * root + 4 * block
+    for peak in ranks(2).run(_peak):
+        assert 0.95 * formula <= peak <= 1.05 * formula
+
+
+# ---------------------------------------------------------------------- what the optimizer sees
+def _pieces():
+    mesh = Mesh(dp=4)
+    model = models.llama(seed=mesh.rank)
+    names = [name for name, _ in model.named_parameters()]
+    plain = models.llama(seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy = fsdp.apply(model, mesh.dp)
+        train(model, strategy, mesh.rank)
+    assert [name for name, _ in model.named_parameters()] == names
+    for (_, p), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert type(p) is nn.Parameter and p.dtype == torch.float32 and p.is_leaf and p.ndim == 1
+        assert p.full_shape == whole.shape and p.shard_axes == (mesh.dp,)
+        assert p.grad.shape == p.shape
+    model.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+    own = sum(p.numel() for p in model.parameters())
+    assert sum(all_gather_object(own, mesh.dp)) == sum(p.numel() for p in plain.parameters())
+    assert abs(own - sum(p.numel() for p in plain.parameters()) / 4) <= 4 * 4
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(model)
+
+
+def test_parameters_are_ordinary_pieces_under_their_names(ranks):
+    ranks(4).run(_pieces)
+
+
+def _few():
+    mesh = Mesh(dp=4)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 3)).double()
+    plain = copy.deepcopy(model)
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    plain.load_state_dict(strategy.full_state_dict())
+    inputs = [torch.full((2, 1), r + 1.0, dtype=torch.float64) for r in range(4)]
+    model(inputs[mesh.rank]).square().sum().backward()
+    strategy.finish_backward()
+    assert_equal(strategy.full_gradients(), expected(plain, inputs))
+    torch.optim.AdamW(model.parameters()).step()
+    return [p.numel() for p in model.parameters()]
+
+
+def test_fewer_numbers_than_ranks(ranks):
+    """Mutant: pieces of which a rank has none are no parameters; padding that is summed up."""
+    assert ranks(4).run(_few) == [[1, 2, 0], [0, 1, 1], [0, 0, 2], [0, 0, 0]]
+
+
+# ---------------------------------------------------------------------- ties
+def _tied():
+    mesh = Mesh(dp=2)
+    config = models.llama(0).config
+    with torch.device("meta"):
+        model = Llama(config)
+    strategy = fsdp.apply(
+        model, mesh.dp, init=lambda name, shape: initial_weight(config, name, shape, 7)
+    )
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    train(model, strategy, mesh.rank)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    whole = strategy.full_state_dict()
+    assert whole["lm_head.weight"] is whole["model.embed_tokens.weight"]
+    plain = models.llama(seed=7)
+    optimizer = make_optimizer(plain, lr=0.01, weight_decay=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        (sum(plain(tokens(r, step)).square().sum() for r in range(2)) / 2).backward()
+        optimizer.step()
+    assert_equal(whole, plain.state_dict(), rtol=1e-4)
+    # loading, into a model with other weights
+    other = models.llama(seed=1)
+    again = fsdp.apply(other, mesh.dp)
+    again.load_full_state_dict(whole)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert_equal(again.full_state_dict(), whole, rtol=0)
+    with pytest.raises(ValueError, match="of another model"):
+        again.load_full_state_dict({"head": torch.zeros(3)})
+
+
+def test_trap_15_tied_weights_stay_tied(ranks):
+    """From "meta" on. Mutants: a shard for the head of its own; the gradient of one use lost."""
+    ranks(2).run(_tied)
+
+
+# ---------------------------------------------------------------------- accumulation
+def _accumulating(accumulate, covers_forward):
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank)
+    strategy = fsdp.apply(model, mesh.dp, accumulate=accumulate)
+    for step in range(2):
+        model.zero_grad()
+        inputs = [[data(r, 10 * step + m) for r in range(2)] for m in range(3)]
+        with timeline.record() as recorded:
+            for m in range(3):
+                x, sync = inputs[m][mesh.rank], m == 2
+                with nullcontext() if sync or not covers_forward else strategy.no_sync():
+                    loss = model(x).square().sum()
+                    with nullcontext() if sync else strategy.no_sync():
+                        loss.backward()
+            strategy.finish_backward()
+        reduced = len(recorded.select(name="reduce_scatter").spans)
+        assert reduced == (3 * 7 if accumulate == "shards" else 7)
+        wanted = expected(Layers(seed=0), [x for pair in inputs for x in pair], 2)
+        assert_equal(strategy.full_gradients(), wanted)
+
+
+@pytest.mark.parametrize("covers_forward", [True, False])
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+def test_trap_16_no_sync_accumulates(ranks, accumulate, covers_forward):
+    """Mutants: only the last microbatch is reduced; what was held is added twice, or to the next
+    step; `no_sync` that must be entered before forward."""
+    ranks(2).run(_accumulating, accumulate, covers_forward)
+
+
+def _held_without_last_use():
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank)
+    strategy = fsdp.apply(model, mesh.dp, accumulate="whole", average=False)
+    with strategy.no_sync():
+        model(data(mesh.rank)).square().sum().backward()
+    strategy.finish_backward()
+    wanted = expected(Layers(seed=0), [data(0), data(1)])
+    assert_equal(strategy.full_gradients(), wanted)
+
+
+def test_what_was_held_back_is_sent_in_the_end(ranks):
+    """Although no backward came after it. Mutant: gradients that wait for the next step."""
+    ranks(2).run(_held_without_last_use)
+
+
+# ---------------------------------------------------------------------- first weights
+def _from_meta():
+    mesh = Mesh(dp=4)
+    config = LlamaConfig(61, 16, 24, 6, 4, 2)
+    with torch.device("meta"):
+        model = Llama(config)
+    plain = Llama(config, seed=3)
+    total = sum(p.nbytes for p in plain.parameters())
+    largest = max(p.nbytes for p in plain.parameters())
+    asked = []
+
+    def init(name: str, shape: tuple[int, ...]) -> Tensor:
+        asked.append(name)
+        return initial_weight(config, name, shape, seed=3)
+
+    real = fsdp.Flat._initial
+    with LiveBytes() as live, timeline.record() as recorded:
+        fsdp.Flat._initial = lambda *args: _counted(live, real, *args)
+        try:
+            strategy = fsdp.apply(model, mesh.dp, init=init)
+        finally:
+            fsdp.Flat._initial = real
+    assert not recorded.spans
+    assert len(asked) < len(list(plain.parameters()))
+    assert max(live.seen) - live.seen[0] <= total / 4 + 3 * largest + 2000
+    assert_equal(strategy.full_state_dict(), plain.state_dict(), rtol=0)
+
+
+def _counted(live: LiveBytes, real, *args):
+    live.seen = getattr(live, "seen", [live.now])
+    result = real(*args)
+    live.seen.append(live.now)
+    return result
+
+
+def test_a_model_from_meta_equals_that_of_one_process(ranks):
+    """And is never whole on a rank. Mutant: every rank draws everything, or draws its shards from
+    the same stream."""
+    ranks(4).run(_from_meta)
+
+
+# ---------------------------------------------------------------------- precision
+def _half(reduce_dtype):
+    mesh = Mesh(dp=2)
+    model, plain = models.llama(seed=mesh.rank), models.llama(seed=0).bfloat16()
+    strategy = fsdp.apply(model, mesh.dp, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    with timeline.record() as recorded:
+        logits = model(tokens(mesh.rank))
+        logits.float().square().sum().backward()
+        strategy.finish_backward()
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, plain(tokens(mesh.rank)))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    own = []
+    for rank in range(2):
+        plain.zero_grad()
+        plain(tokens(rank)).float().square().sum().backward()
+        own.append({name: p.grad.float() for name, p in plain.named_parameters()})
+    mean = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
+    exact = reduce_dtype == torch.float32
+    assert_equal(strategy.full_gradients(), mean, rtol=1e-6 if exact else 2**-7)
+    if exact:  # the wire did not round
+        assert any((g != g.bfloat16()).any() for g in strategy.full_gradients().values())
+    gathered = sum(s.num_bytes for s in recorded.select(name="all_gather"))
+    reduced = sum(s.num_bytes for s in recorded.select(name="reduce_scatter"))
+    return gathered, reduced
+
+
+@pytest.mark.slow
+def test_computes_in_bf16_on_float32_shards(ranks):
+    """Mutants: gathering in float32; shards or gradients that stay in bf16."""
+    num_params = sum(p.numel() for p in models.llama(0).parameters())
+    rest = num_params - sum(p.numel() for p in models.llama(0).model.layers.parameters())
+    for reduce_dtype, width in ((None, 2), (torch.float32, 4)):
+        for gathered, reduced in ranks(2).run(_half, reduce_dtype):
+            # The root stays from forward to backward; in the first step nothing else does.
+            assert gathered == pytest.approx(2 * (2 * num_params - rest) / 2, abs=40)
+            assert reduced == pytest.approx(width * num_params / 2, abs=40)
+
+
+def _casts_inputs():
+    mesh = Mesh(dp=2)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)]
+    model = nn.Sequential(*layers)
+    plain = copy.deepcopy(model)
+    strategy = fsdp.apply(model, mesh.dp, compute_dtype=torch.bfloat16)
+    images = torch.randn(2, 3, 6, 6)
+    found, wanted = model(images), plain(images)
+    found.sum().backward()
+    strategy.finish_backward()
+    assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), wanted, atol=0.05)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_small_convolutional_network_in_bf16(ranks):
+    """Mutant: weights are cast, inputs are not."""
+    ranks(2).run(_casts_inputs)
+
+
+def _compressed():
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank, width=16)
+    strategy = fsdp.apply(model, mesh.dp, reduce=compression.Int8(stochastic=True).reduce_scatter)
+    inputs = [data(0, width=16), data(1, width=16)]
+    with timeline.record() as recorded:
+        model(inputs[mesh.rank]).square().sum().backward()
+        strategy.finish_backward()
+    wanted = expected(Layers(seed=0, width=16), inputs, 2)
+    assert_equal(strategy.full_gradients(), wanted, rtol=0.03)
+    assert not recorded.select(name="reduce_scatter").spans
+    sent = sum(s.num_bytes for s in recorded.select(name="all_to_all"))
+    assert sent < 7 * 16 * 16 * 8 / 2 / 6
+
+
+def test_gradients_can_be_compressed(ranks):
+    """Int8 in place of float64: at least six times fewer bytes. Mutant: a sum, not an average."""
+    ranks(2).run(_compressed)
+
+
+# ---------------------------------------------------------------------- beside torch
+def _beside_torch():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = Mesh(dp=2)
+    ours, theirs = models.llama(seed=mesh.rank).double(), models.llama(seed=0).double()
+    strategy = fsdp.apply(ours, mesh.dp)
+    grid = init_device_mesh("cpu", (2,))
+    for module in theirs.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=grid)
+    fully_shard(theirs, mesh=grid)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs)]
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(tokens(mesh.rank, step)).square().sum()
+            loss.backward()
+            if model is ours:
+                strategy.finish_backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert math.isclose(*losses, rel_tol=1e-10)
+    whole = {name: t.full_tensor() for name, t in theirs.state_dict().items()}
+    assert_equal(strategy.full_state_dict(), whole, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_equals_torchs_fully_shard(ranks):
+    ranks(2).run(_beside_torch)
+
+
+# ---------------------------------------------------------------------- living with it
+def test_one_rank_needs_no_torch_distributed():
+    assert not dist.is_initialized()
+    model, plain = models.Foreign(0), models.Foreign(0)
+    strategy = fsdp.apply(model, Mesh().dp)
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        model(tokens(0, step)).square().sum().backward()
+        strategy.finish_backward()
+        assert_equal(strategy.full_gradients(), expected(plain, [tokens(0, step)]), rtol=0)
+    assert_equal(strategy.full_state_dict(), plain.state_dict(), rtol=0)
+
+
+def _generates():
+    mesh = Mesh(dp=2)
+    model, plain = models.llama(seed=mesh.rank), models.llama(seed=0)
+    strategy = fsdp.apply(model, mesh.dp)
+    prompt = tokens(0)
+    for _ in range(2):
+        assert torch.equal(generate(model, prompt, 5, 0), generate(plain, prompt, 5, 0))
+        assert strategy.gathered_bytes == 0
+        model(prompt)  # a forward whose backward never comes
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.mul_(-0.5)
+
+
+def test_generates_with_the_weights_of_now(ranks):
+    """Mutants: weights that stay gathered although they have changed, or after evaluation."""
+    ranks(2).run(_generates)
+
+
+def _failing(place, in_backward):
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank)
+    strategy = fsdp.apply(model, mesh.dp)
+    for step in range(4):
+        model.zero_grad()
+        if step in (0, 2):
+            if in_backward:
+                with pytest.raises(ArithmeticError, match="boom"):
+                    x = Boom.apply(torch.tanh(model.blocks[0](data(mesh.rank))))
+                    model.blocks[3](model.blocks[2](x)).sum().backward()
+            else:
+                with pytest.raises(ArithmeticError, match="boom"):
+                    model(data(mesh.rank), fails_after=place)
+                sizes = [p.ndim for p in model.parameters()]
+                assert sizes == [1] * len(sizes)  # all pieces are back in their places
+            if in_backward or step == 2:
+                strategy.finish_backward()
+                model.zero_grad()
+        model(data(mesh.rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        wanted = expected(Layers(seed=0), [data(0, step), data(1, step)], 2)
+        assert_equal(strategy.full_gradients(), wanted)
+        assert strategy.gathered_bytes == 0
+
+
+class Boom(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ArithmeticError("boom")
+
+
+@pytest.mark.parametrize("place, in_backward", [(0, False), (3, False), (5, False), (3, True)])
+def test_goes_on_after_an_exception(ranks, place, in_backward):
+    """Mutants: whole weights left in the model; a gather left pending; an order that got lost."""
+    ranks(2).run(_failing, place, in_backward)
+
+
+def _changes_order():
+    mesh = Mesh(dp=2)
+    model, plain = Layers(seed=mesh.rank), Layers(seed=0)
+    strategy = fsdp.apply(model, mesh.dp)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        order = torch.randint(6, (5,), generator=generator).tolist()  # some twice, some never
+        for m in (model, plain):
+            m.zero_grad()
+
+        def run(m, x, order=order):
+            for i in order:
+                x = torch.tanh(m.blocks[i](x))
+            return m.head(x).square().sum()
+
+        model.forward, plain.forward = (lambda x, m=m: run(m, x) for m in (model, plain))
+        model(data(mesh.rank, step)).backward()
+        strategy.finish_backward()
+        (sum(plain(data(r, step)) for r in range(2)) / 2).backward()
+        assert_equal(
+            strategy.full_gradients(), {name: p.grad for name, p in plain.named_parameters()}
+        )
+        assert strategy.gathered_bytes == 0
+
+
+def test_the_order_may_change(ranks):
+    """Blocks left out, or used twice. Mutant: a block prefetched in vain that stays."""
+    ranks(2).run(_changes_order)
+
+
+class Opaque(nn.Linear):
+    """Returns its result in an object that nobody can look into."""
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(result=torch.tanh(super().forward(x)))
+
+
+def _opaque():
+    mesh = Mesh(dp=2)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.blocks = nn.ModuleList(Opaque(6, 6) for _ in range(3)).double()
+        return model
+
+    model, plain = build(), build()
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    for m, ranks_of in ((model, [mesh.rank]), (plain, [0, 1])):
+        for rank in ranks_of:
+            x = data(rank)
+            for block in m.blocks:
+                x = block(x).result
+            x.sum().backward()
+    strategy.finish_backward()
+    assert_equal(strategy.full_gradients(), {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_blocks_may_return_anything(ranks):
+    """Mutant: weights that are freed where no hook will bring them back."""
+    ranks(2).run(_opaque)
+
+
+def _refused():
+    mesh = Mesh(dp=2)
+    sharded = Layers(0)
+    fsdp.apply(sharded, mesh.dp)
+    refused = [
+        (Layers(0), dict(prefetch=-1), "prefetch=-1"),
+        (Layers(0), dict(accumulate="here"), "'shards' or 'whole'"),
+        (Layers(0), dict(compute_dtype=torch.int8), "compute_dtype=torch.int8 is no float"),
+        (Layers(0), dict(reduce_dtype=torch.int8), "reduce_dtype=torch.int8 is no float"),
+        (Layers(0), dict(blocks=(nn.Conv2d,)), "the model has no"),
+        (Layers(0), dict(blocks=("layers",)), "blocks.0"),
+        (Layers(0), dict(replicate_axis=mesh.dp), "must cross each other"),
+        (Layers(0), dict(init=lambda name, shape: torch.zeros(shape)), "'meta' device"),
+        (nn.ReLU(), {}, "no parameter"),
+        (sharded, {}, "sharded along dp already"),
+    ]
+    with timeline.record() as recorded:
+        for model, options, message in refused:
+            with pytest.raises(ValueError, match=message):
+                fsdp.apply(model, mesh.dp, **options)
+    assert not recorded.spans
+    return len(refused)
+
+
+def test_bad_options_are_refused_before_the_first_collective(ranks):
+    assert ranks(2).run(_refused) == [10, 10]
+
+
+# ---------------------------------------------------------------------- overlap
+FORWARD, BACKWARD, COLLECTIVE = 0.02, 0.04, 0.015  # seconds per block
+
+
+class Slow(torch.autograd.Function):
+    """A product that takes its time, and leaves the processor alone as a GPU would."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with timeline.span("forward", "block"):
+            time.sleep(FORWARD)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        with timeline.span("backward", "block"):
+            time.sleep(BACKWARD)
+        return grad @ weight.mT, x.mT @ grad
+
+
+class SlowBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Slow.apply(x, self.weight)
+
+
+def _timed(prefetch, num_blocks, steps=3):
+    """Return (seconds, hidden fraction) of the fastest of a few steps."""
+    mesh = Mesh(dp=2)
+    model = nn.Sequential(*(SlowBlock() for _ in range(num_blocks)))
+    num_bytes = 64 * 64 * 4
+    link.check_calls(False)
+    try:
+        strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch)
+        results = []
+        for step in range(1 + steps):  # the first one learns the order
+            link.use(link.Link("test", 0.0, num_bytes / 2 / COLLECTIVE) if step else "none")
+            model.zero_grad()
+            barrier(mesh.dp)
+            with timeline.record() as recorded:
+                start = time.monotonic()
+                model(torch.ones(2, 64)).sum().backward()
+                strategy.finish_backward()
+                seconds = time.monotonic() - start
+            results.append((seconds, recorded.hidden_fraction))
+        return min(results[1:])
+    finally:
+        link.use("none")
+        link.check_calls(True)
+
+
+@pytest.mark.slow
+def test_prefetch_hides_all_but_the_first_and_the_last_collective(ranks):
+    """Mutants: gathering when a block is entered; waiting for each reduce-scatter."""
+    num = 6
+    compute, calls = num * (FORWARD + BACKWARD), 3 * num - 1
+    for seconds, hidden in ranks(2, "link").run(_timed, 0, num):
+        assert seconds >= compute + (2 * num - 1) * COLLECTIVE  # every gather is waited for
+        assert hidden <= num / calls + 0.05  # the reduce-scatters at most
+    for seconds, hidden in ranks(2, "link").run(_timed, 1, num):
+        assert compute + 2 * COLLECTIVE <= seconds <= compute + 2 * COLLECTIVE + 0.1
+        assert hidden >= 1 - 2 / calls - 0.15
