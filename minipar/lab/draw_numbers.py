@@ -1,0 +1,157 @@
+"""Pictures of floating-point numbers: their bits, and where tensors lie in a format's range."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from torch import Tensor
+
+from minipar.lab import draw
+from minipar.lab.draw import EXPOSED, KIND, MUTED, SERIES
+
+FORMATS = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8 e4m3": torch.float8_e4m3fn,
+    "fp8 e5m2": torch.float8_e5m2,
+}
+"""Floating-point formats by the names that people use."""
+
+_EXPONENT_BITS = dict(zip(FORMATS.values(), (8, 8, 5, 4, 5), strict=True))
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PARTS = {"sign": MUTED, "exponent: the range": SERIES[1], "fraction: the digits": KIND["forward"]}
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number above zero that `dtype` can hold, subnormal ones included."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def bits_of(value: float, dtype: torch.dtype) -> str:
+    """The bits of `value` in `dtype`, the sign first: ``bits_of(1.0, torch.bfloat16)``."""
+    number = torch.tensor([value]).to(dtype)
+    size = number.element_size()
+    return f"{number.view(_INTEGER[size]).item() & (1 << 8 * size) - 1:0{8 * size}b}"
+
+
+def bits(
+    value: float, formats: Mapping[str, torch.dtype] = FORMATS, *, title: str = "", note: str = ""
+) -> Figure:
+    """One number in several formats: a row of bits for each, and what is really stored."""
+    cell, row, left = 0.19, 0.46, 0.95  # inches
+    longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in formats.values())
+    width = left + cell * longest + 1.6
+    height = 0.62 + row * len(formats) + 0.5
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title or f"The number {value:g} in {len(formats)} formats")
+    for i, (name, dtype) in enumerate(formats.items()):
+        y = height - 0.55 - row * (i + 1)
+        draw._text(ax, left - 0.14, y + 0.15, name, ha="right")
+        word = bits_of(value, dtype)
+        inks = list(_PARTS.values())
+        for k, bit in enumerate(word):
+            ink = inks[0 if k == 0 else 1 if k <= _EXPONENT_BITS[dtype] else 2]
+            box = {"boxstyle": "round,pad=0,rounding_size=0.03", "fc": ink, "lw": 0}
+            ax.add_patch(FancyBboxPatch((left + cell * k, y), cell - 0.025, 0.3, **box))
+            style = {"size": 8, "ha": "center", "color": draw._on(ink)}
+            draw._text(ax, left + cell * (k + 0.44), y + 0.145, bit, **style)
+        stored = torch.tensor(value).to(dtype).double().item()
+        x = left + cell * len(word) + 0.1
+        draw._text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
+    draw._key(figure, draw._flow([(ink, part) for part, ink in _PARTS.items()]), left, 0.2)
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def magnitudes(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    name: str = "",
+    title: str = "",
+    note: str = "",
+    exponents: tuple[int, int] | None = None,
+) -> Figure:
+    """Where the absolute values of `tensors` lie in the range of `dtype`: a histogram for each.
+
+    One bar per power of two; what would round to zero or overflow is red, and stands as a share of
+    all values that are not zero. `exponents` are the first and last power of two that are shown.
+    Raises `ValueError` for a tensor without any value that is finite and not zero.
+    """
+    info, low = torch.finfo(dtype), smallest(dtype)
+    sizes = {}
+    for word, tensor in tensors.items():
+        flat = tensor.detach().double().abs().flatten()
+        sizes[word] = flat[(flat > 0) & flat.isfinite()]
+        if not len(sizes[word]):
+            raise ValueError(f"{word!r} has no value that is finite and not zero")
+    if exponents is None:
+        every = torch.cat([*sizes.values(), torch.tensor([low, info.max], dtype=torch.float64)])
+        exponents = math.floor(every.min().log2()), math.ceil(every.max().log2())
+    first, last = exponents
+    width, row, left, right = 8.4, 0.78, 1.55, 1.3
+    height = 0.8 + row * len(sizes) + 0.68
+    figure = draw._figure(width, height)
+    box = left / width, 0.68 / height, (width - left - right) / width, row * len(sizes) / height
+    ax = figure.add_axes(box)
+    draw._quiet(ax)
+    ax.set_xlim(first, last + 1)
+    ax.set_ylim(0, len(sizes))
+    ax.set_yticks([])
+    _zones(ax, info, low, name or str(dtype).removeprefix("torch."))
+    for i, (word, values) in enumerate(sizes.items()):
+        at = len(sizes) - 1 - i
+        powers = values.log2().floor().long()
+        shown, counts = powers.unique(return_counts=True)
+        # Halfway between zero and the smallest number, the tie goes to zero.
+        too_small, too_large = values <= low / 2, values > _overflow(dtype)
+        lost = {int(p) for p in powers[too_small | too_large].unique()}
+        kept = {int(p) for p in powers[~(too_small | too_large)].unique()}
+        for power, count in zip(shown.tolist(), counts.tolist(), strict=True):
+            ink = EXPOSED if power in lost and power not in kept else KIND["backward"]
+            tall = 0.86 * count / counts.max().item()
+            ax.add_patch(Rectangle((power + 0.06, at), 0.88, tall, facecolor=ink, lw=0, zorder=3))
+        ax.plot([first, last + 1], [at, at], color=draw.GRID, lw=0.8, zorder=2)
+        style = {"transform": ax.get_yaxis_transform()}
+        draw._text(ax, -0.015, at + 0.3, word, ha="right", **style)
+        for j, (mask, what) in enumerate(((too_small, "to zero"), (too_large, "overflow"))):
+            part = mask.double().mean().item()
+            share = f"{part:.1%}" if part >= 5e-4 else "under 0.1%" if part else "none"
+            ink = EXPOSED if part >= 5e-4 else MUTED
+            draw._text(
+                ax, 1.015, at + 0.44 - 0.28 * j, f"{share} {what}", color=ink, size=8, **style
+            )
+    step = 10 if last - first > 24 else 5
+    ticks = [k for k in range(first, last + 2) if k % step == 0]
+    ax.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])
+    ax.set_xlabel("absolute value", color=MUTED, fontsize=9, loc="right")
+    draw._title(figure, title)
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def _overflow(dtype: torch.dtype) -> float:
+    """From above here on, rounding gives infinity (or, for e4m3, which has none, NaN)."""
+    info = torch.finfo(dtype)
+    half_step = 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    return info.max + half_step
+
+
+def _zones(ax: Axes, info: torch.finfo, low: float, name: str) -> None:
+    """The range of the format in the background, with a name above each part."""
+    first, last = ax.get_xlim()
+    normal, top = math.log2(info.smallest_normal), math.log2(info.max)
+    style = {"transform": ax.get_xaxis_transform(), "ha": "center", "size": 8, "color": MUTED}
+    for lo, hi, fill, word in (
+        (math.log2(low), normal, KIND["idle"], "fewer digits"),
+        (normal, top, KIND["compute"], f"all digits of {name}"),
+    ):
+        lo, hi = max(lo, first), min(hi, last)
+        if lo < hi:
+            ax.axvspan(lo, hi, color=fill, alpha=0.55, lw=0, zorder=0)
+            draw._text(ax, (lo + hi) / 2, 1.04, word, **style)

@@ -1,0 +1,92 @@
+"""Pictures of communication plans: who sends to whom in which round, and how much."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minipar.comm.plans import Plan, Round
+from minipar.lab import draw
+from minipar.lab.draw import GRID, MUTED, SERIES
+
+ADDED, PASSED = SERIES[0], SERIES[1]
+COLUMN, ROW, GAP, LEFT = 0.3, 0.3, 0.34, 0.72  # inches
+
+
+def schedules(
+    plans: Mapping[str, Sequence[Plan]], *, numel: int, title: str = "", note: str = ""
+) -> Figure:
+    """Plans beside each other: `{"ring": [plan of rank 0, plan of rank 1, ...], ...}`.
+
+    A column is a round, a row a rank, a line a message: the thicker, the more of `numel` elements
+    it holds (half as thick where four or more arrive together). Its colour says whether the
+    receiver adds it to what it has. Rounds in which all rest are left out. Raises `ValueError` for
+    no plans, or for more than 16 ranks or 40 rounds, which nobody could read.
+    """
+    names = list(plans)
+    plans = {name: _without_rests(each) for name, each in plans.items()}
+    ranks = max((len(each) for each in plans.values()), default=0)
+    rounds = {name: len(each[0]) for name, each in plans.items()}
+    if not 1 <= ranks <= 16 or sum(rounds.values()) > 40:
+        raise ValueError(
+            f"{len(names)} plans of {ranks} ranks and {sum(rounds.values())} rounds make no "
+            "picture that can be read; use 1 to 16 ranks and up to 40 rounds in all"
+        )
+    wide = {name: COLUMN * max(2, rounds[name]) for name in names}
+    width = LEFT + sum(wide.values()) + GAP * len(names)
+    height = 1.3 + ROW * (ranks - 1) + 0.55
+    figure = draw._figure(max(width, 5.2), height)
+    ax = draw._canvas(figure, max(width, 5.2), height)
+    draw._title(figure, title)
+    top, x = height - 1.1, LEFT
+    for rank in range(ranks):
+        draw._text(ax, LEFT - 0.14, top - ROW * rank, f"rank {rank}", color=MUTED, ha="right")
+    for name in names:
+        draw._text(ax, x, top + 0.52, name, weight="bold")
+        draw._text(ax, x, top + 0.31, _caption(rounds[name]), color=MUTED, size=8)
+        _panel(ax, plans[name], numel, x, top)
+        x += wide[name] + GAP
+    draw._key(figure, draw._flow([(ADDED, "added"), (PASSED, "passed on")]), LEFT, 0.2)
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
+    """The plans of all ranks, equally long, without the rounds in which nobody sends."""
+    rounds = [steps for steps in zip_longest(*each, fillvalue=Round()) if any(map(_sends, steps))]
+    return [list(plan) for plan in zip(*rounds, strict=True)]
+
+
+def _sends(step: Round) -> bool:
+    return bool(step.sends)
+
+
+def _caption(rounds: int) -> str:
+    return f"{rounds} round{'s' * (rounds > 1)}"
+
+
+def _panel(ax: Axes, each: Sequence[Plan], numel: int, left: float, top: float) -> None:
+    column = COLUMN if len(each[0]) > 1 else 2 * COLUMN
+    for i in range(len(each[0]) + 1):
+        x = left + column * i
+        ax.plot([x, x], [top - ROW * (len(each) - 1), top], color=GRID, lw=0.8, zorder=1)
+        ys = [top - ROW * rank for rank in range(len(each))]
+        ax.plot([x] * len(ys), ys, "o", color=MUTED, ms=2.6, mew=0, zorder=3)
+    for rank, plan in enumerate(each):
+        for i, step in enumerate(plan):
+            crowd = 1 if len(step.recvs) < 4 else 2  # or the lines would be one block of colour
+            for message in step.recvs:
+                if message.peer == rank:
+                    continue
+                adds = any(m.add and m.lo < message.hi and message.lo < m.hi for m in step.recvs)
+                start = left + column * i, top - ROW * message.peer
+                end = left + column * (i + 1), top - ROW * rank
+                ax.plot(
+                    *zip(start, end, strict=True),
+                    lw=0.3 + 2.9 * math.sqrt((message.hi - message.lo) / numel) / crowd,
+                    color=ADDED if adds else PASSED,
+                    solid_capstyle="round",
+                    zorder=2,
+                )

@@ -1,0 +1,46 @@
+"""Pictures of plans show every message once, in its round, and nothing else."""
+
+import pytest
+from matplotlib.colors import to_hex
+
+from minipar.comm import plans
+from minipar.comm.plans import ALL_REDUCE
+from minipar.lab import draw
+from minipar.lab.draw_plans import ADDED, PASSED, schedules
+
+
+def lines(figure):
+    """(colour, width) of what is a message: lines between two columns."""
+    found = [line for ax in figure.axes for line in ax.lines if len(line.get_xdata()) == 2]
+    found = [line for line in found if line.get_xdata()[0] != line.get_xdata()[1]]
+    return [(to_hex(line.get_color()), line.get_linewidth()) for line in found]
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_every_message_is_a_line(name, size):
+    """Mutants: a message of a rank to itself is drawn; empty rounds are counted."""
+    each = [ALL_REDUCE[name](24, rank, size) for rank in range(size)]
+    figure = schedules({name: each}, numel=24)
+    sent = [m for rank, plan in enumerate(each) for s in plan for m in s.sends if m.peer != rank]
+    assert len(lines(figure)) == len(sent)
+    busy = sum(any(step.sends for step in steps) for steps in zip(*each, strict=True))
+    said = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert f"{busy} round{'s' * (busy > 1)}" in said
+
+
+def test_colour_says_what_is_added_and_width_how_much_there_is():
+    ring = lines(schedules({"ring": [plans.ring(8, r, 4) for r in range(4)]}, numel=8))
+    assert [ink for ink, _ in ring].count(ADDED) == [ink for ink, _ in ring].count(PASSED) == 12
+    halving = [plans.halving_doubling(8, r, 4) for r in range(4)]
+    widths = sorted({round(width, 3) for _, width in lines(schedules({"h": halving}, numel=8))})
+    assert len(widths) == 2 and widths[0] == pytest.approx(ring[0][1], abs=1e-3)
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="30 rounds|62 rounds"):
+        schedules({"ring": [plans.ring(32, r, 32) for r in range(32)]}, numel=32)
+    with pytest.raises(ValueError, match="0 ranks"):
+        schedules({}, numel=1)
+    figure = schedules({"ring": [plans.ring(8, r, 8) for r in range(8)]}, numel=8)
+    assert len(draw.png(figure)) < 100_000
