@@ -24,8 +24,10 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
-from minipar.lab import bench, bench_collectives, draw
+from minipar.lab import bench, bench_collectives, bench_compression, bench_fsdp, draw
 from minipar.lab.bench_collectives import CollectivesConfig
+from minipar.lab.bench_compression import CompressionConfig
+from minipar.lab.bench_fsdp import ShardingConfig
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -44,7 +46,14 @@ class Overlap:
     """Where to draw the picture."""
 
 
-Command = TrainConfig | bench.BenchConfig | CollectivesConfig | Overlap
+Command = (
+    TrainConfig
+    | bench.BenchConfig
+    | CollectivesConfig
+    | CompressionConfig
+    | ShardingConfig
+    | Overlap
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -274,7 +283,7 @@ class Progress:
         )
         print(
             f"{trainer.corpus.description}\n"
-            f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f}M parameters, "
+            f"{trainer.num_parameters / 1e6:.2f}M parameters, "
             f"{trainer.mesh.size} ranks on {trainer.device.type}",
             flush=True,
         )
@@ -377,6 +386,12 @@ _COMMANDS = {
     "bench ddp": _Command(bench.BenchConfig, bench.run, "our data parallel beside PyTorch's own"),
     "bench collectives": _Command(
         CollectivesConfig, bench_collectives.run, "our all-reduce algorithms beside the backend's"
+    ),
+    "bench compression": _Command(
+        CompressionConfig, bench_compression.run, "every way to send less: what it saves, and costs"
+    ),
+    "bench fsdp": _Command(
+        ShardingConfig, bench_fsdp.run, "our ZeRO and FSDP beside PyTorch's own"
     ),
     "overlap": _Command(Overlap, overlap, "how much communication do these traces hide?"),
 }

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from minipar import cli
-from minipar.lab import bench, bench_collectives
+from minipar.lab import bench, bench_collectives, bench_compression, bench_fsdp
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -149,9 +149,12 @@ MALFORMED = {
     "train --resume W/run/checkpoints/step_000001": "does not exist",
     "train --resume W/run --mesh dp=0": "'dp=0' is not axis=size",
     "bench": "'bench' is no command",
-    "bench fsdp": "'bench fsdp' is no command",
+    "bench tea": "'bench tea' is no command",
+    "bench fsdp --ranks 1": "at least 2",
     "bench collectives --ranks 1": "at least 2",
     "bench collectives --algorithms star": "star",
+    "bench compression --methods zip": "zip",
+    "bench compression --out a.jpg": "a.jpg",
     "bench ddp --ranks 0": "--ranks 0 must be",
     "bench ddp --rounds -3": "--rounds -3 must be",
     "bench ddp --links gloo 5gbe": "no link '5gbe'",
@@ -177,6 +180,8 @@ def no_ranks(monkeypatch):
     monkeypatch.setattr(cli, "Ranks", started)
     monkeypatch.setattr(bench, "Ranks", started)
     monkeypatch.setattr(bench_collectives, "Ranks", started)
+    monkeypatch.setattr(bench_compression, "Ranks", started)
+    monkeypatch.setattr(bench_fsdp, "Ranks", started)
 
 
 def assert_one_line(code: int, out: str, err: str, says: str) -> None:

@@ -321,12 +321,14 @@ def gather(
 
 
 # ---------------------------------------------------------------------- one to one
-def send(tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
-    """Send `tensor` to rank `peer` of the axis, which must call `recv`."""
+def send(
+    tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
+) -> Tensor | Pending:
+    """Send `tensor` to rank `peer` of the axis, which must call `recv`. `name`: in the ledger."""
     _check_peer("send", "peer", peer, axis)
     tensor = tensor.detach().contiguous()
     return _launch(
-        "send",
+        name,
         axis,
         tensor.nbytes,
         lambda a: dist.isend(tensor, group=axis.group, group_dst=peer),

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from minipar.train.report import peak_memory
 
 
 @dataclass(frozen=True)
-class BenchConfig:
-    """Compare our data parallel with PyTorch's own, in interleaved steps on one model and link."""
+class StepConfig:
+    """What every comparison of training steps can be told."""
 
     ranks: int = 2
     """Number of ranks."""
@@ -43,8 +43,6 @@ class BenchConfig:
     links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
     """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
     times."""
-    buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
-    """Megabytes per bucket to try for PyTorch's; its best one is compared with our default."""
     rounds: int = 15
     """Steps of each contender per link."""
     json: str = ""
@@ -57,8 +55,8 @@ class BenchConfig:
         for name in ("ranks", "batch_size", "seq_len", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be >= 1")
-        if not self.links or not self.buckets or min(self.buckets) <= 0:
-            raise ValueError("--links and --buckets need at least one value, buckets above 0")
+        if not self.links:
+            raise ValueError("--links needs at least one value")
         for name in self.links:
             if name != "gloo":
                 link.parse(name)
@@ -69,6 +67,19 @@ class BenchConfig:
             )
         if self.json and not Path(self.json).parent.is_dir():
             raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
+
+
+@dataclass(frozen=True)
+class BenchConfig(StepConfig):
+    """Compare our data parallel with PyTorch's own, in interleaved steps on one model and link."""
+
+    buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
+    """Megabytes per bucket to try for PyTorch's; its best one is compared with our default."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.buckets or min(self.buckets) <= 0:
+            raise ValueError("--buckets needs at least one value, buckets above 0")
 
 
 def run(config: BenchConfig) -> list[dict[str, Any]]:
@@ -166,13 +177,11 @@ def measure(config: BenchConfig, link_name: str) -> Measured:
     names, seconds = list(field), {name: [] for name in field}
     gc.collect()
     gc.disable()
-    for turn in range(config.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            barrier(mesh.world)
-            start = time.perf_counter()
-            field[name].step()
-            seconds[name].append(time.perf_counter() - start)
+    for name in in_turns(names, config.rounds):
+        barrier(mesh.world)
+        start = time.perf_counter()
+        field[name].step()
+        seconds[name].append(time.perf_counter() - start)
     gc.enable()
     every = all_gather_object(seconds, mesh.world)
     slowest = {n: [max(ts) for ts in zip(*(s[n] for s in every), strict=True)] for n in names}
@@ -256,10 +265,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text; ratios are ours over PyTorch's, below 1 where ours is faster."""
     head = ("link", "ours", "torch (best bucket)", "ratio [quartiles]", "compute", "on the wire")
     head += ("hidden: ours", "torch", "memory ratio")
-
-    def percent(share: float) -> str:
-        return "-" if share != share else f"{share:.0%}"
-
     lines = [head]
     for row in rows:
         lines.append(
@@ -275,8 +280,26 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['memory_ratio']:.3f}",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return aligned(lines)
+
+
+def percent(share: float) -> str:
+    """Return 0.5 as "50%", and what nobody knows as "-"."""
+    return "-" if math.isnan(share) else f"{share:.0%}"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text, in columns."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield all names `rounds` times, beginning with another one in every round."""
+    stride = max(1, len(names) // rounds)
+    for turn in range(rounds):
+        shift = turn * stride % len(names)
+        yield from [*names[shift:], *names[:shift]]

@@ -416,6 +416,14 @@ def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX
     return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """What compares the outputs of `model` with targets: `model.token_loss`, else `token_loss`.
+
+    A strategy that changes what the model returns sets the attribute on it.
+    """
+    return getattr(model, "token_loss", token_loss)
+
+
 # ------------------------------------------------------------------------------------- generation
 
 

@@ -25,8 +25,8 @@ Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks d
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
 Costs you. Accuracy: see each class. Time to compress, in a thread beside backward. Gradients have
         to mean the same from step to step (unscale them *before* if a loss scale may change). What
-        is kept back is not in a checkpoint: a resumed run starts with residues of zero. What was
-        kept back for a parameter that no rank uses in the step is lost.
+        was kept back for a parameter that no rank uses in the step is lost. A checkpoint holds the
+        residues of all ranks (`Compressed.state_dict`), n times the size of the model.
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
@@ -38,8 +38,8 @@ Use: ``ddp.apply(model, mesh.dp, reduce=Compressed(TopK(0.01), warmup_steps=100)
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -61,6 +61,8 @@ class Compressor:
 
     feedback = True
     """Whether residues are kept unless the user says otherwise: where the error has a bias."""
+    generator = None
+    """Random numbers, from the first call on."""
 
     def reduce(
         self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
@@ -71,13 +73,24 @@ class Compressor:
         """
         raise NotImplementedError
 
+    def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+        """Return what the next call depends on besides its arguments, by the `names` given."""
+        return {"generator": self.generator and self.generator.get_state()}
+
+    def load_state_dict(
+        self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Go on from what `state_dict` returned."""
+        if state["generator"] is not None:
+            self.generator = _generator(next(iter(parameters.values())).device, seed=0)
+            self.generator.set_state(state["generator"])
+
 
 # ---------------------------------------------------------------------- 1. vectors as bytes
 @dataclass
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone."""
 
-    generator: torch.Generator | None = field(default=None, init=False, repr=False, compare=False)
     sparse = False  # bytes of a sum of n vectors are n times those of one
 
     def compress(self, rows: Tensor) -> Tensor:
@@ -306,14 +319,14 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         _check(0 < self.fraction <= 1, "fraction", self.fraction, "above 0 and at most 1")
-        self.feedback, self._generator = not self.unbiased, None
+        self.feedback = not self.unbiased
 
     def reduce(
         self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
     ) -> Reduced:
-        self._generator = self._generator or _generator(vector.device, self.seed)
+        self.generator = self.generator or _generator(vector.device, self.seed)
         k = math.ceil(self.fraction * len(vector))
-        order = torch.randperm(len(vector), generator=self._generator, device=vector.device)
+        order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
         places, factor = order[:k], len(vector) / k if self.unbiased else 1
         total, residue = torch.zeros_like(vector), vector.clone()
         sent = vector[places] * factor + 0 * vector.sum()  # an overflow elsewhere must show: nan
@@ -338,7 +351,6 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         _check(self.rank >= 1, "rank", self.rank, "1 to 32")
-        self._generator: torch.Generator | None = None
         self._qs: dict[nn.Parameter, Tensor] = {}
 
     def compresses(self, shape: Sequence[int]) -> bool:
@@ -351,7 +363,7 @@ class PowerSGD(Compressor):
     def reduce(
         self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
     ) -> Reduced:
-        self._generator = self._generator or _generator(vector.device, self.seed)
+        self.generator = self.generator or _generator(vector.device, self.seed)
         total, residue = torch.empty_like(vector), torch.zeros_like(vector)
         sizes = [p.numel() for p in parameters]
         matrices, outs, whole = {}, {}, []
@@ -383,13 +395,24 @@ class PowerSGD(Compressor):
         """The Q to begin with: that of the last step, or a random one, equal on all ranks."""
         shape = matrix.shape[1], min(self.rank, *matrix.shape)
         fresh = torch.randn(
-            shape, generator=self._generator, dtype=matrix.dtype, device=matrix.device
+            shape, generator=self.generator, dtype=matrix.dtype, device=matrix.device
         )
         q = self._qs.get(parameter)
-        if q is None or not self.warm_start:
+        if q is None or q.shape != shape or not self.warm_start:
             return fresh
         # A step of zeros or of nan must not be remembered for ever.
         return torch.where(q.isfinite().all() & q.any(), q, fresh)
+
+    def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+        starts = {names[p]: q for p, q in self._qs.items()}
+        return super().state_dict(names) | {"starts": starts}
+
+    def load_state_dict(
+        self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().load_state_dict(state, parameters)
+        starts = state.get("starts", {})  # none, if another compressor wrote the checkpoint
+        self._qs = {parameters[name]: q.to(parameters[name].device) for name, q in starts.items()}
 
 
 # ---------------------------------------------------------------------- 3. plugged into ddp
@@ -473,6 +496,29 @@ class Compressed:
         """What this rank has kept back of the gradient of `parameter`, in its shape."""
         kept = self._residue_of.get(parameter)
         return torch.zeros_like(parameter) if kept is None else kept.view_as(parameter)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return this rank's residues, warm starts, random numbers and place in the warm-up."""
+        names = {p: name for name, p in model.named_parameters()}
+        return {
+            "steps": {names[p]: step for p, step in self._steps.items()},
+            "residues": {names[p]: kept.clone() for p, kept in self._residue_of.items()},
+            "compressor": self.compressor.state_dict(names),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+        """Go on from what `state_dict` returned on this rank, of as many ranks.
+
+        Another compressor may take over: it owes what the first one kept back.
+        """
+        parameters = dict(model.named_parameters())
+        self._steps = {parameters[name]: step for name, step in state["steps"].items()}
+        self._residue_of = {
+            parameters[name]: kept.to(parameters[name].device)
+            for name, kept in state["residues"].items()
+        }
+        self._residues.clear()  # made anew from these by the next call
+        self.compressor.load_state_dict(state["compressor"], parameters)
 
 
 class _Background:

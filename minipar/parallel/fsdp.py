@@ -430,7 +430,8 @@ class FullySharded(Strategy):
         prefetch, ahead = self.options.prefetch, unit
         for _ in range(1 + prefetch if prefetch else 0):
             ahead = self.follows[phase].get(ahead)
-            if ahead is None or sum(block.is_gathered for block in self.blocks) > prefetch:
+            is_full = sum(block.is_gathered for block in self.blocks) > prefetch
+            if ahead is None or (is_full and self.options.reshard_after_forward):
                 break
             ahead.launch()
         with torch.enable_grad() if phase == "backward" else nullcontext():
@@ -553,6 +554,44 @@ class FullySharded(Strategy):
         for name, t in own.items():
             t.copy_(state[name].flatten()[cuts[t]] if t in cuts else state[name])
 
+    @torch.no_grad()
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer`, made of the pieces, as on one device, on the CPU.
+
+        For any number of ranks, and for an optimizer of a serial model. All ranks call it.
+        """
+        state = optimizer.state_dict()
+        numbers = {p: i for i, p in enumerate(_members(optimizer))}
+        whole = {i: dict(entries) for i, entries in state["state"].items()}
+        for flat in self.flats:
+            states = {p: optimizer.state[p] for p in flat.parameters if p in optimizer.state}
+            for key, like in next(iter(states.values()), {}).items():
+                if not _is_elementwise(key, like):
+                    continue
+                shard = flat.shard.new_zeros(flat.shard.shape, dtype=like.dtype)
+                for p, span in zip(flat.parameters, flat.spans, strict=True):
+                    if p in states:
+                        shard[span] = states[p][key]
+                for p, tensor in zip(flat.parameters, flat.whole(shard), strict=True):
+                    if p in states:
+                        whole[numbers[p]][key] = tensor.cpu()
+        return {"state": whole, "param_groups": state["param_groups"]}
+
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Take this rank's pieces out of what `full_optimizer_state` returned."""
+        cuts = {p: c for f in self.flats for p, c in zip(f.parameters, f.cuts, strict=True)}
+        members = _members(optimizer)
+        pieces = {
+            i: {
+                key: _cut(value, cuts[members[i]]) if _is_elementwise(key, value) else value
+                for key, value in entries.items()
+            }
+            for i, entries in state["state"].items()
+        }
+        optimizer.load_state_dict({"state": pieces, "param_groups": state["param_groups"]})
+
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
 
@@ -634,6 +673,20 @@ def _check(model: nn.Module, options: Options, init: Init | None) -> None:
         raise ValueError(f"accumulate={options.accumulate!r} is unknown; use 'shards' or 'whole'")
     if init is not None and not any(p.is_meta for p in parameters):
         raise ValueError("init= is for models on the 'meta' device; this one has its weights")
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All that it steps, in the order by which its `state_dict` numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _cut(whole: Tensor, cut: slice) -> Tensor:
+    return whole.flatten()[cut].clone()  # not a view, which would keep the whole
+
+
+def _is_elementwise(key: str, value: Any) -> bool:
+    """Whether an entry of the state of a parameter has a number for each of its numbers."""
+    return isinstance(value, Tensor) and key != "step"
 
 
 def _in_backward() -> bool:

@@ -322,6 +322,12 @@ class DiLoCo(_Local):
             fragment.outer = all_reduce(flat, self.axis, "avg", out=flat)
             fragment.adopt()
 
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Begin anew from this model: as the outer one, and that of every rank."""
+        super().load_full_state_dict(state)
+        for fragment in self.fragments:
+            fragment.outer = flatten(fragment.parameters)
+
     def state_dict(self) -> dict[str, Any]:
         """As of every local strategy, and the outer optimizer."""
         return super().state_dict() | {"outer": [f.state_dict() for f in self.fragments]}

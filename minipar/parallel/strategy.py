@@ -36,6 +36,10 @@ class Strategy:
         copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
+        self.model.load_state_dict(state)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients accumulate here, unsent: for every microbatch but the last."""

@@ -3,7 +3,8 @@
 Layout. One folder per checkpoint, `checkpoints/step_000120/`:
 
     model.safetensors     full weights under their serial names
-    state.pt              optimizer, data position, random states of all ranks, step
+    state.pt              optimizer, data position, random states of all ranks, step; and what
+                          ranks hold for themselves, where they do (compression, local SGD)
     manifest.json         length and CRC-32 of the other files; written last
 
 Atomic. The files are written into a folder of another name, forced to disk, and the folder is then
@@ -132,20 +133,30 @@ def verify(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Copy `weights` into `model`. Raises `CheckpointError` naming what differs, if anything."""
-    own = model.state_dict()
+    """Copy `weights` into `model`. Raises `CheckpointError` as `check_weights`."""
+    check_weights(model, weights, where)
+    model.load_state_dict(weights)
+
+
+def check_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Raise `CheckpointError` naming what differs, if `weights` are not those of `model`.
+
+    Of a parameter that is a piece here, the shape that counts is its `full_shape`.
+    """
+    own = {
+        name: tuple(getattr(tensor, "full_shape", tensor.shape))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     problems = [f"lacks {name}" for name in own.keys() - weights.keys()]
     problems += [f"has {name}, which the model has not" for name in weights.keys() - own.keys()]
     problems += [
-        f"has {name} of shape {tuple(weights[name].shape)} where the model has "
-        f"{tuple(own[name].shape)}"
+        f"has {name} of shape {tuple(weights[name].shape)} where the model has {own[name]}"
         for name in own.keys() & weights.keys()
-        if own[name].shape != weights[name].shape
+        if own[name] != tuple(weights[name].shape)
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0]}{more}")
-    model.load_state_dict(weights)
 
 
 def _ties(weights: dict[str, Tensor]) -> dict[str, str]:

@@ -12,7 +12,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from minipar.comm import link
 from minipar.comm.mesh import AXES
 from minipar.model.llama import PRESETS
+from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.local_sgd import METHODS
+from minipar.train.batch_size import parse_ramp
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, load_tokenizer
+from minipar.train.straggler import parse_slow
 
 SUPPORTED_AXES = ("dp",)
 
@@ -43,6 +47,18 @@ class TrainConfig:
     microbatches: int = 1
     """Each rank adds up the gradients of that many smaller batches per step."""
 
+    batch_ramp: str = ""
+    """Other batch sizes from some steps on, such as 64@100,128@200."""
+    grow_batch_to: int = 0
+    """Double the batch up to that many sequences, as the noise of the gradients asks for; at
+    --batch-size itself, only measure the noise; 0: neither."""
+    batch_lr: Literal["sqrt", "linear", "fixed"] = "sqrt"
+    """How the learning rate grows with the batch: sqrt fits Adam."""
+    slow: str = ""
+    """Ranks to slow down on purpose, such as 1=2.5: rank 1 takes 2.5 times as long to compute."""
+    rebalance_every: int = 0
+    """Every that many steps, share out microbatches by how fast each rank has been; 0: evenly."""
+
     lr: float = 3e-3
     """Learning rate at its peak."""
     schedule: Literal["cosine", "stable"] = "cosine"
@@ -58,6 +74,15 @@ class TrainConfig:
     """How gradients are reduced over dp."""
     bucket_mb: float = 0.0
     """Megabytes per all-reduce; 0 chooses a quarter of the gradients, at most 25."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Cut over the ranks: 0 nothing (ddp), 1 the optimizer state, 2 also gradients, 3 also weights,
+    which are gathered where they are used (fsdp). A run may be resumed with another one."""
+    local_method: str = "none"
+    """Let ranks train alone between agreements: none, local sgd, post-local sgd, diloco,
+    diloco delayed or diloco streaming. Or agree in every step, but a step late: delayed gradients.
+    Validated and saved is the model agreed on."""
+    local_every: int = 16
+    """Steps from one agreement to the next."""
     backend: Literal["auto", "gloo", "nccl", "link"] = "auto"
     """auto: nccl where each rank has a GPU, else gloo. link: gloo behind an emulated link."""
     link: str = "1gbe"
@@ -69,6 +94,9 @@ class TrainConfig:
     scales the loss so that small gradients survive, and leaves out steps that overflow."""
     reduce_dtype: Literal["same", "bfloat16"] = "same"
     """Of gradients on their way between ranks: as --dtype says, or cast to bfloat16."""
+    compress: str = "none"
+    """Send gradients with fewer bytes: none, fp16, bf16, int8, fp8-e4m3, fp8-e5m2, sign, top-k,
+    random-k or powersgd. What is left out of a step is added to the next."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward instead of being kept."""
 
@@ -105,11 +133,13 @@ class TrainConfig:
                 )
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        counts = "steps batch_size seq_len microbatches eval_batches save_every record_every"
+        counts = "steps batch_size seq_len microbatches eval_batches save_every record_every "
+        counts += "local_every"
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 1 or more")
-        for name in ("warmup_steps", "weight_decay", "bucket_mb", "eval_every", "sample_tokens"):
+        from_zero = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
+        for name in from_zero.split():
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 0 or more")
         for name in ("lr", "max_norm", "timeout"):
@@ -138,6 +168,120 @@ class TrainConfig:
                 f"none; use --ddp overlapped or bucketed"
             )
         link.parse(self.link)
+        self._check_shares()
+        self._check_compression()
+        self._check_zero()
+        self._check_local_method()
+
+    def _check_shares(self) -> None:
+        """Batches that change their size, and ranks that differ in speed."""
+        parse_ramp(self.batch_ramp)
+        parse_slow(self.slow, self.num_ranks)
+        num_ranks = self.mesh_sizes().get("dp", 1)
+        if self.grow_batch_to:
+            asked = f"--grow-batch-to {self.grow_batch_to}"
+            if self.grow_batch_to < self.batch_size:
+                raise ValueError(
+                    f"{asked} is below --batch-size {self.batch_size}; use that or more"
+                )
+            if self.batch_ramp:
+                raise ValueError(f"{asked} and --batch-ramp {self.batch_ramp}: use one of them")
+            if num_ranks < 2:
+                raise ValueError(f"{asked} compares the gradients of ranks; use dp=2 or more")
+            if self.ddp == "naive":
+                raise ValueError(
+                    f"{asked} looks into buckets, and --ddp naive has none; use --ddp overlapped "
+                    f"or bucketed"
+                )
+        if self.rebalance_every and self.microbatches < 2:
+            raise ValueError(
+                f"--rebalance-every {self.rebalance_every} has nothing to move with --microbatches "
+                f"{self.microbatches}; use 2 or more"
+            )
+
+    def _check_compression(self) -> None:
+        if self.compress == "none":
+            return
+        asked = f"--compress {self.compress}"
+        if self.compress not in COMPRESSORS:
+            raise ValueError(f"{asked} is unknown; use none, {', '.join(COMPRESSORS)}")
+        if self.ddp == "naive":
+            raise ValueError(
+                f"{asked} needs buckets, and --ddp naive has none; use --ddp overlapped or bucketed"
+            )
+        if self.reduce_dtype != "same":
+            raise ValueError(
+                f"{asked} and --reduce-dtype {self.reduce_dtype} both say how gradients are sent; "
+                f"use one of them"
+            )
+        if self.grow_batch_to:
+            raise ValueError(
+                f"{asked} changes the average of the gradients, and --grow-batch-to measures "
+                f"noise by it; use one of them"
+            )
+        if self.precision == "fp16" and COMPRESSORS[self.compress]().feedback:
+            raise ValueError(
+                f"{asked} adds to a step what the last one left out, but --precision fp16 scales "
+                f"them by factors that differ; use --precision bf16, or --compress fp16"
+            )
+
+    def _check_zero(self) -> None:
+        if not self.zero:
+            return
+        asked = f"--zero {self.zero}"
+        self._refuse_what_ddp_does(asked)
+        if self.zero < 3 and self.reduce_dtype != "same":
+            raise ValueError(
+                f"{asked} and --reduce-dtype {self.reduce_dtype} do not go together; use --zero 0 "
+                f"or 3"
+            )
+        if self.zero == 3 and self.bucket_mb:
+            raise ValueError(
+                f"{asked} sends block by block, so --bucket-mb {self.bucket_mb:g} says nothing; "
+                f"leave it out, or use --zero 0 to 2"
+            )
+        for flag, is_used in (("slow", self.slow), ("rebalance-every", self.rebalance_every)):
+            if is_used:
+                raise ValueError(
+                    f"--{flag} takes the time of a forward for computing, and with {asked} it also "
+                    f"waits for weights there; use --zero 0"
+                )
+
+    def _check_local_method(self) -> None:
+        if self.local_method == "none":
+            return
+        asked = f"--local-method {self.local_method!r}"
+        if self.local_method not in METHODS:
+            raise ValueError(f"{asked} is unknown; use none, {', '.join(METHODS)}")
+        self._refuse_what_ddp_does(asked)
+        if self.zero:
+            raise ValueError(
+                f"{asked} needs a whole model on every rank, and --zero {self.zero} cuts it up; "
+                f"use --zero 0"
+            )
+        if self.reduce_dtype != "same" or self.bucket_mb:
+            raise ValueError(
+                f"{asked} sends no buckets of gradients; leave out --reduce-dtype and --bucket-mb"
+            )
+        if self.local_method == "delayed gradients" and self.precision == "fp16":
+            raise ValueError(
+                f"{asked} uses a gradient of the step before, and --precision fp16 may have scaled "
+                f"that by another factor; use --precision bf16"
+            )
+
+    def _refuse_what_ddp_does(self, asked: str) -> None:
+        """Raise `ValueError` for flags that say how ddp treats its buckets of gradients."""
+        others = {
+            f"--ddp {self.ddp}": self.ddp != "overlapped",
+            f"--compress {self.compress}": self.compress != "none",
+            f"--grow-batch-to {self.grow_batch_to}": self.grow_batch_to,
+        }
+        for flag, is_used in others.items():
+            if is_used:
+                raise ValueError(
+                    f"{asked} does without the buckets of ddp, which {flag} is about; "
+                    f"use one of them"
+                )
 
     def check_text(self) -> None:
         """Raise `ValueError` where the tokenizer or the text cannot be used; reads all of it.

@@ -15,7 +15,7 @@ repeating or dropping samples instead.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,9 @@ class Batches:
     batch_size that does not divide evenly) rows of `IGNORE` targets take their place: every rank
     makes `len(batches)` steps with tensors of one shape, and no sample comes twice or is lost.
 
+    `deal` changes the size of the batches to come, and gives some ranks more microbatches than
+    others; promises hold as before, as the place in the epoch is counted in samples.
+
     `for microbatches in batches` ends with the epoch; the next `for` is the next epoch. Training
     for a number of steps reads `batches.forever()`. To validate, take a fresh object with
     `shuffle=False` for each pass.
@@ -126,7 +129,7 @@ class Batches:
         self.rank = rank
         self.size = size
         self.seed = seed
-        self.microbatches = microbatches
+        self.shares = [microbatches] * size  # microbatches of each rank
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0  # samples of this epoch that were handed out, over all ranks
@@ -147,8 +150,30 @@ class Batches:
             self.position += len(batch)
             if self.position == num_samples:
                 self.epoch, self.position = epoch + 1, 0
-            mine = share(batch, self.rank, self.size)
-            yield [self._rows(share(mine, m, self.microbatches)) for m in range(self.microbatches)]
+            turns = self._turns()
+            mine = [turn for turn, rank in enumerate(turns) if rank == self.rank]
+            yield [self._rows(share(batch, turn, len(turns))) for turn in mine]
+
+    def deal(self, batch_size: int, shares: Sequence[int]) -> None:
+        """From the next batch on: `batch_size` samples, and ``shares[r]`` microbatches for rank r.
+
+        To be called on all ranks, with the same values. A share may be 0: that rank gets an empty
+        list. All microbatches have one shape, B = ceil(batch_size / sum(shares)). Raises
+        `ValueError` for a share per rank too many or too few, or when there is nothing to deal.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be 1 or more")
+        if len(shares) != self.size or min(shares) < 0 or sum(shares) < 1:
+            raise ValueError(
+                f"shares={list(shares)} of {self.size} ranks must be {self.size} counts from 0 up, "
+                f"not all of them 0"
+            )
+        self.batch_size, self.shares = batch_size, list(shares)
+
+    def _turns(self) -> list[int]:
+        """The rank of each microbatch of a global batch: one for each in turn, while it has any."""
+        rounds = range(max(self.shares))
+        return [rank for m in rounds for rank in range(self.size) if m < self.shares[rank]]
 
     def forever(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """One epoch after another, from wherever this object stands."""
@@ -156,7 +181,7 @@ class Batches:
             yield from self
 
     def _rows(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        num_rows = -(-self.batch_size // (self.size * self.microbatches))
+        num_rows = -(-self.batch_size // sum(self.shares))
         inputs = torch.zeros(num_rows, self.sequences.seq_len, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORE)
         for row, index in enumerate(indices.tolist()):

@@ -1,6 +1,7 @@
 """metrics.jsonl: one line of JSON per step, on disk as soon as the step is over."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ class Metrics:
         self._file = path.open("a")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line; `line` has at least the key "step"."""
+        """Append one line; `line` has at least the key "step".
+
+        Infinity and NaN, which JSON has no word for, become null: so does the gradient norm of a
+        step that loss scaling left out.
+        """
         self._file.write(_one_line(line))
         self._file.flush()
 
@@ -44,4 +49,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _one_line(line: dict[str, Any]) -> str:
-    return json.dumps(line) + "\n"
+    finite = {k: None if _is_lost(value) else value for k, value in line.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

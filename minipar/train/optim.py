@@ -22,7 +22,7 @@ Proved by: tests/train/test_optim.py.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -117,13 +117,15 @@ def make_optimizer(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
-) -> torch.optim.AdamW:
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> torch.optim.Optimizer:
     """AdamW over the parameters that learn: matrices with weight decay, vectors without.
 
     Norm scales and biases are vectors; pulling them towards zero costs quality and regularises
     nothing. A strategy that stores a matrix as a flat piece says what it was in
     `param.full_shape`. A tied parameter appears once, a frozen one not at all. Raises ValueError
-    when nothing is left to train.
+    when nothing is left to train. `make` is called as the class would be: a `ShardedOptimizer` of
+    zero.py, say.
 
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), alg. 2.
     """
@@ -141,7 +143,7 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     # one kernel per group instead of a dozen per parameter, where torch has one
     fused = all(param.device.type in ("cpu", "cuda") for param in decayed + plain)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    return make(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 # ------------------------------------------------------------------------- norm over the mesh

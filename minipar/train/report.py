@@ -3,9 +3,10 @@
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
+from minipar.comm.recorder import Recorder
+from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 
 
@@ -43,43 +46,97 @@ class Report:
 
 
 class StepRecorder:
-    """Records the timelines of a few of the steps from `first` to before `last`: of one at least.
+    """Records the timelines of some of the steps from `first` to before `last`: of one at least.
 
     One step of every `every` is recorded, and the recorded ones stand for all.
+
+    A communication belongs to the step in which it ends. Where it `crosses_steps`, the step before
+    is recorded, too, and what it leaves in flight shows where it is hidden, or waited for.
     """
 
-    def __init__(self, model: nn.Module, first: int, last: int, every: int) -> None:
+    def __init__(
+        self, model: nn.Module, first: int, last: int, every: int, crosses_steps: bool = False
+    ) -> None:
         self.model, self.num_steps = model, last - first
-        self.every = max(1, min(every, self.num_steps))
-        self.recorded: list[Timeline] = []
+        # A GPU's kernels are seen only if they end while they are recorded: see `step`.
+        self.looks_back = crosses_steps and not torch.cuda.is_available()
+        self.crosses_steps = crosses_steps
+        # The first step has none before it, whose communication would stand for that of others.
+        is_typical = not crosses_steps or every == 1 or self.num_steps <= 1
+        self.choice = range(first if is_typical else first + 1, last)
+        self.every = max(1, min(every, len(self.choice)))
+        self.recorded: dict[int, Timeline] = {}  # those worth a picture, by the number of the step
+        self.num_recorded = self.most_bytes = 0
+        self.before: tuple[Recorder, int] | None = None  # of the last step, and its finished spans
+        self.num_bytes = self.seconds = self.hidden_seconds = 0.0
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the body, if it is the turn of step `number`."""
-        if number % self.every != self.every // 2:
+        is_next = self.looks_back and self._is_chosen(number + 1)
+        if not self._is_chosen(number) and not is_next:
             yield
             return
+        start = time.monotonic()
         with timeline.record(self.model) as recorded:
+            recorder = timeline.active()
             yield
-        self.recorded.append(recorded)
+            if self.crosses_steps and torch.cuda.is_available():
+                torch.cuda.synchronize()  # so what would cross is exposed, in a recorded step
+        late = self._late(start)
+        self.before = (recorder, len(recorded.spans)) if self.looks_back else None
+        if self._is_chosen(number):
+            recorded.spans = Timeline([*late, *recorded.spans]).spans
+            self._take(number, recorded)
+
+    def _is_chosen(self, number: int) -> bool:
+        return number in self.choice and number % self.every == self.every // 2
+
+    def _late(self, start: float) -> list[Span]:
+        """What the last step left in flight and has arrived since: its part after `start`."""
+        if self.before is None:
+            return []
+        recorder, num_finished = self.before
+        return [
+            replace(span, start=max(span.start, start), end=max(span.end, start))
+            for span in recorder.spans[num_finished:]
+        ]
+
+    def _take(self, number: int, recorded: Timeline) -> None:
+        rows = recorded.overlap()
+        num_bytes = sum(row.num_bytes for row in rows)
+        self.num_recorded += 1
+        self.num_bytes += num_bytes
+        self.seconds += sum(row.total for row in rows)
+        self.hidden_seconds += sum(row.hidden for row in rows)
+        self.most_bytes = max(self.most_bytes, num_bytes)
+        if 2 * num_bytes >= self.most_bytes:  # where few steps talk, the others would only fill up
+            self.recorded[number] = recorded
 
     def communication(self) -> tuple[float, float, float | None]:
         """Return (bytes sent, seconds, fraction of the seconds that is hidden) of all steps."""
-        rows = [row for step in self.recorded for row in step.overlap()]
-        share = self.num_steps / max(len(self.recorded), 1)
-        total = sum(row.total for row in rows)
-        hidden = sum(row.hidden for row in rows) / total if total else None
-        return sum(row.num_bytes for row in rows) * share, total * share, hidden
+        share = self.num_steps / max(self.num_recorded, 1)
+        hidden = self.hidden_seconds / self.seconds if self.seconds else None
+        return self.num_bytes * share, self.seconds * share, hidden
 
     def typical(self, mesh: Mesh) -> Timeline:
-        """Return a step of median length, with the spans of all ranks; a collective."""
-        if not self.recorded:
-            return Timeline()
-        durations = [step.duration for step in self.recorded]
-        middle = durations.index(statistics.median_low(durations))
+        """Return a step of median length, with the spans of all ranks; a collective.
+
+        Where some steps send far more than others, it is one of these.
+        """
         # Ranks differ in what is typical, but must show the same step: rank 0 chooses.
-        middle = all_gather_object(middle, mesh.world)[0]
-        return self.recorded[middle].gather(mesh.world).shifted()
+        chosen = all_gather_object(self._median(), mesh.world)[0]
+        if chosen is None:
+            return Timeline()
+        return self.recorded.get(chosen, Timeline()).gather(mesh.world).shifted()
+
+    def _median(self) -> int | None:
+        sent = {n: sum(span.num_bytes for span in step) for n, step in self.recorded.items()}
+        talkative = [n for n in self.recorded if 2 * sent[n] >= self.most_bytes]
+        if not talkative:
+            return None
+        middle = statistics.median_low(self.recorded[n].duration for n in talkative)
+        return next(n for n in talkative if self.recorded[n].duration == middle)
 
 
 def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,22 @@ from minipar.comm.backends import device_of
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline
-from minipar.model.llama import PRESETS, Llama, generate, token_loss
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, generate, loss_of
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import ddp
 from minipar.parallel.strategy import Strategy
-from minipar.train import checkpoint
+from minipar.train import checkpoint, strategies
+from minipar.train.batch_size import NoiseScale
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
 from minipar.train.data import IGNORE, Batches, Sequences
 from minipar.train.metrics import Metrics
-from minipar.train.optim import (
-    clip_grad_norm,
-    make_optimizer,
-    warmup_cosine,
-    warmup_stable_decay,
-)
-from minipar.train.precision import FULL, Precision, reduce_in
+from minipar.train.optim import clip_grad_norm, warmup_cosine, warmup_stable_decay
+from minipar.train.precision import FULL, Precision
 from minipar.train.report import Report, StepRecorder, peak_memory, training_figures
+from minipar.train.workload import Workload
 
-Microbatch = tuple[Tensor, Tensor]  # inputs [B, T] and targets [B, T]
+# inputs [B, T], targets [B, T], and what else the model takes, such as positions and mask
+Microbatch = tuple[Tensor, ...]
 
 
 # ---------------------------------------------------------------------- one step
@@ -50,6 +47,32 @@ class StepResult:
     loss: Tensor  # nats per token, over all tokens of all ranks
     num_tokens: Tensor  # targets that counted
     grad_norm: Tensor  # before clipping
+    noise: Tensor  # sums over the ranks of the `own_numbers` of a NoiseScale; or empty
+
+
+def forward_backward(
+    model: nn.Module,
+    strategies: Sequence[Strategy],
+    microbatches: Sequence[Microbatch],
+    *,
+    weigh: Callable[[Tensor], Tensor],
+    autocast: Callable[[], AbstractContextManager],
+) -> Tensor:
+    """Add up the gradients of `weigh(loss)` over microbatches, one after the other.
+
+    Returns the sum of their losses, float64.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for i, (inputs, targets, *context) in enumerate(microbatches):
+        with ExitStack() as stack:
+            if i < len(microbatches) - 1:
+                for strategy in strategies:
+                    stack.enter_context(strategy.no_sync())
+            with autocast():
+                loss = loss_of(model)(model(inputs, *context), targets)
+            weigh(loss).backward()
+            total += loss.detach()
+    return total
 
 
 def train_step(
@@ -62,35 +85,46 @@ def train_step(
     max_norm: float = math.inf,
     shard_axes: Sequence[Axis] = (),
     precision: Precision = FULL,
+    noise: NoiseScale | None = None,
+    run: Callable[..., Tensor] = forward_backward,
 ) -> StepResult:
     """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
+
+    Ranks may have different numbers of microbatches; one without any takes part all the same.
+    `run` takes the place of `forward_backward`: the method of that name of a pipeline.
 
     The loss is the sum over targets divided by their number *in the whole batch*, over all
     microbatches and all ranks of `data_axis`: a mean of the ranks' means would weigh the tokens of
     a rank with little to do more than those of the others. So strategies sum gradients here, they
     do not average them.
     """
-    own_tokens = sum((targets != IGNORE).sum() for _, targets in microbatches)
+    device = next(model.parameters()).device
+    own_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    for _, targets, *_ in microbatches:
+        own_tokens += (targets != IGNORE).sum()
     counting = all_reduce(own_tokens, data_axis, async_op=True)  # hidden behind the first forward
     optimizer.zero_grad(set_to_none=True)
-    own_loss = torch.zeros((), dtype=torch.float64, device=own_tokens.device)
-    for i, (inputs, targets) in enumerate(microbatches):
-        with ExitStack() as stack:
-            if i < len(microbatches) - 1:
-                for strategy in strategies:
-                    stack.enter_context(strategy.no_sync())
-            with precision.autocast():
-                loss = token_loss(model(inputs), targets)
-            num_tokens = counting.wait().clamp(min=1)
-            precision.scale(loss / num_tokens).backward()
-            own_loss += loss.detach()
+
+    def weigh(loss: Tensor) -> Tensor:
+        return precision.scale(loss / counting.wait().clamp(min=1))
+
+    own_loss = run(model, strategies, microbatches, weigh=weigh, autocast=precision.autocast)
+    num_tokens = counting.wait().clamp(min=1)
     for strategy in strategies:
         strategy.finish_backward()
-    adding = all_reduce(own_loss, data_axis, async_op=True)  # hidden behind the optimizer
-    precision.unscale(model.parameters(), shard_axes)
-    grad_norm = clip_grad_norm(model.parameters(), max_norm, shard_axes)
+    own = own_loss[None]
+    if noise is not None:
+        loss_scale = precision.scale(torch.ones_like(own_loss))
+        own = torch.cat([own, noise.own_numbers(own_tokens, num_tokens, loss_scale)])
+    adding = all_reduce(own, data_axis, async_op=True)  # hidden behind the optimizer
+    # Gradients lie where backward put them, or where an optimizer that shards them keeps its part.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters += model.parameters()  # those in both count once
+    precision.unscale(parameters, shard_axes)
+    grad_norm = clip_grad_norm(parameters, max_norm, shard_axes)
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
-    return StepResult(adding.wait() / num_tokens, num_tokens, grad_norm)
+    sums = adding.wait()
+    return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])
 
 
 @torch.no_grad()
@@ -98,7 +132,7 @@ def evaluate(model: nn.Module, batches: Iterable[Sequence[Microbatch]], data_axi
     """Return the loss in nats per token over `batches`, each target counted once over all ranks."""
     totals = None
     for inputs, targets in (microbatch for batch in batches for microbatch in batch):
-        loss = token_loss(model(inputs), targets).double()
+        loss = loss_of(model)(model(inputs), targets).double()
         sums = torch.stack([loss, (targets != IGNORE).sum()])
         totals = sums if totals is None else totals + sums
     if totals is None:
@@ -128,24 +162,19 @@ class Trainer:
         model_config = PRESETS[config.preset]
         if self.tokenizer.vocab_size > model_config.vocab_size:
             model_config = replace(model_config, vocab_size=self.tokenizer.vocab_size)
-        self.model = Llama(model_config, seed=config.seed)
-        self.model.to(self.device, getattr(torch, config.dtype))
+        self.model = self._whole_model(model_config)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         checkpoint_activations(self.model, config.recompute)
-        cast = config.reduce_dtype != "same"
-        self.strategies = [
-            ddp.apply(
-                self.model,
-                self.mesh.dp,
-                version=config.ddp,
-                bucket_mb=config.bucket_mb or None,
-                average=False,
-                reduce=reduce_in(getattr(torch, config.reduce_dtype)) if cast else None,
-            )
-        ]
-        self.optimizer = make_optimizer(self.model, lr=config.lr, weight_decay=config.weight_decay)
+        self.workload = Workload(config, self.model, self.mesh)
+        self.setup = strategies.make(config, self.model, self.mesh, self.workload)
+        self.optimizer = self.setup.optimizer
         self.precision = Precision(config.precision, self.device)
         self.step = 0
         self.timeline = Timeline()
+
+    def _whole_model(self, model_config: LlamaConfig) -> Llama:
+        model = Llama(model_config, seed=self.config.seed)
+        return model.to(self.device, getattr(torch, self.config.dtype))
 
     def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
         sequences = Sequences(tokens, self.config.seq_len)
@@ -166,11 +195,18 @@ class Trainer:
         unless it is loss scaling that made it so.
         """
         config, first_step, lines = self.config, self.step, []
-        recorder = StepRecorder(self.model, first_step, config.steps, config.record_every)
+        recorder = StepRecorder(
+            self.model,
+            first_step,
+            config.steps,
+            1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
+            self.setup.crosses_steps,
+        )
         metrics = Metrics(self.folder / "metrics.jsonl", self.step) if self.is_first else None
         batches = self._on_device(self.batches.forever())
         while self.step < config.steps:
             start = time.perf_counter()
+            self.workload.deal(self.step, self.batches)
             batch = next(batches)
             lr = self.learning_rate()
             for group in self.optimizer.param_groups:
@@ -178,12 +214,14 @@ class Trainer:
             with recorder.step(self.step):
                 result = train_step(
                     self.model,
-                    self.strategies,
+                    [self.setup.strategy],
                     self.optimizer,
                     batch,
                     self.mesh.dp,
                     max_norm=config.max_norm,
+                    shard_axes=self.setup.shard_axes,
                     precision=self.precision,
+                    noise=self.workload.noise,
                 )
             self.step += 1
             line = {
@@ -194,25 +232,34 @@ class Trainer:
                 "tokens": int(result.num_tokens),
                 "seconds": time.perf_counter() - start,
                 **self.precision.report(),
+                **self.workload.learn(result, self.batches),
             }
-            self._check_finite(line)
             is_last = self.step == config.steps
+            saves = is_last or self.step % config.save_every == 0
+            self._check_finite(line, saves)
+            if is_last:
+                self.setup.finish()
             if is_last or (config.eval_every and self.step % config.eval_every == 0):
                 line["validation_loss"] = self.validate()
             lines.append(line)
             if metrics is not None:
                 metrics.write(line)
             progress(line)
-            if is_last or self.step % config.save_every == 0:
+            if saves:
                 self.save()
         if metrics is not None:
             metrics.close()
         return self._report(first_step, lines, recorder)
 
-    def _check_finite(self, line: dict[str, Any]) -> None:
+    def _check_finite(self, line: dict[str, Any], saves: bool) -> None:
+        norms = [line["grad_norm"]]
+        if self.setup.is_local:
+            # Every rank has a norm of its own, and they must stop together. If one is not finite,
+            # the next loss tells all of them; they must know before that if they are to save.
+            norms = all_gather_object(norms[0], self.mesh.world) if saves else []
         # A gradient that overflows because the loss was scaled up is no accident.
         scaled_up = line.get("loss_scale", 0) >= 1
-        if not math.isfinite(line["loss"]) or not (math.isfinite(line["grad_norm"]) or scaled_up):
+        if not math.isfinite(line["loss"]) or not (all(map(math.isfinite, norms)) or scaled_up):
             raise FloatingPointError(
                 f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
                 f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
@@ -224,10 +271,10 @@ class Trainer:
         return self.mesh.rank == 0
 
     def learning_rate(self) -> float:
-        """The learning rate of the coming step."""
+        """The learning rate of the coming step, whose batch has been dealt."""
         config = self.config
         common = dict(
-            peak=config.lr,
+            peak=config.lr * self.workload.lr_factor(self.batches),
             warmup_steps=min(config.warmup_steps, config.steps),
             total_steps=config.steps,
         )
@@ -237,10 +284,10 @@ class Trainer:
         return warmup_stable_decay(self.step, decay_steps=decay_steps, **common)
 
     def validate(self) -> float:
-        """Return the loss on the same sample of the validation text every time."""
+        """Return the loss of the model of the run on the same sample of text every time."""
         batches = self._batches(self.corpus.validation, seed=0, microbatches=1)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
-        with self.precision.autocast():
+        with self.setup.agreed_model(), self.precision.autocast():
             return evaluate(self.model, self._on_device(few), self.mesh.dp)
 
     def _on_device(self, batches: Iterable[Sequence[Microbatch]]):
@@ -250,26 +297,27 @@ class Trainer:
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:
         """Write a checkpoint; a collective."""
-        weights = self.strategies[-1].full_state_dict()
-        random_states = all_gather_object(torch.get_rng_state(), self.mesh.world)
+        weights = self.setup.full_state_dict()
+        state = {
+            "step": self.step,
+            **self.setup.state_dict(),
+            "precision": self.precision.state_dict(),
+            "data": self.batches.state_dict(),
+            "workload": self.workload.state_dict(),
+            "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
+        }
         if self.is_first:
-            state = {
-                "step": self.step,
-                "optimizer": self.optimizer.state_dict(),
-                "precision": self.precision.state_dict(),
-                "data": self.batches.state_dict(),
-                "random": random_states,
-            }
             checkpoint.save(self.folder / "checkpoints", self.step, weights, state)
         barrier(self.mesh.world)  # nobody runs ahead into a crash while the files are half written
 
     def load(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`, exactly."""
+        """Continue from the checkpoint in `folder`: exactly, unless a printed line says not."""
         weights, state = checkpoint.load(folder)
-        checkpoint.load_weights(self.model, weights, f"checkpoint {folder}")
+        self.setup.load_weights(weights, f"checkpoint {folder}")
         self.batches.load_state_dict(state["data"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.setup.load_state_dict(state)
         self.precision.load_state_dict(state.get("precision", {}))
+        self.workload.load_state_dict(state.get("workload", {}))
         random_states = state["random"]
         torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
         self.step = state["step"]
@@ -280,11 +328,12 @@ class Trainer:
     ) -> Report:
         self.timeline = recorder.typical(self.mesh)
         self.timeline.label = f"measured, {self.mesh.size} ranks, {self._link_label}"
+        self.timeline.label += self.workload.label
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
             folder=str(self.folder),
             data=self.corpus.description,
-            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            num_parameters=self.num_parameters,
             first_step=first_step,
             steps=self.step,
             **training_figures(lines),
@@ -293,7 +342,7 @@ class Trainer:
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
-            sample=self.sample() if self.is_first else "",
+            sample=self.sample(),
         )
 
     @property
@@ -302,16 +351,23 @@ class Trainer:
         return link.current().label if self.config.backend == "link" else "this machine"
 
     def sample(self) -> str:
-        """Return text that the model writes, from the first characters of the validation text."""
+        """Return text that the model writes, on the first rank; a collective.
+
+        Goes on from the first characters of the validation text.
+        """
         if not self.config.sample_tokens:
             return ""
+        # With whole weights on one rank, or all would have to gather them for each token.
+        weights = self.setup.full_state_dict()
+        if not self.is_first:
+            return ""
+        model = self._whole_model(self.model.config)
+        model.load_state_dict(weights)
         prompt = self.corpus.validation[:32].to(self.device, torch.int64)[None]
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        self.model.eval()
         tokens = generate(
-            self.model, prompt, self.config.sample_tokens, 0.8, top_k=40, generator=generator
+            model, prompt, self.config.sample_tokens, 0.8, top_k=40, generator=generator
         )
-        self.model.train()
         return self.tokenizer.decode(tokens[0].tolist())
 
 

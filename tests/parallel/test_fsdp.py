@@ -726,14 +726,14 @@ class SlowBlock(nn.Module):
         return Slow.apply(x, self.weight)
 
 
-def _timed(prefetch, num_blocks, steps=3):
+def _timed(prefetch, num_blocks, steps=3, reshard=True):
     """Return (seconds, hidden fraction) of the fastest of a few steps."""
     mesh = Mesh(dp=2)
     model = nn.Sequential(*(SlowBlock() for _ in range(num_blocks)))
     num_bytes = 64 * 64 * 4
     link.check_calls(False)
     try:
-        strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch)
+        strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch, reshard_after_forward=reshard)
         results = []
         for step in range(1 + steps):  # the first one learns the order
             link.use(link.Link("test", 0.0, num_bytes / 2 / COLLECTIVE) if step else "none")
@@ -753,7 +753,8 @@ def _timed(prefetch, num_blocks, steps=3):
 
 @pytest.mark.slow
 def test_prefetch_hides_all_but_the_first_and_the_last_collective(ranks):
-    """Mutants: gathering when a block is entered; waiting for each reduce-scatter."""
+    """Mutants: gathering when a block is entered; waiting for each reduce-scatter; blocks that
+    stay gathered keep others from being prefetched."""
     num = 6
     compute, calls = num * (FORWARD + BACKWARD), 3 * num - 1
     for seconds, hidden in ranks(2, "link").run(_timed, 0, num):
@@ -762,3 +763,5 @@ def test_prefetch_hides_all_but_the_first_and_the_last_collective(ranks):
     for seconds, hidden in ranks(2, "link").run(_timed, 1, num):
         assert compute + 2 * COLLECTIVE <= seconds <= compute + 2 * COLLECTIVE + 0.1
         assert hidden >= 1 - 2 / calls - 0.15
+    for seconds, _ in ranks(2, "link").run(_timed, 1, num, reshard=False):  # weights that stay
+        assert compute + 2 * COLLECTIVE <= seconds <= compute + 2 * COLLECTIVE + 0.1

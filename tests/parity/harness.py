@@ -24,9 +24,10 @@ from minipar.comm import collectives, timeline
 from minipar.comm.mesh import Mesh
 from minipar.parallel.strategy import Strategy
 from minipar.train.data import IGNORE, share
-from minipar.train.trainer import Microbatch, train_step
+from minipar.train.trainer import Microbatch, forward_backward, train_step
 
 Attach = Callable[[nn.Module, Mesh], Sequence[Strategy]]
+Cut = Callable[[Microbatch, Mesh], Microbatch]
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,16 @@ def parallel(
     gradients: Callable[[nn.Module], dict[str, Tensor | None]] = gradients_of,
     mute: bool = False,
     shard_axes: Sequence[str] = (),
+    cut: Cut = lambda microbatch, mesh: microbatch,
 ) -> Outcome:
     """Train on the ranks of a mesh; called on each of them, with a seed of its own.
 
-    `shard_axes`: the names of axes over which the strategies cut gradients into pieces.
+    `shard_axes`: the names of axes over which the strategies cut gradients into pieces. `cut` takes
+    this rank's tokens out of whole sequences. Ranks of `dp` and of `cp` hold different tokens.
     """
     mesh = Mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
-    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes)
+    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes, cut)
 
 
 def _train(
@@ -120,6 +123,7 @@ def _train(
     gradients: Callable = gradients_of,
     mute: bool = False,
     shard_axes: Sequence[str] = (),
+    cut: Cut = lambda microbatch, mesh: microbatch,
 ) -> Outcome:
     model.double()
     task.fine_tune(model)
@@ -132,18 +136,23 @@ def _train(
 
     own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
     optimizer = own[0] if own else make_optimizer(model)
+    # A pipeline runs forward and backward of all microbatches by itself.
+    run = next((s.run for s in strategies if hasattr(s, "run")), forward_backward)
     outcome = Outcome(before=weights(), after={})
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
+            whole = task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)
+            microbatches = [cut(microbatch, mesh) for microbatch in whole]
             with timeline.record() as recorded:
                 result = train_step(
                     model,
                     strategies,
                     optimizer,
-                    task.microbatches_of(step, mesh.dp.rank, mesh.dp.size),
-                    mesh.dp,
+                    microbatches,
+                    mesh.joint("dp", "cp"),
                     max_norm=task.max_norm,
                     shard_axes=[mesh[name] for name in shard_axes],
+                    run=run,
                 )
             outcome.losses.append(result.loss.item())
             outcome.num_tokens.append(int(result.num_tokens))

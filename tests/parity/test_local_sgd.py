@@ -273,7 +273,9 @@ STEPS = 10
 
 
 @pytest.mark.parametrize(("name", "size"), _most_are_slow(["llama", "foreign"]))
-@pytest.mark.parametrize("case", LOCAL)
+@pytest.mark.parametrize(
+    "case", [c if c == "streaming" else pytest.param(c, marks=pytest.mark.slow) for c in LOCAL]
+)
 def test_equals_several_models_in_turn(ranks, case, size, name):
     """Each rank's model, the agreed one and the last one, AdamW inside, clipped by each rank.
 

@@ -1,10 +1,13 @@
 """The flags of a training run: what is refused before anything starts, and how they are stored."""
 
+import inspect
 import json
 from dataclasses import replace
 
 import pytest
 
+from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.local_sgd import METHODS
 from minipar.train.config import TrainConfig
 
 
@@ -59,6 +62,10 @@ def test_axes_without_a_strategy_are_refused():
         "preset": ("huge",),
         "name": ("a/b", "..", "/"),
         "link": ("5gbe", "1gbe*0", "1gbe*x"),
+        "batch_ramp": ("64", "64@0", "0@5", "64@5,128@5"),
+        "grow_batch_to": (-1, 31),
+        "slow": ("4=2", "1=0.5", "x"),
+        "rebalance_every": (-1, 5),  # of one microbatch per rank nothing can be moved
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -66,6 +73,56 @@ def test_a_wrong_value_is_refused_by_its_flag(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} |link"):
             replace(TrainConfig(), **{name: value}).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(compress="zip"), "--compress zip is unknown; use none, fp16"),
+        (dict(compress="int8", ddp="naive"), "--compress int8 needs buckets"),
+        (dict(compress="int8", reduce_dtype="bfloat16"), "both say how gradients are sent"),
+        (dict(compress="int8", precision="fp16"), "use --precision bf16, or --compress fp16"),
+        (dict(compress="int8", grow_batch_to=64), "measures noise by it"),
+    ],
+)
+def test_what_does_not_go_with_compression_is_refused(changes, message):
+    for name in ("none", *COMPRESSORS):
+        TrainConfig(compress=name).check()
+        assert name in inspect.getsource(TrainConfig)  # so that --help tells
+    TrainConfig(compress="fp16", precision="fp16").check()
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(zero=1, compress="int8"), "--zero 1 does without the buckets of ddp"),
+        (dict(zero=3, ddp="naive"), "which --ddp naive is about"),
+        (dict(zero=2, grow_batch_to=64), "which --grow-batch-to 64 is about"),
+        (dict(zero=2, reduce_dtype="bfloat16"), "use --zero 0 or 3"),
+        (dict(zero=3, bucket_mb=1.0), "sends block by block"),
+        (dict(zero=1, slow="1=2"), "--slow takes the time of a forward"),
+        (dict(zero=3, rebalance_every=2, microbatches=2), "--rebalance-every takes"),
+        (dict(local_method="diloko"), "--local-method 'diloko' is unknown; use none, local sgd"),
+        (dict(local_method="diloco", zero=3), "needs a whole model on every rank, and --zero 3"),
+        (dict(local_method="diloco", compress="int8"), "which --compress int8 is about"),
+        (dict(local_method="diloco", ddp="bucketed"), "which --ddp bucketed is about"),
+        (dict(local_method="local sgd", bucket_mb=1.0), "leave out --reduce-dtype and"),
+        (dict(local_method="delayed gradients", precision="fp16"), "use --precision bf16"),
+        (dict(local_method="local sgd", local_every=0), "--local-every 0 must be 1 or more"),
+    ],
+)
+def test_what_does_not_go_with_zero_or_local_methods_is_refused(changes, message):
+    for name in ("none", *METHODS):
+        TrainConfig(local_method=name).check()
+        assert name in inspect.getsource(TrainConfig)  # so that --help tells
+    for zero in (0, 1, 2, 3):
+        TrainConfig(zero=zero, precision="fp16", recompute="full").check()
+    TrainConfig(zero=3, reduce_dtype="bfloat16").check()
+    TrainConfig(local_method="diloco", precision="fp16").check()
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**changes).check()
 
 
 def test_comes_back_from_json(tmp_path):
@@ -114,3 +171,16 @@ def test_the_text_is_checked_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="is no tokenizer.json"):
         replace(config, tokenizer=str(text)).check_text()
     replace(config, data="hf:nobody/nothing").check_text()  # not fetched here
+
+
+def test_growing_batches_need_ranks_and_buckets_to_compare():
+    growing = TrainConfig(grow_batch_to=64)
+    growing.check()
+    for changes, message in [
+        ({"mesh": "dp=1"}, "--grow-batch-to 64 compares the gradients of ranks; use dp=2 or more"),
+        ({"ddp": "naive"}, "--grow-batch-to 64 looks into buckets"),
+        ({"batch_ramp": "64@5"}, "--grow-batch-to 64 and --batch-ramp 64@5: use one of them"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            replace(growing, **changes).check()
+    TrainConfig(rebalance_every=5, microbatches=2, slow="3=2.5", batch_ramp="64@9").check()

@@ -177,6 +177,34 @@ def test_resumes_in_place_and_on_another_number_of_ranks(run):
     assert [step for (step,) in lines_of(broken, "step")] == [*range(1, 10)]
 
 
+@pytest.mark.slow
+def test_a_compressed_run_resumes_to_the_bit(run, capfd):
+    """What ranks keep back is theirs alone. Mutants: not saved; rank 0's handed to all.
+
+    On another number of ranks it is dropped, and one line says so.
+    """
+    changes = dict(steps=6, save_every=3, compress="top-k")
+    whole = run(2, "whole", **changes)
+    start = whole / "checkpoints/step_000003"
+    saved = checkpoint.load(start)[1]["compression"]
+    assert len(saved) == 2
+    for name, kept in saved[0]["residues"].items():
+        assert kept.any() and not kept.equal(saved[1]["residues"][name])
+    rest = run(2, "rest", start=start, **changes)
+    keys = "step", "loss", "lr", "grad_norm", "tokens"
+    assert lines_of(rest, *keys) == lines_of(whole, *keys)[3:]
+    ours, theirs = weights_of(rest, 6), weights_of(whole, 6)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert "nothing kept back" not in capfd.readouterr().out
+
+    other = run(1, "other", start=start, **changes)
+    assert "nothing kept back: the checkpoint is of 2 ranks" in capfd.readouterr().out
+    assert lines_of(other, "step") == [(4,), (5,), (6,)]
+    plain = run(1, "plain", steps=3)
+    run(1, "begun", start=plain / "checkpoints/step_000003", **changes)
+    assert "nothing kept back: the checkpoint is of no compression" in capfd.readouterr().out
+
+
 def test_a_run_that_is_done_only_reports(run):
     folder = run(1, "one")
     before = lines_of(folder, "step", "loss", "seconds")

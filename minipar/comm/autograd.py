@@ -1,0 +1,189 @@
+"""Collectives that gradients flow through: the transitions between types of a distributed tensor.
+
+Idea: along one axis, the tensors that the ranks hold under one name mean one of four things. The
+type says what the value is, and with it what its gradient is:
+
+    type            the ranks hold                      its gradient is
+    R  Replicate    the same; each uses it its own way  P: every rank has a part of the sum
+    P  Partial      summands: the value is their sum    R: the same on every rank
+    I  Invariant    the same; all use it the same way   I: the same on every rank
+    V  Varying      pieces, or values of their own      V: that of the own piece
+
+R and I hold the same numbers. The difference is in what follows: a replicated activation goes into
+a different slice of a matrix on every rank, so that each computes a part of the gradient; an
+invariant one goes through the same computation everywhere, which gives all ranks all of it.
+
+A collective changes the type, and its backward changes the type of the gradient back: it is the
+transpose, which is another row of the same table. So each function below is one line of forward and
+one line of backward, and each can be differentiated again.
+
+    function         forward                          backward                       bytes sent
+    all_reduce       P -> R   sum                     P -> R   sum                   2A + 2A
+                     P -> I   sum                     I -> R   nothing               2A +  0
+    convert          I -> R   nothing                 P -> I   sum                    0 + 2A
+    reduce_scatter   P -> V   sum, keep own piece     V -> R   join                   A +  A
+    all_gather       V -> R   join                    P -> V   sum, keep own piece    A +  A
+                     V -> I   join                    I -> V   keep own piece         A +  0
+    cut              I -> V   keep own piece          V -> I   join                   0 +  A
+    all_to_all       V -> V   transpose               V -> V   transpose back      A/n + A/n
+
+A = (n-1)/n of the bytes of the whole tensor, forward + backward, as `collectives.wire_bytes` counts
+and the ledger records them. No function changes its argument. On an axis of size 1, all but the
+copies are free.
+
+Why two rows for a sum: `torch.distributed.nn.all_reduce` is P -> R. Followed by the same loss on
+every rank, which is what I means, it yields gradients n times too large (T14). Megatron-LM's f is
+`convert`, its g is ``all_reduce(to="I")``.
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, for f and g; Korthikanti
+et al. 2022 (arXiv 2205.05198), section 4.2.2, for the pair gather and reduce-scatter; the four
+types are those of meta-pytorch's `spmd_types`.
+Proved by tests/comm/test_autograd.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minipar.comm import collectives
+from minipar.comm.mesh import Axis
+
+
+class _Transition(torch.autograd.Function):
+    """A linear map between types and its transpose; the latter is built of transitions again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable) -> Tensor:
+        ctx.transpose = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(gradient), None, None
+
+
+def all_reduce(x: Tensor, axis: Axis, *, to: Literal["R", "I"]) -> Tensor:
+    """Add up over the axis: [D, ...] P -> [D, ...] R or I.
+
+    Forward   [1 2] [3 4]  ->  [4 6] [4 6]
+    Backward  ``to="R"``: each rank used the sum its own way, so its gradient is a part. P -> R:
+              [a b] [c d]  ->  [a+c b+d] [a+c b+d]
+              ``to="I"``: all ranks have the whole gradient already. I -> R, nothing to send:
+              [a b] [a b]  ->  [a b] [a b]
+
+    Raises `ValueError` for another type.
+    """
+    _check_target("all_reduce", to)
+    return _Transition.apply(
+        x,
+        lambda x: collectives.all_reduce(x, axis),
+        lambda g: all_reduce(g, axis, to="R") if to == "R" else convert(g, axis),
+    )
+
+
+def convert(x: Tensor, axis: Axis) -> Tensor:
+    """From here on, ranks use the same tensor in different ways: [D, ...] I -> R.
+
+    Forward   [1 2] [1 2]  ->  [1 2] [1 2]      nothing to send
+    Backward  P -> I: each way contributed a part of the gradient
+              [a b] [c d]  ->  [a+c b+d] [a+c b+d]
+    """
+    return _Transition.apply(
+        x,
+        lambda x: x.view_as(x),
+        lambda g: all_reduce(g, axis, to="I"),
+    )
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Add up over the axis and keep the own piece of `dim`: [D, ...] P -> [D/n, ...] V.
+
+    Forward   [1 2] [3 4]  ->  [4] [6]
+    Backward  V -> R: all ranks' summands have the same gradient, that of the sum
+              [a] [b]      ->  [a b] [a b]
+
+    Raises `ValueError` when n does not divide that dim.
+    """
+    return _Transition.apply(
+        x,
+        lambda x: collectives.reduce_scatter(x, axis, dim),
+        lambda g: all_gather(g, axis, dim, to="R"),
+    )
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, to: Literal["R", "I"]) -> Tensor:
+    """Join the pieces along `dim`: [D, ...] V -> [n D, ...] R or I.
+
+    Forward   [1] [2]      ->  [1 2] [1 2]
+    Backward  ``to="R"``: each rank used the whole its own way. P -> V:
+              [a b] [c d]  ->  [a+c] [b+d]
+              ``to="I"``: all ranks have the whole gradient already. I -> V, nothing to send:
+              [a b] [a b]  ->  [a] [b]
+
+    Raises `ValueError` for another type.
+    """
+    _check_target("all_gather", to)
+    return _Transition.apply(
+        x,
+        lambda x: collectives.all_gather(x, axis, dim),
+        lambda g: reduce_scatter(g, axis, dim) if to == "R" else cut(g, axis, dim),
+    )
+
+
+def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Keep the own piece of `dim`: [D, ...] I -> [D/n, ...] V.
+
+    Forward   [1 2] [1 2]  ->  [1] [2]          nothing to send
+    Backward  V -> I: each rank knows the gradient of its piece
+              [a] [b]      ->  [a b] [a b]
+
+    Raises `ValueError` when n does not divide that dim.
+    """
+    length = x.shape[dim]
+    if length % axis.size:
+        below = length - length % axis.size
+        raise ValueError(
+            f"cut: {axis.name}={axis.size} does not divide dim {dim} of shape {tuple(x.shape)}; "
+            f"pad it to {below + axis.size} or cut it to {below}"
+        )
+    return _Transition.apply(
+        x,
+        # a copy: a view would keep the whole tensor alive
+        lambda x: x.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format),
+        lambda g: all_gather(g, axis, dim, to="I"),
+    )
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    send_counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+) -> Tensor:
+    """Send the r-th slice of `split_dim` to rank r, join what arrives along `concat_dim`: V -> V.
+
+    Forward   [1 2] [3 4]  ->  [1 3] [2 4]      [D, F] becomes [n D, F/n]: shapes change too
+    Backward  V -> V: back to where it came from
+              [a b] [c d]  ->  [a c] [b d]
+
+    Counts, shapes and errors as in `collectives.all_to_all`.
+    """
+    return _Transition.apply(
+        x,
+        lambda x: collectives.all_to_all(
+            x, axis, split_dim, concat_dim, send_counts=send_counts, recv_counts=recv_counts
+        ),
+        lambda g: all_to_all(
+            g, axis, concat_dim, split_dim, send_counts=recv_counts, recv_counts=send_counts
+        ),
+    )
+
+
+def _check_target(verb: str, to: str) -> None:
+    if to not in ("R", "I"):
+        raise ValueError(f"{verb}: to={to!r} is no type of its result; use 'R' or 'I'")

@@ -1,0 +1,569 @@
+"""Tensor parallelism: every matrix of a layer is cut, and all ranks work on the same tokens.
+
+Idea.   Of two matrices in a row, cut the first by columns and the second by rows. What lies between
+        them (heads, hidden units) never has to leave its rank; one sum at the end joins all.
+Math.   act(x [A1 A2]) [B1; B2] = act(x A1) B1 + act(x A2) B2. In a Llama the first are q, k, v and
+        gate, up; the second are o and down. The embedding is cut by rows of the vocabulary (a rank
+        that does not have a token adds zero), and so is the head: every rank has the logits of its
+        own words, and the loss needs three numbers per token of the others, see `vocab_loss`.
+Shapes. Types along tp as in comm/autograd.py. Between the matrices V; at the borders
+
+          plain           x [B, T, D] I    -convert->     R  ...  P  -all_reduce->      I
+          ``sequence``    x [B, T/n, D] V  -all_gather->  R  ...  P  -reduce_scatter->  V
+
+        Megatron's sequence parallelism is this swap and nothing else, so it is an option here, not
+        a file: what lies outside of the borders (norms, residual stream) is cut along the tokens.
+        Norm weights then see a part of the tokens on each rank: their gradients are P, and are
+        summed in `finish_backward` (T12).
+Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, forward and backward:
+        (8 L + 4) A, plain or ``sequence``: an all-reduce is a reduce-scatter and an all-gather.
+        That is 4 all-reduces per layer, one for the embedding and one for the head. The loss adds
+        6 (n-1)/n of the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: inputs of q, k, v
+        and gate, up are gathered again in backward instead of kept.
+        Per step, 2 (n-1)/n of: with ``sequence`` the norm weights' gradients; with n > G the
+        gradients of k and v. Nothing of this is hidden, unless ``overlap``.
+Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
+        backward, in numbers per token: inside of the borders (2 H K + 2 G K + 4 F) / n (q, k, v and
+        attention's result; gate, silu, up, their product); outside, for two norms, each one's input
+        and result: 4 D plain, 2 D + 2 D/n with ``sequence`` (it keeps the results as gathered),
+        4 D/n with ``overlap`` (it gathers again). Where RMSNorm is not one kernel, as on CPUs, it
+        keeps another copy of its input.
+Costs you. 4 all-reduces per layer that nothing hides, so a fast link: tp stays inside a node.
+        n divides heads and hidden units, and divides G key/value heads or is a multiple of G.
+Source. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al. 2022
+        (arXiv 2205.05198), section 4.2.2, for ``sequence``; Wang et al. 2022, "Overlap
+        communication with dependent computation via decomposition" (ASPLOS 2023), for ``overlap``.
+In torch: `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`,
+        `loss_parallel`; ``overlap`` is its async tensor parallelism.
+Proved by tests/parallel/test_tensor.py and tests/parity/test_tensor.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.comm import collectives
+from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
+from minipar.comm.mesh import Axis
+from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
+from minipar.parallel.strategy import Strategy, replicate
+
+
+def apply(
+    model: Llama,
+    axis: Axis,
+    *,
+    sequence: bool = False,
+    overlap: bool = False,
+    z_loss: float = 0.0,
+) -> "TensorParallel":
+    """Cut the matrices of `model` along `axis`, in place; the values are those of rank 0.
+
+    Names and ties of parameters stay, and so do the parameters themselves: each now holds its piece
+    (`full_shape`, `shard_axes`). With gradients enabled the model returns the logits of this rank's
+    words [B, T, V/n], which `model.token_loss` knows how to compare with targets; under `no_grad`
+    it returns all of them, so that sampling works as ever.
+
+    With other strategies: apply this one first, finish it last (``[ddp, tensor]`` in a list of
+    strategies), because its sums are over gradients that nobody else is working on.
+
+    Args:
+        sequence: cut norms and residual stream along the tokens. Any number of tokens will do; one
+            that n does not divide is padded.
+        overlap: ring steps interleaved with partial products, see `ring_gather`; needs `sequence`.
+        z_loss: adds z_loss · (log sum exp)² per token, which keeps logits from drifting
+            (PaLM, arXiv 2204.02311, section 5, uses 1e-4).
+
+    Raises `ValueError` for a model that is no Llama and for sizes that the axis does not divide.
+    """
+    check(model, axis, sequence, overlap)
+    replicate(model, axis)
+    return TensorParallel(model, Border(axis, sequence), overlap, z_loss)
+
+
+def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
+    """Raise `ValueError` unless `model` can be cut along `axis`."""
+    if not isinstance(getattr(model, "config", None), LlamaConfig):
+        raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
+    if overlap and not sequence:
+        raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
+    if any(axis.name == a.name for p in model.parameters() for a in getattr(p, "shard_axes", ())):
+        raise ValueError(f"the model is cut along {axis.name} already")
+    config, n = model.config, axis.size
+    limits = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    kv_heads = config.num_kv_heads
+
+    def fits(n: int) -> bool:
+        return not any(size % n for size in limits.values()) and not (kv_heads % n and n % kv_heads)
+
+    good = ", ".join(str(k) for k in range(1, config.num_heads + 1) if fits(k))
+    for name, size in limits.items():
+        if size % n:
+            raise ValueError(f"{axis.name}={n} does not divide {name}={size}; use one of {good}")
+    if not fits(n):
+        raise ValueError(
+            f"{axis.name}={n} neither divides num_kv_heads={kv_heads} nor is a multiple of it; "
+            f"use one of {good}"
+        )
+    if n > config.vocab_size:
+        raise ValueError(f"{axis.name}={n} ranks for vocab_size={config.vocab_size} words")
+
+
+# ---------------------------------------------------------------------- 1. who has which piece
+@dataclass(frozen=True)
+class Pieces:
+    """How a tensor is cut: rank r has ``start, stop = spans[r]`` of `dim`; equals are copies."""
+
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+
+    def own(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a copy of the piece of `rank`."""
+        start, stop = self.spans[rank]
+        return whole.narrow(self.dim, start, stop - start).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def join(self, piece: Tensor, axis: Axis) -> Tensor:
+        """Put the pieces of all ranks together, V -> I; they may be of different width."""
+        piece = piece.movedim(self.dim, 0)
+        widest = max(stop - start for start, stop in self.spans)
+        padding = piece.new_zeros(widest - len(piece), *piece.shape[1:])
+        rows = all_gather(torch.cat([piece, padding]), axis, to="I").unflatten(0, (axis.size, -1))
+        first_of_each = dict(zip(self.spans, rows, strict=True))
+        joined = [row[: stop - start] for (start, stop), row in first_of_each.items()]
+        return torch.cat(joined).movedim(0, self.dim).contiguous()
+
+
+def evenly(dim: int, length: int, n: int) -> Pieces:
+    """Cut `length` into n pieces; where n does not divide it, their widths differ by one."""
+    return Pieces(dim, tuple((r * length // n, (r + 1) * length // n) for r in range(n)))
+
+
+def by_heads(dim: int, num_heads: int, head_dim: int, n: int) -> Pieces:
+    """Cut into n pieces of whole heads; with fewer heads than ranks, neighbours have the same."""
+    if n <= num_heads:
+        return evenly(dim, num_heads * head_dim, n)
+    heads = [r * num_heads // n for r in range(n)]
+    return Pieces(dim, tuple((head * head_dim, (head + 1) * head_dim) for head in heads))
+
+
+# ---------------------------------------------------------------------- 2. columns and rows
+@dataclass(frozen=True)
+class Border:
+    """How activations enter a region of cut matrices, and how they leave it."""
+
+    axis: Axis
+    sequence: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[B, T, D] I -> R, or [B, T/n, D] V -> [B, T, D] R."""
+        return all_gather(x, self.axis, 1, to="R") if self.sequence else convert(x, self.axis)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[B, T, D] P -> I, or P -> [B, T/n, D] V."""
+        if self.sequence:
+            return reduce_scatter(x, self.axis, 1)
+        return all_reduce(x, self.axis, to="I")
+
+
+class RowLinear(nn.Module):
+    """The second of two matrices. Its bias, which is whole, is added once: after the sum (T14).
+
+    The first needs no class: a linear layer with fewer rows does the same on less.
+    """
+
+    def __init__(self, linear: nn.Linear, border: Border) -> None:
+        super().__init__()
+        self.weight, self.bias, self.border = linear.weight, linear.bias, border
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, F/n] V -> [B, T, D] I, or [B, T/n, D] V."""
+        out = self.border.leave(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+# ---------------------------------------------------------------------- 3. the vocabulary
+class VocabEmbedding(nn.Module):
+    """Rows of the table: the words from `start` on. Any other word is another rank's."""
+
+    def __init__(self, embedding: nn.Embedding, start: int, border: Border) -> None:
+        super().__init__()
+        self.weight, self.start, self.border = embedding.weight, start, border
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] I -> [B, T, D] I, or [B, T/n, D] V."""
+        rows, own = local_words(tokens, self.start, len(self.weight), self.border.axis)
+        found = F.embedding(rows, self.weight).masked_fill(~own[..., None], 0)  # [B, T, D] P
+        return self.border.leave(found)
+
+
+class VocabHead(nn.Module):
+    """Logits of this rank's words; of all words, where no gradient is wanted."""
+
+    def __init__(self, linear: nn.Linear, words: Pieces, border: Border) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.words, self.border = words, border
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] I, or [B, T/n, D] V -> [B, T, V/n] V, or [B, T, V] I under `no_grad`."""
+        logits = F.linear(self.border.enter(x), self.weight, self.bias)
+        return logits if torch.is_grad_enabled() else self.words.join(logits, self.border.axis)
+
+
+def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Rows of a table that holds `count` words from `start` on, and which of `words` it has.
+
+    What is no word at all is left to the first and the last rank, whose look-up then fails as it
+    would on one device, instead of finding nothing anywhere.
+    """
+    own = torch.ones_like(words, dtype=torch.bool)
+    if axis.rank > 0:
+        own &= words >= start
+    if axis.rank < axis.size - 1:
+        own &= words < start + count
+    return (words - start).masked_fill(~own, 0), own
+
+
+def vocab_loss(
+    logits: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    start: int,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Sum of the cross entropies for logits [..., V/n] V of the words from `start` on: a scalar I.
+
+    No rank ever sees all logits. With m the largest of them (it only keeps exp from overflowing),
+    -log p = log(sum exp(logit - m)) - (logit_target - m): ranks exchange m, the sum of exponentials
+    and the target's logit, which one rank has and the others count as zero. In fp32 at least.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = collectives.all_reduce(logits.detach().amax(-1), axis, "max")
+    logits = logits - largest[..., None]
+    ignored = targets == ignore_index
+    rows, own = local_words(targets.masked_fill(ignored, 0), start, logits.shape[-1], axis)
+    found = logits.gather(-1, rows[..., None])[..., 0].masked_fill(~own, 0)
+    parts = torch.stack([logits.exp().sum(-1), found])  # [2, ...] P
+    sum_exp, target_logit = all_reduce(parts, axis, to="I")
+    log_sum = sum_exp.log()
+    losses = log_sum - target_logit + z_loss * (log_sum + largest).square()
+    return losses.masked_fill(ignored, 0).sum()
+
+
+# ---------------------------------------------------------------------- 4. the model
+class TensorParallel(Strategy):
+    """A Llama whose matrices are cut; made by `apply`."""
+
+    def __init__(self, model: Llama, border: Border, overlap: bool, z_loss: float) -> None:
+        super().__init__(model, border.axis)
+        self.border, self.overlap = border, overlap
+        self.pieces: dict[str, Pieces] = {}  # of which parameters each rank has a piece
+        self.whole: list[str] = []  # and yet with a gradient from the own tokens only
+        self.shared: list[str] = []  # k and v of a head that several ranks have
+        self.num_kv_heads = model.config.num_kv_heads
+        self.words = evenly(0, model.config.vocab_size, self.axis.size)
+        for i, layer in enumerate(model.model.layers):
+            if layer is not None:
+                self._cut_attention(layer.self_attn, f"model.layers.{i}.self_attn")
+                self._cut_mlp(layer.mlp, f"model.layers.{i}.mlp")
+        self._cut_vocabulary(z_loss)
+        if border.sequence:
+            # What is still whole and lies outside of the borders: norms, biases of second matrices.
+            self.whole = [n for n, _ in model.named_parameters() if n not in self.pieces]
+            model.forward = partial(_with_padding, model.forward, self.axis.size)
+
+    def _cut_attention(self, attention: nn.Module, name: str) -> None:
+        config, n = self.model.config, self.axis.size
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._columns(f"{name}.q_proj", by_heads(0, heads, head_dim, n))
+        for linear in ("k_proj", "v_proj"):
+            self._columns(f"{name}.{linear}", by_heads(0, kv_heads, head_dim, n))
+        self._rows(attention, f"{name}.o_proj", by_heads(1, heads, head_dim, n))
+        self._enter(attention, "q_proj", "k_proj", "v_proj")
+
+    def _cut_mlp(self, mlp: nn.Module, name: str) -> None:
+        hidden, n = self.model.config.intermediate_size, self.axis.size
+        for linear in ("gate_proj", "up_proj"):
+            self._columns(f"{name}.{linear}", evenly(0, hidden, n))
+        self._rows(mlp, f"{name}.down_proj", evenly(1, hidden, n))
+        self._enter(mlp, "gate_proj", "up_proj")
+
+    def _cut_vocabulary(self, z_loss: float) -> None:
+        model, (start, _) = self.model, self.words.spans[self.axis.rank]
+        if model.model.embed_tokens is not None:
+            self._cut("model.embed_tokens.weight", self.words)
+            embedding = VocabEmbedding(model.model.embed_tokens, start, self.border)
+            model.model.embed_tokens = embedding
+        if model.lm_head is not None:
+            self._columns("lm_head", self.words)
+            words = Pieces(-1, self.words.spans)
+            model.lm_head = VocabHead(model.lm_head, words, self.border)
+
+            def loss(logits: Tensor, targets: Tensor) -> Tensor:
+                if logits.shape[-1] == model.config.vocab_size and self.axis.size > 1:
+                    return token_loss(logits, targets)  # of all words: computed under no_grad
+                weight = z_loss if torch.is_grad_enabled() else 0.0  # validation knows no z_loss
+                return vocab_loss(logits, targets, self.axis, start, z_loss=weight)
+
+            model.token_loss = loss
+
+    def _columns(self, name: str, pieces: Pieces) -> None:
+        """Cut the first of two matrices, [F, D] -> [F/n, D], and its bias."""
+        linear = self.model.get_submodule(name)
+        self._cut(f"{name}.weight", pieces)
+        if linear.bias is not None:
+            self._cut(f"{name}.bias", pieces)
+        linear.out_features = len(linear.weight)
+
+    def _rows(self, parent: nn.Module, name: str, pieces: Pieces) -> None:
+        """Cut the second of two matrices, [D, F] -> [D, F/n]."""
+        self._cut(f"{name}.weight", pieces)
+        linear = self.model.get_submodule(name)
+        module = OverlappedRowLinear if self.overlap else RowLinear
+        setattr(parent, name.rpartition(".")[2], module(linear, self.border))
+
+    def _enter(self, region: nn.Module, *firsts: str) -> None:
+        """Let the input of `region` cross the border once, for all of its first matrices."""
+        if self.overlap:
+            fuse(region, firsts, self.axis)
+        else:
+            region.register_forward_pre_hook(
+                lambda _, args: (self.border.enter(args[0]), *args[1:])
+            )
+
+    def _cut(self, name: str, pieces: Pieces) -> None:
+        """Replace the values of a parameter by the piece of this rank."""
+        self.pieces[name] = pieces
+        param = self.model.get_parameter(name)
+        if hasattr(param, "full_shape"):
+            return  # tied to one that is cut already
+        param.full_shape, param.shard_axes = param.shape, (self.axis,)
+        param.data, param.grad = pieces.own(param.data, self.axis.rank), None
+        rank, spans = self.axis.rank, pieces.spans
+        if len(set(spans)) < len(spans):
+            self.shared.append(name)
+            param.is_copy = spans.index(spans[rank]) != rank  # clipping counts each head once
+
+    def finish_backward(self) -> None:
+        """Sum what every rank computed a part of: whole parameters, and shared heads."""
+        self._sum(self.whole, num_groups=1)
+        self._sum(self.shared, num_groups=self.num_kv_heads)
+
+    def _sum(self, names: Iterable[str], num_groups: int) -> None:
+        """Add up gradients over the ranks of each of `num_groups` neighbourhoods, in one call.
+
+        A neighbourhood writes into a row of its own, so that the axis needs no groups inside it.
+        """
+        params = dict(self.model.named_parameters())
+        grads = [params[n].grad for n in names if n in params and params[n].grad is not None]
+        if not grads or self.axis.size == 1:
+            return
+        own = self.axis.rank * num_groups // self.axis.size
+        flat = torch.cat([grad.flatten() for grad in grads])
+        table = flat.new_zeros(num_groups, len(flat))
+        table[own] = flat
+        sums = collectives.all_reduce(table, self.axis, out=table)[own]
+        for grad, total in zip(grads, sums.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
+
+    # ------------------------------------------------------------------ whole again
+    @torch.no_grad()
+    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Put together what each rank has a piece of, by the names of parameters. A collective."""
+        joined: dict[int, Tensor | None] = {id(None): None}
+        for name, tensor in tensors.items():
+            if id(tensor) in joined:
+                continue  # tied, or a gradient that is not there
+            if name in self.pieces:
+                joined[id(tensor)] = self.pieces[name].join(tensor.detach(), self.axis)
+            else:
+                joined[id(tensor)] = tensor.detach().clone()
+        return {name: joined[id(tensor)] for name, tensor in tensors.items()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.join(self.model.state_dict(keep_vars=True))
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Return copies of all gradients, named and shaped as in the serial model. A collective."""
+        return self.join({name: p.grad for name, p in self.model.named_parameters()})
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's pieces of what `full_state_dict` returned, on any number of ranks."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            whole = state[name]
+            if name in self.pieces:
+                whole = self.pieces[name].own(whole, self.axis.rank)
+            tensor.copy_(whole)
+
+
+def _with_padding(
+    forward: Callable[..., Tensor],
+    n: int,
+    x: Tensor,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Run `forward` on a number of tokens that n divides: causal attention never looks at the rest.
+
+    Raises `ValueError` where positions or a mask say something else about the tokens.
+    """
+    if x.ndim == 3:  # hidden states [B, T/n, D] V, for a pipeline stage: cut along the tokens
+        if positions is None:
+            positions = torch.arange(n * x.shape[1], device=x.device)
+        return forward(x, positions, mask)
+    seq_len = x.shape[1]
+    missing = -seq_len % n
+    if not missing:
+        return forward(x, positions, mask)
+    if positions is not None or mask is not None:
+        raise ValueError(
+            f"sequence parallelism on {n} ranks, with positions or a mask, needs a multiple of {n} "
+            f"tokens, not {seq_len}; pad to {seq_len + missing}"
+        )
+    return forward(F.pad(x, (0, missing)))[:, :seq_len]
+
+
+# ---------------------------------------------------------------------- 5. overlap
+def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """An all-gather that hands out every piece as it arrives: yields (rank it is of, piece).
+
+    While the caller works with one piece, the next one is on its way around the ring: n-1 steps.
+    """
+    n, rank = axis.size, axis.rank
+    for step in range(n):
+        coming = None
+        if step < n - 1:
+            sends, recvs = [(x, (rank + 1) % n)], [(torch.empty_like(x), (rank - 1) % n)]
+            coming = collectives.exchange(sends, recvs, axis, async_op=True)
+        yield (rank - step) % n, x
+        if coming is not None:
+            (x,) = coming.wait()
+
+
+def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
+    """A reduce-scatter of ``part(0) ... part(n-1)`` that asks for each when it is needed.
+
+    The sum for rank r starts at rank r+1 and goes around the ring; while it travels, every rank
+    computes its own part of the next one. The last is its own.
+    """
+    n, rank = axis.size, axis.rank
+    total = part((rank - 1) % n).contiguous()
+    for step in range(1, n):
+        sends, recvs = [(total, (rank + 1) % n)], [(torch.empty_like(total), (rank - 1) % n)]
+        coming = collectives.exchange(sends, recvs, axis, async_op=True)
+        own = part((rank - 1 - step) % n)
+        (arrived,) = coming.wait()
+        total = own + arrived
+    return total
+
+
+class _GatherLinears(torch.autograd.Function):
+    """all_gather(x) Wᵀ for x [B, T/n, D] V and each of several W [F, D]: [B, T, F] V.
+
+    All of them use a piece of x when it passes by. Of x, only the own piece is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.axis = axis
+        batch, seq_len, _ = x.shape
+        outs = [x.new_empty(batch, axis.size, seq_len, len(weight)) for weight in weights]
+        for source, piece in ring_gather(x.contiguous(), axis):
+            for out, weight in zip(outs, weights, strict=True):
+                out[:, source] = F.linear(piece, weight)
+        return tuple(out.flatten(1, 2) for out in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *weights), axis = ctx.saved_tensors, ctx.axis
+        grads = [grad.unflatten(1, (axis.size, -1)) for grad in grads]  # [B, n, T/n, F]
+        grad_x, grad_weights = None, [None] * len(weights)
+        if ctx.needs_input_grad[1]:
+
+            def part(target: int) -> Tensor:
+                first, *rest = (
+                    grad[:, target] @ weight for grad, weight in zip(grads, weights, strict=True)
+                )
+                return sum(rest, start=first)
+
+            grad_x = ring_reduce_scatter(part, axis)
+        if any(ctx.needs_input_grad[2:]):
+            grad_weights = [torch.zeros_like(weight) for weight in weights]
+            for source, piece in ring_gather(x.contiguous(), axis):  # again, instead of kept
+                for grad, grad_weight in zip(grads, grad_weights, strict=True):
+                    grad_weight.addmm_(grad[:, source].flatten(0, 1).T, piece.flatten(0, 1))
+        return None, grad_x, *grad_weights
+
+
+class _LinearScatter(torch.autograd.Function):
+    """reduce_scatter(x Wᵀ) for x [B, T, F] V and W [D, F]: [B, T/n, D] V."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis = axis
+        x = x.unflatten(1, (axis.size, -1))  # [B, n, T/n, F]
+        return ring_reduce_scatter(lambda target: F.linear(x[:, target], weight), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), axis = ctx.saved_tensors, ctx.axis
+        x = x.unflatten(1, (axis.size, -1))
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for source, piece in ring_gather(grad.contiguous(), axis):
+            grad_x[:, source] = piece @ weight
+            grad_weight.addmm_(piece.flatten(0, 1).T, x[:, source].flatten(0, 1))
+        return grad_x.flatten(1, 2), grad_weight, None
+
+
+class OverlappedRowLinear(RowLinear):
+    """The second of two matrices, whose products are sent while the next are computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, F/n] V -> [B, T/n, D] V."""
+        out = _LinearScatter.apply(*_as_computed(x, self.weight), self.border.axis)
+        return out if self.bias is None else out + self.bias
+
+
+class Product(nn.Module):
+    """A first matrix whose product comes computed, together with those of its neighbours."""
+
+    def __init__(self, linear: nn.Linear, index: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.index = linear.weight, linear.bias, index
+
+    def forward(self, products: tuple[Tensor, ...]) -> Tensor:
+        """Products [B, T, F/n] V of all first matrices -> that of this one."""
+        own = products[self.index]
+        return own if self.bias is None else own + self.bias
+
+
+def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
+    """Compute the products of the linear layers `firsts` in one ring, where `region` begins."""
+    for i, name in enumerate(firsts):
+        setattr(region, name, Product(getattr(region, name), i))
+
+    def multiply(_: nn.Module, args: tuple) -> tuple:
+        weights = [getattr(region, name).weight for name in firsts]
+        return _GatherLinears.apply(axis, *_as_computed(args[0], *weights)), *args[1:]
+
+    region.register_forward_pre_hook(multiply)
+
+
+def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:
+    """Cast as autocast would for a product: it does not look inside of our functions."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    return tensors

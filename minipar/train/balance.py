@@ -1,0 +1,175 @@
+"""Even work for uneven ranks: microbatches by speed, and documents packed so that tokens are even.
+
+A step lasts as long as its slowest rank computes. Two causes, two remedies.
+
+**Ranks of different speed.** Give each a number of microbatches that fits its speed. Nothing else
+changes: a gradient divided by the number of tokens of *all* ranks is a sum over tokens, whoever
+computes them (a mean of the ranks' means would not be; tests/parity/test_uneven_shares.py).
+
+**Documents of different length.** A row per document is mostly padding, and a rank with the long
+ones has more to do. `pack` lays several documents into each row of T tokens; a mask keeps them
+apart, and positions start again with each. The longest goes first, each into the emptiest row:
+Graham's rule, whose fullest row has at most 4/3 as many tokens as that of the best packing.
+
+Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
+et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
+Proved by tests/train/test_balance.py and tests/parity/test_uneven_shares.py.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minipar.comm.collectives import all_gather
+from minipar.comm.mesh import Axis
+from minipar.model.masks import document_mask, document_positions
+from minipar.train.data import IGNORE, share
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """Return the largest load over the mean load: the time of a step over what it could be, >= 1.
+
+    Loads that are all 0 are even: 1.0.
+    """
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+# ---------------------------------------------------------------------- 1. microbatches by speed
+def shares(speeds: Sequence[float], num_microbatches: int) -> list[int]:
+    """Return how many of `num_microbatches` each rank should do, given microbatches per second.
+
+    Each microbatch goes where it is done soonest, after those that the rank has already. No other
+    way finishes earlier, which cannot be said of rounding proportional shares (and for that matter
+    it is how d'Hondt turns votes into seats). Every rank gets one at least: one that does nothing
+    cannot be measured any more. Ties go to the lower rank.
+
+    Raises `ValueError` for fewer microbatches than ranks, or a speed that is not positive.
+    """
+    if num_microbatches < len(speeds):
+        raise ValueError(
+            f"{num_microbatches} microbatches are too few for {len(speeds)} ranks to share; use "
+            f"{len(speeds)} or more"
+        )
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"speeds={list(speeds)} must be positive")
+    counts = [1] * len(speeds)
+    soonest = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when its second is done
+    heapq.heapify(soonest)
+    for _ in range(num_microbatches - len(speeds)):
+        _, rank = soonest[0]
+        counts[rank] += 1
+        heapq.heapreplace(soonest, ((counts[rank] + 1) / speeds[rank], rank))
+    return counts
+
+
+class Balancer:
+    """Shares of all ranks along `axis`, set anew every `every` steps by how fast each has been.
+
+    Comms: one all-gather of a number of 8 bytes per rank, every `every` steps. What follows from
+    those numbers is the same on every rank.
+    """
+
+    def __init__(self, axis: Axis, every: int) -> None:
+        self.axis, self.every = axis, every
+        self.speeds = [1.0] * axis.size  # microbatches per second; or alike, before any is known
+        self._steps, self._microbatches, self._seconds = 0, 0, 0.0
+
+    def shares(self, num_microbatches: int) -> list[int]:
+        """Return the microbatches of each rank, for as many in all."""
+        return shares(self.speeds, num_microbatches)
+
+    def update(self, num_microbatches: int, seconds: float, device: torch.device) -> None:
+        """After a step: this rank did so many microbatches, and computed for so many seconds.
+
+        A collective in every `every`-th call.
+        """
+        self._steps += 1
+        self._microbatches += num_microbatches
+        self._seconds += seconds
+        if self._steps < self.every:
+            return
+        speed = self._microbatches / max(self._seconds, 1e-9)
+        own = torch.tensor([speed], dtype=torch.float64, device=device)
+        self.speeds = all_gather(own, self.axis).tolist()
+        self._steps, self._microbatches, self._seconds = 0, 0, 0.0
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """What a checkpoint needs; equal on all ranks."""
+        return {"speeds": self.speeds}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Go on from `state`; speeds of another number of ranks say nothing about these."""
+        if len(state["speeds"]) == self.axis.size:
+            self.speeds = list(state["speeds"])
+
+
+# ---------------------------------------------------------------------- 2. documents into rows
+def pack(lengths: Sequence[int], seq_len: int, multiple_of: int = 1) -> list[list[int]]:
+    """Lay documents into rows of at most `seq_len` tokens, evenly; return the indices in each row.
+
+    The number of rows is the smallest multiple of `multiple_of` (such as the number of ranks) for
+    which longest first, each into the emptiest row, finds room for all. Rows come in such an order
+    that ``rows[r::n]`` is an even share for rank r of n = `multiple_of`. Raises `ValueError` for a
+    length below 1 or above `seq_len`: cut long documents first.
+    """
+    for i, length in enumerate(lengths):
+        if not 1 <= length <= seq_len:
+            raise ValueError(
+                f"document {i} has {length} tokens, and a row takes 1 to {seq_len}; cut it first"
+            )
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    num_rows = multiple_of * max(1, math.ceil(sum(lengths) / (seq_len * multiple_of)))
+    while (rows := _lay_out(longest_first, lengths, seq_len, num_rows)) is None:
+        num_rows += multiple_of
+    # Who has the fullest row of one round of cards gets the emptiest of the next.
+    rows.sort(key=lambda row: -sum(lengths[i] for i in row))
+    rounds = [rows[i : i + multiple_of] for i in range(0, num_rows, multiple_of)]
+    return [row for i, cards in enumerate(rounds) for row in (cards[::-1] if i % 2 else cards)]
+
+
+def _lay_out(
+    order: Sequence[int], lengths: Sequence[int], seq_len: int, num_rows: int
+) -> list[list[int]] | None:
+    """Each document in turn into the emptiest of `num_rows` rows; None if it has no room there."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    emptiest = [(0, row) for row in range(num_rows)]
+    for i in order:
+        used, row = emptiest[0]
+        if used + lengths[i] > seq_len:
+            return None
+        rows[row].append(i)
+        heapq.heapreplace(emptiest, (used + lengths[i], row))
+    return rows
+
+
+def packed_batch(
+    documents: Sequence[Tensor], rows: Sequence[Sequence[int]], seq_len: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (inputs, targets, positions, mask) of packed rows: a microbatch for `train_step`.
+
+    `documents[i]` holds the tokens [n + 1] of a document of n targets; `rows` come from
+    ``pack([len(d) - 1 for d in documents], seq_len)``. Targets are shifted before packing, so that
+    no document predicts the first token of its neighbour. Inputs, targets, positions [B, T] int64,
+    mask [B, 1, T, T] bool; what is left of a row is padding, a document of its own without targets.
+    """
+    inputs = torch.zeros(len(rows), seq_len, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORE)
+    document_ids = torch.full_like(inputs, -1)
+    for row, members in enumerate(rows):
+        start = 0
+        for i in members:
+            end = start + len(documents[i]) - 1
+            inputs[row, start:end], targets[row, start:end] = documents[i][:-1], documents[i][1:]
+            document_ids[row, start:end] = i
+            start = end
+    return inputs, targets, document_positions(document_ids), document_mask(document_ids)
+
+
+def rank_loads(lengths: Sequence[int], rows: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Return the tokens of each rank, when `num_ranks` ranks deal out the rows like cards."""
+    tokens = torch.tensor([sum(lengths[i] for i in row) for row in rows], dtype=torch.int64)
+    return [int(share(tokens, rank, num_ranks).sum()) for rank in range(num_ranks)]

@@ -1,0 +1,189 @@
+"""How many sequences a step should have: by a plan, or as the noise of the gradients asks for.
+
+Idea.   The gradient of a batch is that of all data plus noise, which shrinks as the batch grows.
+        While noise is most of it, twice the batch is worth nearly two steps; once it is little, a
+        larger batch only costs time. Noise grows during training as the gradient itself fades, so
+        the batch that pays off grows, too.
+Math.   For a batch of B tokens, E|G_B|^2 = |G|^2 + tr(S)/B, with G the true gradient and S the
+        covariance of the gradient of one token. Two sizes of batch, two equations, and data
+        parallelism has both at hand: each rank's own gradient, and the sum over ranks. The *noise
+        scale* tr(S) / |G|^2 is a number of tokens: the batch at which noise and signal are even.
+        Rank r has n_r of the N tokens of a step; its gradient, already divided by N, is g_r. So
+        G_r = g_r N/n_r is its own mean, and over the k ranks that have any tokens
+            sum_r (n_r/N) |G_r|^2 = sum_r (N/n_r) |g_r|^2,  of expectation |G|^2 + tr(S) k/N:
+        a batch of N/k tokens, exactly, however uneven the shares are.
+Assumed. The ranks' samples are drawn alike (they are, from one shuffled order), and gradients are
+        summed exactly: compression adds an error of its own to the larger batch. Tokens of one
+        sequence resemble each other; their noise is seen as a whole, which is what a batch of
+        sequences has.
+Comms.  None of its own: two numbers ride on the all-reduce of the loss in `train_step`, 16 bytes
+        more per step. The norm of this rank's gradient has to be read before ddp adds up the other
+        ranks' in place: `NoiseScale.watch` does it where a bucket is about to be sent.
+Growth. The batch doubles when the noise scale is two batches or more, by more microbatches of the
+        same size: memory stays as it is. It never shrinks.
+Rate.   Adam divides a gradient by its own size, noise included; so the learning rate grows with
+        the square root of the batch. For SGD it is linear, up to the noise scale.
+Source. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162),
+        section 2.2 and appendix A.1. Square root: Malladi et al. 2022, "On the SDEs and Scaling
+        Rules for Adaptive Gradient Algorithms" (arXiv 2205.10343). Linear: Goyal et al. 2017
+        (arXiv 1706.02677).
+Proved by tests/train/test_batch_size.py.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minipar.comm.collectives import Op, Pending
+from minipar.comm.mesh import Axis
+from minipar.parallel import ddp
+
+Ramp = list[tuple[int, int]]  # (step, the batch size from there on), in order of the steps
+RateRule = Literal["sqrt", "linear", "fixed"]
+_POWERS = {"sqrt": 0.5, "linear": 1.0, "fixed": 0.0}
+
+
+# ---------------------------------------------------------------------- 1. by a plan
+def parse_ramp(text: str) -> Ramp:
+    """Return [(100, 64), (200, 128)] for "64@100,128@200"; [] for "".
+
+    Raises `ValueError` unless it is a list of such pairs with steps that rise from 1 up.
+    """
+    ramp: Ramp = []
+    for part in text.replace(" ", "").split(",") if text else []:
+        size, _, step = part.partition("@")
+        previous = ramp[-1][0] if ramp else 0
+        is_pair = size.isdecimal() and step.isdecimal() and int(size) > 0
+        if not is_pair or int(step) <= previous:
+            raise ValueError(
+                f"--batch-ramp {text!r}: {part!r} is not sequences@step with a step above "
+                f"{previous}; try 64@100,128@200"
+            )
+        ramp.append((int(step), int(size)))
+    return ramp
+
+
+def ramped(step: int, batch_size: int, ramp: Ramp) -> int:
+    """Return the batch size of `step` (from 0) of a run that begins with `batch_size`."""
+    return [batch_size, *(size for start, size in ramp if start <= step)][-1]
+
+
+def lr_factor(rule: RateRule, batch_size: int, first: int) -> float:
+    """Return what to multiply the learning rate by that fits batches of `first` sequences."""
+    return (batch_size / first) ** _POWERS[rule]
+
+
+def microbatches_of(batch_size: int, first: int, first_microbatches: int, num_ranks: int) -> int:
+    """Return how many microbatches each rank needs to keep them as small as at the beginning.
+
+    There, `first` sequences made `first_microbatches` on each of `num_ranks` ranks.
+    """
+    rows = math.ceil(first / (num_ranks * first_microbatches))  # of one microbatch
+    return math.ceil(batch_size / (num_ranks * rows))
+
+
+# ---------------------------------------------------------------------- 2. by the noise
+class NoiseScale:
+    """Estimates the gradient noise scale from what data parallelism computes anyhow::
+
+        noise = NoiseScale()
+        strategy = ddp.apply(model, mesh.dp, average=False, reduce=noise.watch())
+        result = train_step(..., noise=noise)
+        noise.update(result.noise.tolist(), result.num_tokens.item(), result.grad_norm.item())
+        noise.tokens                   # the noise scale
+
+    One step tells little. Numerator and denominator are averaged over steps, each for itself, with
+    weights that fall by `decay` per step: the ratio of averages has no bias to first order, the
+    average of ratios has (appendix A.1). Raises `ValueError` unless 0 <= `decay` < 1.
+    """
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must be at least 0 and below 1; 0.9 to 0.99 is usual")
+        self.decay = decay
+        self.signal = self.trace = 0.0  # averages of |G|^2 and of tr(S)
+        self._own_square: Tensor | float = 0.0
+
+    def watch(self, reduce: ddp.Reduce | None = None) -> ddp.Reduce:
+        """Return a `reduce` for `ddp.apply` that notes the norm of a bucket, then reduces it.
+
+        By `reduce` if given, else exactly.
+        """
+        reduce = reduce or ddp.all_reduce_bucket
+
+        def watched(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
+            dtype = torch.promote_types(bucket.gradients.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(bucket.gradients, dtype=dtype)
+            self._own_square = self._own_square + norm.double().square()
+            return reduce(bucket, axis, op)
+
+        return watched
+
+    def own_numbers(self, own_tokens: Tensor, num_tokens: Tensor, loss_scale: Tensor) -> Tensor:
+        """Return what to add up over the ranks, [2]: N/n |g|^2, and 1; zeros for no token here.
+
+        `loss_scale` is still in the gradients that were watched.
+        """
+        square = self._own_square / loss_scale.double().square()
+        self._own_square = 0.0
+        has_tokens = (own_tokens > 0).double()
+        weight = num_tokens.double() / own_tokens.clamp(min=1) * has_tokens
+        return torch.stack([weight * square, has_tokens])
+
+    def update(self, sums: Sequence[float], num_tokens: float, grad_norm: float) -> None:
+        """Take in a step: the summed `own_numbers`, its tokens, its norm before clipping.
+
+        A step that tells nothing (one rank had all tokens, or a gradient overflowed) is left out.
+        """
+        small_square, num_ranks = sums
+        large_square = grad_norm**2
+        if num_ranks < 2 or not math.isfinite(small_square + large_square):
+            return
+        small, large = num_tokens / num_ranks, num_tokens
+        signal = (large * large_square - small * small_square) / (large - small)
+        trace = (small_square - large_square) / (1 / small - 1 / large)
+        # Both start at 0 and so are too small at first, by the same factor: their ratio is right.
+        self.signal += (1 - self.decay) * (signal - self.signal)
+        self.trace += (1 - self.decay) * (trace - self.trace)
+
+    @property
+    def tokens(self) -> float:
+        """The noise scale; nan while the noise does not let the signal be seen."""
+        return self.trace / self.signal if self.signal > 0 and self.trace > 0 else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs; equal on all ranks."""
+        return {"signal": self.signal, "trace": self.trace}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from `state`."""
+        self.signal, self.trace = state["signal"], state["trace"]
+
+
+class GrowingBatch:
+    """A batch size that doubles, up to `largest`, while the noise scale is two batches or more.
+
+    After every change it waits for `patience` steps, until the average forgets the noise before.
+    All ranks decide from the same bits, those of reduced numbers, so they agree without a word.
+    """
+
+    def __init__(self, size: int, largest: int, patience: int = 20) -> None:
+        self.size, self.largest, self.patience = size, largest, patience
+        self.waited = 0
+
+    def update(self, noise_scale: float) -> None:
+        """Decide on the size of the next step; `noise_scale` in sequences, or nan."""
+        self.waited += 1
+        if self.waited >= self.patience and noise_scale >= 2 * self.size < 2 * self.largest:
+            self.size, self.waited = min(2 * self.size, self.largest), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {"size": self.size, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, but with no batch above `largest`."""
+        self.size, self.waited = min(state["size"], self.largest), state["waited"]

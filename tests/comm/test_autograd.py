@@ -1,0 +1,265 @@
+"""Every transition against its meaning: values, gradients by finite differences, bytes.
+
+Nothing here trusts the table. `meaning` turns what the ranks hold into the one tensor that it
+stands for, by the type alone; the loss is a function of that; and its derivative is measured by
+moving single numbers on single ranks, with every collective run anew.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from minipar.comm import autograd, collectives, timeline
+from minipar.comm.collectives import all_gather_object, wire_bytes
+from minipar.comm.mesh import Mesh
+
+SHAPE = 6, 2  # 6 is cut by 2 and by 3
+
+TRANSITIONS = {
+    "all_reduce P->R": (partial(autograd.all_reduce, to="R"), "P", "R"),
+    "all_reduce P->I": (partial(autograd.all_reduce, to="I"), "P", "I"),
+    "convert I->R": (autograd.convert, "I", "R"),
+    "reduce_scatter P->V": (autograd.reduce_scatter, "P", "V"),
+    "reduce_scatter P->V, dim 1": (partial(autograd.reduce_scatter, dim=1), "P", "V"),
+    "all_gather V->R": (partial(autograd.all_gather, to="R"), "V", "R"),
+    "all_gather V->R, dim 1": (partial(autograd.all_gather, dim=1, to="R"), "V", "R"),
+    "all_gather V->I": (partial(autograd.all_gather, to="I"), "V", "I"),
+    "cut I->V": (autograd.cut, "I", "V"),
+    "all_to_all V->V": (autograd.all_to_all, "V", "V"),
+    "all_to_all V->V, dims": (partial(autograd.all_to_all, split_dim=0, concat_dim=1), "V", "V"),
+}
+
+SENDS = {  # (forward, backward): the verb and the bytes of the whole tensor, in those of the input
+    "all_reduce P->R": (("all_reduce", 1), ("all_reduce", 1)),
+    "all_reduce P->I": (("all_reduce", 1), None),
+    "convert I->R": (None, ("all_reduce", 1)),
+    "reduce_scatter P->V": (("reduce_scatter", 1), ("all_gather", 1)),
+    "all_gather V->R": (("all_gather", "n"), ("reduce_scatter", "n")),
+    "all_gather V->I": (("all_gather", "n"), None),
+    "cut I->V": (None, ("all_gather", 1)),
+    "all_to_all V->V": (("all_to_all", 1), ("all_to_all", 1)),
+}
+
+
+def dual(kind: str) -> str:
+    return {"R": "P", "P": "R", "I": "I", "V": "V"}[kind]
+
+
+def draw(kind: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
+    """What a rank may hold under this type: the same for R and I, its own for P and V."""
+    own = rank + 1 if kind in "PV" else 0
+    generator = torch.Generator().manual_seed(100 * seed + own)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def meaning(kind: str, held: list[Tensor]) -> Tensor:
+    """The one tensor that all ranks' tensors stand for."""
+    if kind == "P":
+        return sum(held)
+    if kind == "V":
+        return torch.stack(held)
+    for other in held:
+        assert torch.allclose(other, held[0], rtol=1e-12), f"{kind}, and ranks differ"
+    return held[0]
+
+
+def _case(name: str, size: int):
+    axis = Mesh(tp=size).tp
+    function, source, target = TRANSITIONS[name]
+    shape = (6, 6) if "dim" in name else SHAPE
+    return axis, function, source, target, draw(source, shape, axis.rank, seed=1)
+
+
+def _values(name: str, size: int):
+    axis, function, source, target, x = _case(name, size)
+    before = x.clone()
+    y = function(x, axis)
+    y.add_(1)  # the result is no window on the caller's tensor; of `convert` it is the same one
+    unchanged = torch.equal(x, before) or name.startswith("convert")
+    y.sub_(1)
+    return before, y, unchanged
+
+
+def _gradients(name: str, size: int):
+    """Analytic gradient on each rank, and what moving numbers measures; in meanings."""
+    axis, function, source, target, x = _case(name, size)
+    x.requires_grad_()
+    y = function(x, axis)
+    # The gradient that comes from above has the dual type of y, and means the weights w.
+    seed = draw(dual(target), tuple(y.shape), axis.rank, seed=2)
+    weights = meaning(dual(target), all_gather_object(seed, axis))
+    before = seed.clone()
+    (gradient,) = torch.autograd.grad(y, x, seed)
+    assert torch.equal(seed, before), "backward changed the gradient it was given"
+
+    def loss(moved: Tensor) -> float:
+        held = collectives.all_gather(function(moved, axis)[None], axis)
+        return (meaning(target, list(held)) * weights).sum().item()
+
+    measured = torch.zeros(size, *x.shape, dtype=torch.float64)
+    movers = range(size) if source in "PV" else [None]  # of R and I, all ranks move together
+    step = 1e-3  # the maps are linear: no error but rounding
+    for mover in movers:
+        for i in range(x.numel()):
+            change = torch.zeros_like(x)
+            if mover in (None, axis.rank):
+                change.view(-1)[i] = step
+            slope = (loss(x.detach() + change) - loss(x.detach() - change)) / (2 * step)
+            measured[mover or 0].view(-1)[i] = slope
+    return gradient, measured
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_values_are_those_of_the_type(ranks, name, size):
+    """The meaning is kept: what a transition changes is who holds what."""
+    _, source, target = TRANSITIONS[name]
+    results = ranks(size).run(_values, name, size)
+    assert all(unchanged for _, _, unchanged in results)
+    before = meaning(source, [x for x, _, _ in results])
+    after = meaning(target, [y for _, y, _ in results])
+    dim = 1 if name.endswith("dim 1") else 0
+    if target == "V" and source in "PI":
+        after = torch.cat(list(after), dim)
+    elif source == "V" and target in "RI":
+        before = torch.cat(list(before), dim)
+    elif source == target == "V":
+        pieces = [x.chunk(size, 0) for x in before]
+        join = 1 if name.endswith("dims") else 0
+        before = torch.stack([torch.cat([p[r] for p in pieces], join) for r in range(size)])
+    assert torch.allclose(after, before, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in TRANSITIONS if not name.endswith("dim 1")])
+def test_gradients_are_those_of_finite_differences(ranks, name, size):
+    """Mutants: P->I with the backward of P->R (gradients n times too large), and the reverse."""
+    _, source, _ = TRANSITIONS[name]
+    results = ranks(size).run(_gradients, name, size)
+    analytic = meaning(dual(source), [gradient for gradient, _ in results])
+    measured = results[0][1]
+    if source == "P":  # moving any summand moves the sum
+        assert all(torch.allclose(m, measured[0], rtol=1e-8, atol=1e-9) for m in measured)
+    expected = measured if source == "V" else measured[0]
+    assert expected.abs().max() > 0.1
+    assert torch.allclose(analytic, expected, rtol=1e-8, atol=1e-9)
+
+
+def _bytes(name: str, size: int):
+    axis, function, *_, x = _case(name, size)
+    x.requires_grad_()
+    with timeline.record() as forward:
+        y = function(x, axis)
+    with timeline.record() as backward:
+        y.sum().backward()
+    sent = [
+        [(span.name, span.num_bytes) for span in recorded.spans if span.kind == "comm"]
+        for recorded in (forward, backward)
+    ]
+    return sent, x.nbytes
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_bytes_are_those_of_the_table(ranks, name):
+    """The ledger sees forward and backward, and nothing where the table says nothing."""
+    size = 3
+    for sent, num_bytes in ranks(size).run(_bytes, name, size):
+        for found, expected in zip(sent, SENDS[name], strict=True):
+            if expected is None:
+                assert found == []
+                continue
+            verb, factor = expected
+            whole = num_bytes * (size if factor == "n" else 1)
+            assert found == [(verb, wire_bytes(verb, whole, size))]
+
+
+def _uneven(size: int):
+    axis = Mesh(tp=size).tp
+    counts = [[1, 0, 2], [3, 1, 0], [2, 2, 1]]  # counts[r][s]: rows from rank r to rank s
+    x = draw("V", (sum(counts[axis.rank]), 2), axis.rank, seed=3).requires_grad_()
+    recv = [row[axis.rank] for row in counts]
+    y = autograd.all_to_all(x, axis, send_counts=counts[axis.rank], recv_counts=recv)
+    (y * (axis.rank + 1)).sum().backward()  # a row's gradient tells where it was sent
+    wanted = [r + 1.0 for r, n in enumerate(counts[axis.rank]) for _ in range(n)]
+    return y.shape, sum(recv), x.grad[:, 0].tolist(), wanted
+
+
+def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from(ranks):
+    for shape, rows, found, wanted in ranks(3).run(_uneven, 3):
+        assert shape == (rows, 2)
+        assert found == wanted
+
+
+def _two_layers(size: int):
+    """x -> tanh(x A) B with A cut by columns, B by rows; and its gradient differentiated again."""
+    axis = Mesh(tp=size).tp
+    x = draw("I", (4, 3), 0, seed=4).requires_grad_()
+    a, b = draw("I", (3, 6), 0, seed=5), draw("I", (6, 3), 0, seed=6)
+    serial = torch.tanh(x @ a) @ b
+    hidden = torch.tanh(autograd.convert(x, axis) @ a.chunk(size, 1)[axis.rank])
+    split = autograd.all_reduce(hidden @ b.chunk(size, 0)[axis.rank], axis, to="I")
+    found = []
+    for y in (serial, split):
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), x)
+        found.append((y.detach(), first.detach(), second))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_column_and_row_product_equals_one_device_up_to_second_derivatives(ranks, size):
+    for serial, split in ranks(size).run(_two_layers, size):
+        for theirs, ours in zip(serial, split, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def _trap_14(size: int):
+    axis = Mesh(tp=size).tp
+    gradients = []
+    for to in ("I", "R"):
+        x = torch.full((2,), axis.rank + 1.0, dtype=torch.float64, requires_grad=True)
+        autograd.all_reduce(x, axis, to=to).square().sum().backward()
+        gradients.append(x.grad)
+    total = size * (size + 1) / 2
+    return gradients, torch.full((2,), 2 * total, dtype=torch.float64)
+
+
+def test_trap_14_a_sum_that_all_ranks_use_alike_does_not_scale_gradients(ranks):
+    """The same loss on every rank: P->I gives its gradient, P->R that of n losses."""
+    for (invariant, replicate), expected in ranks(3).run(_trap_14, 3):
+        assert torch.equal(invariant, expected)
+        assert torch.equal(replicate, 3 * expected)
+
+
+def _refused(size: int):
+    axis = Mesh(tp=size).tp
+    x = torch.ones(4, 3)
+    messages = []
+    for call in (
+        partial(autograd.all_reduce, to="V"),
+        partial(autograd.all_gather, to="P"),
+        partial(autograd.cut, dim=1),
+        partial(autograd.reduce_scatter, dim=1),
+    ):
+        with timeline.record() as recorded, pytest.raises(ValueError) as error:
+            call(x, axis)
+        assert not recorded.spans
+        messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_types_and_sizes_are_refused_before_anything_is_sent(ranks):
+    for messages in ranks(2).run(_refused, 2):
+        assert "use 'R' or 'I'" in messages[0] and "use 'R' or 'I'" in messages[1]
+        assert all("tp=2 does not divide dim 1" in m and "cut it to 2" in m for m in messages[2:])
+
+
+def test_an_axis_of_one_rank_needs_no_process_group():
+    axis = Mesh().tp
+    for name, (function, *_) in TRANSITIONS.items():
+        x = draw("I", (6, 6), 0, seed=7).requires_grad_()
+        y = function(x, axis)
+        y.mul(2).sum().backward()
+        assert torch.equal(y, x) and torch.equal(x.grad, torch.full_like(x, 2)), name

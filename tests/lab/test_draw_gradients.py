@@ -1,0 +1,48 @@
+"""The picture of what compression keeps shows the numbers that are there, and the error of all."""
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from minipar.lab import draw
+from minipar.lab.draw_gradients import kept
+
+TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def heights(figure, colour):
+    return [
+        bar.get_height()
+        for bar in figure.axes[0].patches
+        if isinstance(bar, Rectangle) and to_hex(bar.get_facecolor()) == colour
+    ]
+
+
+def test_bars_are_the_numbers_and_red_is_what_became_zero():
+    """Mutants: all versions drawn as the truth, or red where the truth itself is zero."""
+    largest = torch.tensor([3.0, 0.0, 0.0, 0.0, 2.0, 0.0])
+    figure = kept({"truth": TRUTH, "largest": largest}, count=5)
+    blue = torch.tensor(heights(figure, draw.KIND["backward"]))
+    assert blue.tolist() == pytest.approx((0.46 / 3 * largest[:5]).tolist())
+    red = torch.tensor(heights(figure, draw.EXPOSED))
+    assert red.tolist() == pytest.approx([0, -0.46 / 3, 0.23 / 3, 0, 0])
+
+
+def test_the_error_is_that_of_all_numbers_not_of_those_shown():
+    almost = TRUTH.clone()
+    almost[-1] = 0
+    said = texts(kept({"truth": TRUTH, "almost": almost}, count=5))
+    assert f"{100 * 40 / TRUTH.norm().item():.2g} % off" in said
+    assert "6 numbers" in said
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="'short' has 2 numbers and 'truth' 6"):
+        kept({"truth": TRUTH, "short": TRUTH[:2]})
+    with pytest.raises(ValueError, match="show nothing"):
+        kept({"truth": TRUTH}, start=3, count=1)

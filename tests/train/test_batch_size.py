@@ -1,0 +1,261 @@
+"""The size of a batch: ramps, the noise of gradients, and no sample lost when it changes."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minipar.comm import timeline
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.parallel import ddp
+from minipar.train.batch_size import (
+    GrowingBatch,
+    NoiseScale,
+    lr_factor,
+    microbatches_of,
+    parse_ramp,
+    ramped,
+)
+from minipar.train.data import IGNORE, Batches, Sequences
+from minipar.train.precision import LossScaler, Precision
+from minipar.train.trainer import train_step
+
+# ---------------------------------------------------------------------- by a plan
+
+
+def test_a_ramp_is_read_and_followed():
+    ramp = parse_ramp("64@100, 128@200")
+    assert ramp == [(100, 64), (200, 128)] and parse_ramp("") == []
+    sizes = {step: ramped(step, 32, ramp) for step in (0, 99, 100, 199, 200, 9999)}
+    assert sizes == {0: 32, 99: 32, 100: 64, 199: 64, 200: 128, 9999: 128}
+    assert ramped(5, 32, []) == 32
+
+
+@pytest.mark.parametrize("text", ["64", "@3", "64@", "0@3", "64@0", "a@3", "64@3,", "64@3,8@3"])
+def test_a_wrong_ramp_is_refused(text):
+    with pytest.raises(ValueError, match="--batch-ramp .* is not sequences@step .* try 64@100"):
+        parse_ramp(text)
+
+
+def test_the_learning_rate_follows_its_rule():
+    factors = [lr_factor(rule, 128, 32) for rule in ("sqrt", "linear", "fixed")]
+    assert factors == [2.0, 4.0, 1.0]
+
+
+@given(st.integers(1, 64), st.integers(1, 200), st.integers(1, 4), st.integers(1, 6))
+def test_microbatches_never_become_larger(first, batch_size, microbatches, num_ranks):
+    """Memory stays. Caught: a batch that grows by longer microbatches; one more than needed."""
+    count = microbatches_of(batch_size, first, microbatches, num_ranks)
+    rows = math.ceil(first / (num_ranks * microbatches))
+    assert 1 <= math.ceil(batch_size / (num_ranks * count)) <= rows
+    assert count == 1 or batch_size > num_ranks * (count - 1) * rows
+
+
+# ---------------------------------------------------------------------- the estimate
+
+
+def test_the_estimate_has_no_bias_with_uneven_shares():
+    """Gradients of known mean and covariance. Mutant: ranks that count alike, here beside it."""
+    torch.manual_seed(0)
+    mean = torch.randn(40, dtype=torch.float64)
+    tokens = torch.tensor([2.0, 24.0, 4.0], dtype=torch.float64)
+    sigma = 3.0
+    truth = 40 * sigma**2 / float(mean.square().sum())
+    noise, alike = NoiseScale(decay=0.999), NoiseScale(decay=0.999)
+    total = tokens.sum()
+    for _ in range(4000):
+        of_ranks = mean + sigma * torch.randn(3, 40).double() / tokens[:, None].sqrt()
+        squares = of_ranks.square().sum(1)
+        large = (tokens / total) @ of_ranks
+        weighted = [float((tokens / total) @ squares), 3.0]
+        noise.update(weighted, float(total), float(large.norm()))
+        alike.update([float(squares.mean()), 3.0], float(total), float(large.norm()))
+    assert noise.tokens == pytest.approx(truth, rel=0.1)
+    assert alike.tokens > 1.5 * truth
+    again = NoiseScale()
+    again.load_state_dict(noise.state_dict())
+    assert again.tokens == noise.tokens
+
+
+def test_steps_that_tell_nothing_are_left_out():
+    noise = NoiseScale(decay=0.5)
+    assert math.isnan(noise.tokens)
+    noise.update([5.0, 2.0], 8.0, 2.0)  # |G_4|^2 = 5, |G_8|^2 = 4: trace 8, signal 3
+    assert noise.tokens == pytest.approx(8 / 3)
+    before = noise.state_dict()
+    for sums, norm in (([5.0, 1.0], 2.0), ([math.inf, 2.0], 2.0), ([5.0, 2.0], math.nan)):
+        noise.update(sums, 8.0, norm)
+    assert noise.state_dict() == before
+    for _ in range(9):
+        noise.update([9.0, 2.0], 8.0, 2.0)  # all of it noise: the signal comes out below 0
+    assert math.isnan(noise.tokens)
+    with pytest.raises(ValueError, match="decay=1 must be at least 0 and below 1"):
+        NoiseScale(decay=1)
+
+
+SHAPE = LlamaConfig(61, 16, 24, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
+def uneven_batch() -> tuple[Tensor, Tensor]:
+    """Inputs and targets [12, 7], four rows for each of 3 ranks, the last without any target."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randint(61, (12, 7), generator=generator)
+    targets = torch.randint(61, (12, 7), generator=generator)
+    targets[2, 3:], targets[5:7], targets[8:] = IGNORE, IGNORE, IGNORE
+    return inputs, targets
+
+
+def observed_step(observe: bool, version: str, loss_scale: float | None):
+    """A step of two microbatches on 3 ranks: what was summed, tokens, norm, and the ledger."""
+    mesh = Mesh(dp=3)
+    model, noise = Llama(SHAPE, seed=0).double(), NoiseScale()
+    reduce = noise.watch() if observe else None
+    options = dict(version=version, bucket_mb=0.004, average=False, reduce=reduce)
+    strategies = [ddp.apply(model, mesh.dp, **options)]
+    inputs, targets = (t.chunk(3)[mesh.rank] for t in uneven_batch())
+    batch = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = loss_scale and LossScaler(init_scale=loss_scale)
+    numbers = []
+    for _ in range(2):  # the second is no rehearsal
+        with timeline.record() as recorded:
+            result = train_step(
+                model,
+                strategies,
+                optimizer,
+                batch,
+                mesh.dp,
+                max_norm=0.1,
+                precision=Precision(scaler=scaler),
+                noise=noise if observe else None,
+            )
+        numbers.append((*result.noise.tolist(), int(result.num_tokens), result.grad_norm.item()))
+    return numbers, [span.num_bytes for span in recorded if span.kind == "comm"]
+
+
+@pytest.mark.parametrize(
+    "version, loss_scale", [("overlapped", None), ("bucketed", None), ("overlapped", 1024.0)]
+)
+def test_train_step_notes_each_ranks_own_gradient(ranks, version, loss_scale):
+    """Against gradients computed one rank after the other.
+
+    Mutants: the norm of a bucket that has been reduced, of one microbatch only, of scaled gradients
+    or of those of the step before, too; a rank without tokens that counts.
+    """
+    weighted, total, whole = 0.0, 0, None
+    for inputs, targets in zip(*(t.chunk(3) for t in uneven_batch()), strict=True):
+        model = Llama(SHAPE, seed=0).double()
+        num_tokens = int((targets != IGNORE).sum())
+        if num_tokens == 0:
+            continue
+        token_loss(model(inputs), targets).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        weighted += float((gradient / num_tokens).square().sum()) * num_tokens
+        total += num_tokens
+        whole = gradient if whole is None else whole + gradient
+    expected = weighted / total, 2, total, float((whole / total).norm())
+    assert 0 < total < 56
+    for numbers, _ in ranks(3).run(observed_step, True, version, loss_scale):
+        for found in numbers:
+            assert found == pytest.approx(expected, rel=1e-6 if loss_scale else 1e-10)
+
+
+def test_measuring_costs_no_call_and_sixteen_bytes(ranks):
+    plain = ranks(3).run(observed_step, False, "overlapped", None)
+    watched = ranks(3).run(observed_step, True, "overlapped", None)
+    for (_, before), (_, after) in zip(plain, watched, strict=True):
+        assert len(before) == len(after) >= 4
+        assert sum(after) - sum(before) == pytest.approx(2 * (3 - 1) / 3 * 16, abs=1)
+
+
+# ---------------------------------------------------------------------- the decision
+
+
+def test_the_batch_doubles_as_the_noise_asks():
+    """Caught: growing at once on one noisy number, past the largest, or back again."""
+    growing = GrowingBatch(8, largest=24, patience=3)
+    sizes = []
+    for noise in [100, 100, 100, 100, 100, 31, 32, 1, 1, 1, 1000]:
+        growing.update(noise)
+        sizes.append(growing.size)
+    assert sizes == [8, 8, 16, 16, 16, 16, 24, 24, 24, 24, 24]
+    growing = GrowingBatch(8, largest=64, patience=1)
+    growing.update(math.nan)
+    assert growing.size == 8
+    growing.update(16)
+    again = GrowingBatch(8, largest=12, patience=1)
+    again.load_state_dict(growing.state_dict())
+    assert (growing.size, again.size) == (16, 12)
+    measured_only = GrowingBatch(8, largest=8, patience=1)
+    measured_only.update(1e9)
+    assert measured_only.size == 8
+
+
+# ---------------------------------------------------------------------- the data
+
+deals = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(deals=deals, num_samples=st.integers(1, 30), stop=st.integers(0, 11))
+@settings(deadline=None, max_examples=60)
+def test_each_sample_once_under_changing_batches_and_shares(deals, num_samples, stop):
+    """And on when it is resumed anywhere, on one rank. Caught: a place counted in steps.
+
+    All microbatches of a step have one shape; a rank has as many as its share says.
+    """
+    sequences = Sequences(torch.arange(num_samples * 3 + 1), 3)
+    loaders = [Batches(sequences, 4, rank, 3, seed=1) for rank in range(3)]
+    streams = [loader.forever() for loader in loaders]
+    alone = Batches(sequences, 4, seed=1)
+    seen, serial = [], []
+    for step, (batch_size, shares) in enumerate(deals):
+        if step == stop:  # goes on from what the ranks have saved
+            alone = Batches(sequences, 4, seed=1)
+            alone.load_state_dict(loaders[0].state_dict())
+            stream = alone.forever()
+        elif step == 0:
+            stream = alone.forever()
+        alone.deal(batch_size, [1])
+        serial.append(_samples(next(stream)))
+        found, shapes = [], set()
+        for rank in range(3):
+            loaders[rank].deal(batch_size, shares)
+            rows = next(streams[rank])
+            assert len(rows) == shares[rank]
+            shapes |= {x.shape for x, _ in rows}
+            found += _samples(rows)
+        assert shapes == {(math.ceil(batch_size / sum(shares)), 3)}
+        seen.append(sorted(found))
+        assert len(found) <= batch_size
+    assert seen == [sorted(samples) for samples in serial]
+    flat = sum(seen, [])
+    assert max(Counter(flat).values()) <= 1 + len(flat) // num_samples
+    for epoch in range(len(flat) // num_samples):
+        # An epoch ends with a batch of its own, so it can be cut out of what was seen.
+        assert sorted(flat[epoch * num_samples :][:num_samples]) == list(range(num_samples))
+
+
+def _samples(rows) -> list[int]:
+    found = []
+    for inputs, targets in rows:
+        found += (inputs[(targets != IGNORE).any(1), 0] // 3).tolist()
+    return found
+
+
+def test_deal_refuses_what_does_not_fit():
+    batches = Batches(Sequences(torch.arange(31), 3), 4, 0, 2)
+    with pytest.raises(ValueError, match="batch_size=0 must be 1 or more"):
+        batches.deal(0, [1, 1])
+    for shares in ([1], [1, 1, 1], [0, 0], [2, -1]):
+        with pytest.raises(ValueError, match="of 2 ranks must be 2 counts from 0 up"):
+            batches.deal(4, shares)
+    assert (batches.batch_size, batches.shares) == (4, [1, 1])

@@ -1,0 +1,386 @@
+"""Whole runs with ZeRO and with local methods: what is saved, resumed, validated and reported.
+
+Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the same computation.
+"""
+
+import json
+import math
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm import timeline
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import PRESETS, Llama
+from minipar.parallel.local_sgd import METHODS
+from minipar.train import checkpoint, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
+from minipar.train.report import StepRecorder
+from minipar.train.trainer import Trainer
+
+PLAIN = TrainConfig(
+    steps=6,
+    batch_size=5,
+    seq_len=24,
+    dtype="float64",
+    warmup_steps=2,
+    max_norm=0.5,
+    eval_batches=2,
+    sample_tokens=0,
+    save_every=3,
+    record_every=100,
+)
+SAME = "step", "loss", "lr", "grad_norm", "tokens"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As each rank has, for what runs in this very process: more would only fight for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
+    path.write_text("".join(random.Random(0).choices(words, k=1500)))
+    return path
+
+
+@pytest.fixture
+def run(ranks, text, tmp_path):
+    """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
+
+    def run(size: int, name: str, start=None, **changes):
+        config = replace(PLAIN, data=str(text), mesh=f"dp={size}", **changes)
+        config.check()
+        args = config, str(tmp_path / name), None if start is None else str(start)
+        if size == 1:
+            trainer.train(*args)
+        else:
+            ranks(size).run(trainer.train, *args)
+        return tmp_path / name
+
+    return run
+
+
+def lines_of(folder: Path, *keys: str) -> list[tuple]:
+    return [tuple(line[key] for key in keys) for line in read(folder / "metrics.jsonl")]
+
+
+def saved(folder: Path, step: int) -> tuple[dict, dict]:
+    return checkpoint.load(folder / f"checkpoints/step_{step:06d}")
+
+
+def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1e-10) -> None:
+    ours, theirs = lines_of(found, *SAME), lines_of(expected, *SAME)[first:]
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=rtol), mine[0]
+
+
+def report_of(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+# ---------------------------------------------------------------------- ZeRO
+@pytest.mark.parametrize(
+    ("size", "zero"),
+    [(2, 3), *(pytest.param(3, zero, marks=pytest.mark.slow) for zero in (1, 2, 3))],
+)
+def test_zero_leaves_what_one_device_would(run, size, zero):
+    """Losses, norms, weights, optimizer state, validation and sample: all as of one device.
+
+    Mutants: pieces joined in another order; a norm of this rank's pieces only (no `shard_axes`);
+    weights read before they have arrived; only rank 0 in a collective (which would hang).
+    """
+    changes = dict(steps=4, microbatches=2, sample_tokens=5, eval_every=3)
+    one, many = run(1, "one", **changes), run(size, "many", zero=zero, **changes)
+    assert any(norm > PLAIN.max_norm for (norm,) in lines_of(one, "grad_norm"))
+    assert_same_run(many, one)
+    (weights, state), (expected, serial) = saved(many, 4), saved(one, 4)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
+    ours, theirs = state["optimizer"], serial["optimizer"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys() and len(theirs["state"]) == len(
+        PARAMETERS
+    )
+    for i, entries in theirs["state"].items():
+        assert entries.keys() == ours["state"][i].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in entries.items():
+            torch.testing.assert_close(ours["state"][i][key], value, rtol=1e-8, atol=1e-12)
+    for key in ("num_parameters", "sample"):
+        assert report_of(many)[key] == report_of(one)[key], key
+    validated = [
+        [line.get("validation_loss", 0) for line in read(f / "metrics.jsonl")] for f in (one, many)
+    ]
+    assert validated[0][2] and validated[1] == pytest.approx(validated[0], rel=1e-10)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_zero_on_other_ranks(run):
+    """A chain. Mutants: moments of one rank saved as if of all; pieces cut as by other ranks."""
+    whole, start, first = run(1, "whole", steps=8), None, 0
+    for size, zero, stop in [(2, 2, 4), (3, 3, 6), (2, 1, 7), (1, 0, 8)]:
+        folder = run(size, f"zero{zero}", start=start, zero=zero, steps=8, save_every=stop)
+        assert_same_run(folder, whole, first)
+        start, first = folder / f"checkpoints/step_{stop:06d}", stop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (3, 0), (0, 3), (3, 2), (1, 3)])
+def test_goes_on_with_another_zero_in_single_precision(run, before, after):
+    """Half on 2 ranks, half on one: to the rounding of float32, which grows by a step's update."""
+    whole = run(2, "whole", dtype="float32", zero=before)
+    rest = run(1, "rest", start=whole / "checkpoints/step_000003", dtype="float32", zero=after)
+    assert lines_of(rest, "loss")[0] == pytest.approx(lines_of(whole, "loss")[3], rel=1e-6)
+    assert_same_run(rest, whole, 3, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_resumes_to_the_bit(run, zero):
+    """In single precision. Mutants: a moment not restored, or the pieces of another rank."""
+    changes = dict(zero=zero, dtype="float32", microbatches=2)
+    whole = run(2, "whole", **changes)
+    rest = run(2, "rest", start=whole / "checkpoints/step_000003", **changes)
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[3:]
+    ours, theirs = saved(rest, 6)[0], saved(whole, 6)[0]
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_weights_of_another_model_are_refused_by_shards_too(run):
+    """Its pieces are flat; what counts is what they are pieces of."""
+    folder = run(1, "one", steps=1)
+    with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
+        run(1, "other", start=folder / "checkpoints/step_000001", zero=3, preset="small")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_with_zero(run, precision):
+    """Close to ddp in the same precision, which is close to float32."""
+    changes = dict(dtype="float32", steps=4)
+    full = lines_of(run(1, "full", **changes), "loss")
+    for zero in (2, 3):
+        found = run(2, f"zero{zero}", precision=precision, zero=zero, **changes)
+        for (loss,), (expected,) in zip(lines_of(found, "loss"), full, strict=True):
+            assert loss == pytest.approx(expected, rel=2e-2)
+        assert lines_of(found, "loss") != full
+        if precision == "fp16":
+            assert lines_of(found, "skipped_steps")[-1] == (0,)
+    half = run(2, "half", zero=3, reduce_dtype="bfloat16", **changes)
+    assert lines_of(half, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
+
+
+# ---------------------------------------------------------------------- what a report says
+PARAMETERS = list(Llama(PRESETS["tiny"]).parameters())
+NUM_BYTES = sum(p.numel() for p in PARAMETERS) * 8  # of gradients, in float64
+
+
+@pytest.mark.slow
+def test_bytes_that_end_in_the_next_step_are_reported(run):
+    """ZeRO-1 on 2 ranks: P/2 to reduce and P/2 to gather in a step, as the docstring promises.
+
+    The weights of the last step are still under way when the last recording ends. Mutant: the
+    recorder drops what is in flight, on a slow link all of P/2.
+    """
+    sent = report_of(run(2, "all", zero=1, record_every=1, steps=4))["sent_bytes"]
+    assert 3.5 * NUM_BYTES <= sent <= 4.01 * NUM_BYTES + 1000
+    sent = report_of(run(2, "three", zero=3, record_every=1, steps=4))["sent_bytes"]
+    # (n-1)/n (2 P - R - B) + (n-1)/n P, where R and B, the root and the last block, are not all
+    assert 4 * NUM_BYTES <= sent <= 4 * 1.6 * NUM_BYTES
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_what_crosses_steps_is_seen_where_it_ends(every):
+    """Each step sends 10 bytes that arrive in it, and 100 that arrive in the next.
+
+    Mutants: what is in flight is dropped; or counted in both steps; or begins before its step.
+    """
+    model, under_way = nn.Linear(2, 2), []
+    recorder = StepRecorder(model, 0, 7, every, crosses_steps=True)
+    for number in range(7):
+        with recorder.step(number):
+            active, start = timeline.active(), time.monotonic()
+            model(torch.ones(1, 2))
+            for other, begun in under_way:
+                other.comm("all_gather", "dp", 100, begun, time.monotonic())
+            under_way.clear()
+            if active is not None:
+                active.comm("reduce_scatter", "dp", 10, start, time.monotonic())
+                under_way.append((active, time.monotonic()))
+    chosen = [n for n in range(7) if n % every == every // 2 and (n or every == 1)]
+    assert sorted(recorder.recorded) == chosen
+    for number, step in recorder.recorded.items():
+        if number == 0:
+            continue
+        gathered, reduced = step.select(name="all_gather"), step.select(name="reduce_scatter")
+        assert len(gathered) == len(reduced) == 1
+        assert gathered.start < reduced.end and step.duration < 1
+    assert recorder.typical(Mesh()).bytes_by_axis() == {"dp": 110}
+    num_bytes, seconds, hidden = recorder.communication()
+    crossing = len(chosen) - (every == 1)  # nothing came into the first step
+    expected = (10 * len(chosen) + 100 * crossing) * 7 / len(chosen)
+    assert num_bytes == pytest.approx(expected) and seconds > 0 and 0 <= hidden <= 1
+
+
+@pytest.mark.parametrize("first, last, every", [(0, 245, 20), (0, 3, 20), (7, 8, 5), (7, 9, 20)])
+def test_at_least_one_step_is_recorded_where_steps_are_crossed(first, last, every):
+    recorder = StepRecorder(nn.Linear(2, 2), first, last, every, crosses_steps=True)
+    for number in range(first, last):
+        with recorder.step(number):
+            recorder.model(torch.ones(1, 2))
+    assert recorder.recorded
+    assert first not in recorder.recorded or last == first + 1
+
+
+@pytest.mark.slow
+def test_all_agreements_are_counted_and_one_is_shown(run):
+    """2 of 6 steps send P; one step in twenty would tell of none, or of ten times as much."""
+    folder = run(2, "local", local_method="local sgd", local_every=3)
+    sent = report_of(folder)["sent_bytes"]
+    assert sent == pytest.approx(2 * NUM_BYTES, abs=6 * 20)
+    shown = timeline.Timeline.load(folder / "timeline.json")
+    assert shown.bytes_by_axis()["dp"] == pytest.approx(2 * NUM_BYTES, abs=200)
+
+
+# ---------------------------------------------------------------------- local methods
+ALL_METHODS = [
+    "diloco delayed",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "diloco delayed"),
+]
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_local_method_resumes_to_the_bit(run, method, capfd):
+    """Resumed in the middle of a round. Mutants: rank 0's model, or its moments, handed to all."""
+    changes = dict(local_method=method, local_every=4, dtype="float32", steps=8)
+    whole = run(2, "whole", save_every=5, **changes)
+    ranks = saved(whole, 5)[1]["local"]["ranks"]
+    rest = run(2, "rest", start=whole / "checkpoints/step_000005", save_every=5, **changes)
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[5:]
+    ours, theirs = saved(rest, 8), saved(whole, 8)
+    assert all(ours[0][name].equal(theirs[0][name]) for name in theirs[0])
+    own = [rank["strategy"]["model"]["model.norm.weight"] for rank in ranks]
+    moments = [rank["optimizer"]["state"][0]["exp_avg"] for rank in ranks]
+    alone = method not in ("post-local sgd", "delayed gradients")  # which still agree in each step
+    assert own[0].equal(own[1]) is moments[0].equal(moments[1]) is not alone
+    final = [rank["strategy"]["model"]["model.norm.weight"] for rank in theirs[1]["local"]["ranks"]]
+    assert final[0].equal(final[1]) and final[0].equal(theirs[0]["model.norm.weight"])
+    assert "anew" not in capfd.readouterr().out
+
+
+def agreed_after_loading(config: TrainConfig, folder: str) -> dict:
+    trainer = Trainer(config, Path(folder))
+    trainer.load(Path(folder))
+    return trainer.setup.full_state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["diloco", "local sgd"])
+def test_what_is_validated_is_what_is_saved(run, ranks, method, capfd):
+    """The model agreed on; validating it changes nothing. On other ranks a run begins from it.
+
+    Step 3 is in the middle of a round. Mutants: a rank's own model validated, or not put back; an
+    outer model that stays the one of the beginning.
+    """
+    changes = dict(local_method=method, local_every=2, steps=5)
+    folder = run(2, "often", eval_every=1, **changes)
+    plain = run(2, "plain", **changes)
+    assert lines_of(folder, *SAME) == lines_of(plain, *SAME)
+    config = TrainConfig.load(folder / "config.json")
+    for step in (3, 5):
+        start = folder / f"checkpoints/step_{step:06d}"
+        serial = Trainer(replace(config, mesh="dp=1", local_method="none"), folder)
+        serial.load(start)
+        validated = read(folder / "metrics.jsonl")[step - 1]["validation_loss"]
+        assert serial.validate() == pytest.approx(validated, rel=1e-10)
+    line = f"the checkpoint is of {method} on 2 ranks"
+    assert f"the optimizer starts anew: that of {line[0:14]}" in capfd.readouterr().out
+
+    start = folder / "checkpoints/step_000003"
+    expected = saved(folder, 3)[0]
+    for agreed in ranks(3).run(agreed_after_loading, replace(config, mesh="dp=3"), str(start)):
+        for name, weight in expected.items():
+            torch.testing.assert_close(agreed[name], weight, rtol=1e-12, atol=1e-14)
+    assert f"{line}, and this is {method} on 3" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_local_method_goes_on_where_ddp_was(run, capfd):
+    """All ranks take over the one optimizer state; the first loss is that of the same weights."""
+    plain = run(2, "plain")
+    start = plain / "checkpoints/step_000003"
+    local = run(2, "local", start=start, local_method="diloco", local_every=1)
+    ours, theirs = lines_of(local, "step", "loss"), lines_of(plain, "step", "loss")[3:]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-10)
+    assert ours[1] != pytest.approx(theirs[1], rel=1e-4)
+    assert "anew" not in capfd.readouterr().out
+    state = saved(local, 6)[1]["local"]["ranks"][0]["optimizer"]["state"][0]
+    assert state["step"].item() == 6
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_all_ranks_together(run, tmp_path):
+    """Also where each has a norm of its own. Mutant: one stops, and the others wait for it."""
+    for save_every in (1, 100):
+        with pytest.raises(RankError) as caught:
+            run(
+                2,
+                f"wild{save_every}",
+                lr=1e30,
+                dtype="float32",
+                local_method="local sgd",
+                local_every=2,
+                save_every=save_every,
+            )
+        failures = caught.value.failures.values()
+        assert [failure.kind for failure in failures] == ["FloatingPointError"] * 2
+    for folder in checkpoint.available(tmp_path / "wild1/checkpoints"):
+        assert all(weight.isfinite().all() for weight in checkpoint.load(folder)[0].values())
+
+
+def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:
+    trainer = Trainer(config, Path(folder))
+    steps = []
+
+    def poison(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        steps.append(output.requires_grad)
+        if trainer.mesh.rank == 1 and sum(steps) == 2 and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * math.inf)
+
+    trainer.model.register_forward_hook(poison)
+    trainer.run()
+    weights = trainer.setup.full_state_dict()
+    return int(trainer.precision.scaler.num_skipped), all(
+        weight.isfinite().all().item() for weight in weights.values()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [dict(zero=1), dict(zero=2), dict(zero=3), dict(local_method="diloco", local_every=2)],
+    ids=str,
+)
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(ranks, text, tmp_path, changes):
+    """Mutant: the flag is not shared, and where ranks differ in it one of them steps alone."""
+    config = replace(
+        PLAIN, data=str(text), mesh="dp=2", dtype="float32", precision="fp16", **changes
+    )
+    config.check()
+    found = ranks(2).run(with_an_overflow_on_one_rank, config, str(tmp_path))
+    assert found == [(1, True), (1, True)]
