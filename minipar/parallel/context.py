@@ -1,0 +1,548 @@
+"""Context parallelism: every rank holds a part of each sequence; keys and values travel in a ring.
+
+Idea.   All of a Llama but attention treats tokens one by one, so T tokens may lie on n ranks. In
+        attention a query needs the keys and values of all tokens before it: these go around a ring,
+        one rank further in each step, while the ones at hand are multiplied. The softmax over all
+        keys is put together from blocks as they come by.
+Math.   With scores s = q kT / sqrt(K), a block b of keys gives  lse_b = log sum exp s  and
+        out_b = sum exp(s - lse_b) v.  Two blocks merge exactly:  lse = log(exp lse_a + exp lse_b)
+        and  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+Order.  What lies in the future is masked, so blocks in which nobody looks are not multiplied.
+        "plain", rank r holds the r-th of n pieces: the last rank multiplies n blocks, the first
+        one, and in every step somebody waits for somebody. "zigzag", rank r holds chunks r and
+        2n-1-r of 2n: each rank multiplies 2n+1 pairs of chunks, three in the first step and two in
+        all others. At n=4 these are 9 quarters of a block; the last rank of "plain" has 16.
+
+            plain, n=2   0 0 0 0 1 1 1 1         zigzag, n=2   0 0 1 1 1 1 0 0
+
+Shapes. tokens [B, T] V@cp -> [B, T/n]; hidden [B, T/n, D] V@cp; q [B, H, T/n, K], k and v
+        [B, G, T/n, K] V@cp; parameters R@cp, their gradients P@cp: the data strategy sums them.
+Comms.  With A = 2 B G T K e bytes of all keys and values (G kv heads as they are, never repeated; e
+        bytes per number): forward (n-1)/n A; backward (n-1)/n (A + A'), where A' are their
+        gradients, which travel in fp32 at least. Per rank and layer, for "ring" and "gather" alike.
+Memory. Activations divided by n. Attention saves q, k, v, its output and lse, all of T/n tokens.
+        In flight: two more blocks of k and v, for "gather" all n; where no fused kernel multiplies
+        them, one block of scores, [B, H, T/n, T/n] for "plain", a quarter of that for "zigzag".
+Costs you. T divisible by n, by 2n for "zigzag". A mask has T/n x T entries. Computing T/n times
+        T/n scores must outlast sending T/n keys, or the ring is exposed: long sequences only.
+Source. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889); the merge:
+        Milakov and Gimelshein 2018 (arXiv 1805.02867); the backward of a block: Dao 2023,
+        "FlashAttention-2" (arXiv 2307.08691), algorithm 2; "gather": Grattafiori et al. 2024,
+        "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.2.
+In torch: `torch.distributed.tensor.experimental.context_parallel`.
+Proved by tests/parallel/test_context.py and tests/parity/test_context.py.
+
+Use. Ranks of `cp` hold different tokens, as those of `dp` do, so to the loss and to gradients both
+are one axis. One all-reduce over it, hidden behind backward as ever; zero and fsdp work as well::
+
+    data_axis = mesh.joint("dp", "cp")
+    strategies = [
+        context.apply(model, mesh.cp),
+        ddp.apply(model, data_axis, average=False),
+    ]
+    batch = context.shard_batch((inputs, targets), mesh.cp)      # targets are shifted already
+    train_step(model, strategies, optimizer, [batch], data_axis)
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from minipar.comm.collectives import Pending, all_gather, exchange, reduce_scatter
+from minipar.comm.mesh import Axis
+from minipar.model.llama import Attention, Core, LlamaModel
+from minipar.parallel.strategy import Strategy
+
+Order = Literal["zigzag", "plain"]
+Exchange = Literal["ring", "gather"]
+KernelName = Literal["math", "fused"]
+aten = torch.ops.aten
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    order: Order = "zigzag",
+    exchange: Exchange = "ring",
+    kernel: KernelName | None = None,
+) -> "ContextParallel":
+    """Let `model`, a Llama, work on sequences that are cut over `axis`, in place.
+
+    Args:
+        order: which tokens a rank holds, "zigzag" or "plain": that of `shard`.
+        exchange: "ring" passes keys and values on from rank to rank, hidden behind the products;
+            "gather" collects them first, in one call that nothing hides.
+        kernel: what multiplies a block: "math" runs anywhere, "fused" on the CPU, faster and
+            without a matrix of scores. By default the best there is.
+
+    Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
+    mask, as in `masks.py`, is to be cut along its queries: [B, 1, T/n, T]. The strategy sends no
+    gradients: these are summed over ``mesh.joint("dp", "cp")`` by ddp, zero or fsdp.
+
+    Raises `ValueError` for an unknown order, exchange or kernel, or a model without attention.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
+    if not any(isinstance(module, Attention) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
+    if kernel not in (None, *KERNELS):
+        raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
+    return ContextParallel(model, axis, order, exchange, kernel)
+
+
+# ---------------------------------------------------------------------- who holds which tokens
+ORDERS = {"zigzag": 2, "plain": 1}
+"""Chunks of a sequence that each rank holds."""
+
+
+def chunks_of(rank: int, size: int, order: Order = "zigzag") -> tuple[int, ...]:
+    """Return the numbers of the chunks that `rank` holds, of ``ORDERS[order] * size`` in all."""
+    return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
+
+
+def plan(
+    rank: int, size: int, order: Order = "zigzag", causal: bool = True
+) -> list[list[tuple[int, int]]]:
+    """Return, for each step of the ring, the pairs of chunks (of queries, of keys) to multiply.
+
+    In step s, `rank` has the keys of rank - s. Pairs that lie in the future are left out, unless
+    `causal` is False.
+    """
+    held = [chunks_of(r, size, order) for r in range(size)]
+    return [
+        [
+            (mine, theirs)
+            for mine in held[rank]
+            for theirs in held[(rank - step) % size]
+            if theirs <= mine or not causal
+        ]
+        for step in range(size)
+    ]
+
+
+def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
+    """Cut this rank's tokens out of `dim`: [..., T] -> [..., T/n]. Sends nothing.
+
+    Tokens, targets, positions: whatever has a row for each token. Targets have to be those of the
+    whole sequence, shifted before they are cut: the last one of a chunk is the next chunk's token.
+
+    Raises `ValueError` unless T is divisible by n, for "zigzag" by 2n.
+    """
+    num_chunks, length = ORDERS[order] * axis.size, tensor.shape[dim]
+    if length % num_chunks:
+        below = length - length % num_chunks
+        raise ValueError(
+            f"{axis.name}={axis.size} in {order} order cuts sequences into {num_chunks} chunks, "
+            f"which do not divide {length} tokens; pad them to {below + num_chunks}"
+            + (f" or cut them to {below}" if below else "")
+        )
+    chunks = tensor.chunk(num_chunks, dim)
+    return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
+
+
+def unshard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) -> Tensor:
+    """Collect the tokens of all ranks in the order of the text: [..., T/n] -> [..., T].
+
+    A collective, of no gradient; the inverse of `shard`.
+    """
+    chunks = all_gather(tensor, axis, dim).chunk(ORDERS[order] * axis.size, dim)
+    numbers = [c for rank in range(axis.size) for c in chunks_of(rank, axis.size, order)]
+    return torch.cat([chunks[numbers.index(c)] for c in range(len(numbers))], dim)
+
+
+def shard_batch(
+    batch: tuple[Tensor, ...], axis: Axis, order: Order = "zigzag"
+) -> tuple[Tensor, ...]:
+    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask along its queries."""
+    return tuple(shard(x, axis, order, dim=-2 if x.ndim == 4 else -1) for x in batch)
+
+
+class Block(NamedTuple):
+    """Rows of queries, rows of keys, and who may look at whom: a mask, or causal, or all at all."""
+
+    mine: slice
+    theirs: slice
+    mask: Tensor | None
+    causal: bool
+
+
+def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[list[Block]]:
+    """Return the blocks that are to be multiplied in each step: those in which anybody looks.
+
+    `mask` [B, 1, T/n, T] or None for causal; q [B, H, T/n, K] tells T/n.
+    """
+    per_rank, length = ORDERS[order], q.shape[2]
+    if length % per_rank:
+        raise ValueError(
+            f"{length} tokens per rank are no {per_rank} chunks of {order} order; cut whole "
+            f"sequences with context.shard"
+        )
+    if mask is not None and mask.shape[2:] != (length, length * axis.size):
+        raise ValueError(
+            f"a mask of shape {tuple(mask.shape)} does not fit {length} tokens on each of "
+            f"{axis.name}={axis.size}: it must be [B, 1, {length}, {length * axis.size}], as "
+            f"context.shard cuts it along dim 2"
+        )
+    width = length // per_rank
+    # On "meta" there are no values to look at; masks that show the future are rare.
+    by_values = mask is not None and not mask.is_meta
+
+    def rows(index: int) -> slice:
+        return slice(index * width, (index + 1) * width)
+
+    steps: list[list[Block]] = []
+    for pairs in plan(axis.rank, axis.size, order, causal=not by_values):
+        source = chunks_of((axis.rank - len(steps)) % axis.size, axis.size, order)
+        own = chunks_of(axis.rank, axis.size, order)
+        steps.append([])
+        for mine, theirs in pairs:
+            at = rows(own.index(mine))
+            seen = None if mask is None else mask[:, :, at, rows(theirs)]
+            if not by_values or seen.any():
+                causal = mask is None and mine == theirs
+                steps[-1].append(Block(at, rows(source.index(theirs)), seen, causal))
+    return steps
+
+
+# ---------------------------------------------------------------------- one block
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Softmax over one block of keys, and what it takes to merge it with others.
+
+    q [B, H, t, K]; k, v [B, G, s, K] -> output [B, H, t, K], log-sum-exp [B, H, t, 1]. `mask`, as
+    in `dense_core`, or `causal`. A query that may look at nothing here gets 0 and -inf.
+    """
+    scores = _scores(_by_kv_head(q, k.shape[1]), k, mask, causal)  # [B, G, H/G * t, s]
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = scores.sub_(_finite(lse)).exp_() @ v
+    return out.view(q.shape), lse.view(*q.shape[:-1], 1)
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Add the keys of another block to the softmax in `out` and `lse`, in place."""
+    total = torch.logaddexp(lse, new_lse)
+    out.mul_((lse - _finite(total)).exp()).add_(new_out * (new_lse - _finite(total)).exp())
+    lse.copy_(total)
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from one block; `out` and `lse` are of the softmax over *all* keys.
+
+    With p = exp(s - lse) and dot = sum(dout * out) over K, [B, H, t, 1]:
+    dv = pT dout,  ds = p (dout vT - dot) / sqrt(K),  dq = ds k,  dk = dsT q.
+    """
+    dot = (d_out * out).sum(-1, keepdim=True)
+    shape, num_kv_heads = q.shape, k.shape[1]
+    q, lse, d_out, dot = (_by_kv_head(x, num_kv_heads) for x in (q, lse, d_out, dot))
+    weights = _scores(q, k, mask, causal).sub_(_finite(lse)).exp_()  # [B, G, H/G * t, s]
+    d_v = weights.mT @ d_out
+    d_scores = weights * (d_out @ v.mT - dot) / math.sqrt(shape[-1])
+    return (d_scores @ k).view(shape), d_scores.mT @ q, d_v
+
+
+def _by_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, t, K] -> [B, G, H/G * t, K]: heads that share keys become rows of one product."""
+    return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """q kT / sqrt(K), -inf where a query may not look: [B, G, H/G * t, K] -> [..., s]."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        mask = torch.ones(2 * k.shape[2:3], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return scores
+    by_head = scores.unflatten(2, (-1, mask.shape[-2]))  # [B, G, H/G, t, s]
+    return by_head.masked_fill_(~mask.unsqueeze(-3), -math.inf).flatten(2, 3)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """-inf - -inf would be nan: where nothing is visible, exp(-inf - finite) is the 0 we want."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+def fused_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's FlashAttention for the CPU, which never holds a whole block of scores."""
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_bias(q, mask)
+    )
+    lse = lse.unsqueeze(-1)
+    if mask is not None:  # the kernel returns 0 for a query that may look at nothing
+        lse = lse.masked_fill(~mask.any(-1, keepdim=True), -math.inf)
+    return out, lse
+
+
+def fused_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by torch's FlashAttention for the CPU."""
+    lse = _finite(lse).squeeze(-1)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_out, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(q, mask)
+    )
+
+
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What is added to the scores: 0 or -inf."""
+    return None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
+
+
+class Kernel(NamedTuple):
+    """What multiplies one block: `attend` and `attend_backward`, or functions like them."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+KERNELS = {"math": Kernel(attend, attend_backward), "fused": Kernel(fused_attend, fused_backward)}
+
+
+# ---------------------------------------------------------------------- all blocks, in a ring
+def pass_on(tensor: Tensor, axis: Axis) -> Pending:
+    """Start to send `tensor` to the next rank; ``wait()`` returns what the one before has sent."""
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    buffer = torch.empty_like(tensor)
+    return exchange([(tensor, to)], [(buffer, source)], axis, async_op=True)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to all keys; in every step, those of another rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        axis: Axis,
+        order: Order,
+        kernel: Kernel,
+    ) -> Tensor:
+        """q [B, H, T/n, K]; k, v [B, G, T/n, K] -> [B, H, T/n, K]."""
+        softmax = Forward(kernel, q)
+        kv = own_kv = torch.stack((k, v))  # one message: [2, B, G, T/n, K]
+        for step, blocks in enumerate(blocks_of(mask, q, axis, order)):
+            is_last = step == axis.size - 1
+            arriving = None if is_last else pass_on(kv, axis)  # post
+            softmax.add(kv, blocks)  # compute, merge
+            kv = kv if is_last else arriving.wait()[0]  # wait
+        ctx.axis, ctx.order, ctx.kernel = axis, order, kernel
+        ctx.save_for_backward(q, own_kv, mask, softmax.out, softmax.lse)
+        return softmax.out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """A second ring follows the first: gradients go where their keys went, and then home."""
+        q, kv, mask, out, lse = ctx.saved_tensors
+        axis = ctx.axis
+        gradients = Backward(ctx.kernel, q, out, lse, d_out)
+        d_arriving = None
+        for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
+            is_last = step == axis.size - 1
+            arriving = None if is_last else pass_on(kv, axis)
+            d_kv = gradients.add(kv, blocks)
+            if step == 0:
+                own_d_kv = d_kv  # stays; the sum of the others arrives at the end
+            else:
+                if d_arriving is not None:
+                    d_kv += d_arriving.wait()[0]
+                d_arriving = pass_on(d_kv, axis)
+            kv = kv if is_last else arriving.wait()[0]
+        d_k, d_v = own_d_kv + d_arriving.wait()[0]
+        return gradients.d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype), *[None] * 4
+
+
+class GatherAttention(torch.autograd.Function):
+    """The same, after one all-gather. Backward gathers again, rather than keep all keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        axis: Axis,
+        order: Order,
+        kernel: Kernel,
+    ) -> Tensor:
+        """Shapes as in `RingAttention`."""
+        steps = blocks_of(mask, q, axis, order)
+        softmax = Forward(kernel, q)
+        own_kv = torch.stack((k, v))
+        everyone = all_gather(own_kv[None], axis)  # [n, 2, B, G, T/n, K]
+        for step, blocks in enumerate(steps):
+            softmax.add(everyone[axis.rank - step], blocks)
+        ctx.axis, ctx.order, ctx.kernel = axis, order, kernel
+        ctx.save_for_backward(q, own_kv, mask, softmax.out, softmax.lse)
+        return softmax.out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of all keys, reduce-scattered to those who hold them."""
+        q, own_kv, mask, out, lse = ctx.saved_tensors
+        axis = ctx.axis
+        gradients = Backward(ctx.kernel, q, out, lse, d_out)
+        everyone = all_gather(own_kv[None], axis)
+        d_everyone = everyone.new_empty(everyone.shape, dtype=out.dtype)
+        for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
+            source = axis.rank - step
+            d_everyone[source] = gradients.add(everyone[source], blocks)
+        [(d_k, d_v)] = reduce_scatter(d_everyone, axis)
+        return gradients.d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype), *[None] * 4
+
+
+EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
+
+
+class Forward:
+    """The softmax over the keys seen so far: output [B, H, T/n, K] and lse [B, H, T/n, 1].
+
+    In fp32 at least: rounded to bf16 at every step, they would be off by more on a longer ring.
+    """
+
+    def __init__(self, kernel: Kernel, q: Tensor) -> None:
+        self.kernel, self.q = kernel, _wide(q)
+        self.out = torch.zeros_like(self.q)
+        self.lse = self.q.new_full((*q.shape[:-1], 1), -math.inf)
+
+    def add(self, kv: Tensor, blocks: list[Block]) -> None:
+        """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
+        k, v = _wide(kv)
+        with _as_typed(k):
+            for mine, theirs, *who in blocks:
+                keys = k[:, :, theirs], v[:, :, theirs]
+                new = self.kernel.forward(self.q[:, :, mine], *keys, *who)
+                merge(self.out[:, :, mine], self.lse[:, :, mine], *new)
+
+
+class Backward:
+    """The gradient of q from the keys seen so far, [B, H, T/n, K]; in fp32 at least."""
+
+    def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
+        self.kernel, self.q = kernel, _wide(q)
+        self.results = out, lse, _wide(d_out).contiguous()
+        self.d_q = torch.zeros_like(self.q)
+
+    def add(self, kv: Tensor, blocks: list[Block]) -> Tensor:
+        """Multiply with one rank's keys and values; return their gradients [2, B, G, T/n, K]."""
+        k, v = _wide(kv)
+        d_k, d_v = d_kv = torch.zeros_like(kv, dtype=k.dtype)
+        with _as_typed(k):
+            for mine, theirs, *who in blocks:
+                keys = k[:, :, theirs], v[:, :, theirs]
+                results = (x[:, :, mine] for x in self.results)
+                new_d_q, new_d_k, new_d_v = self.kernel.backward(
+                    self.q[:, :, mine], *keys, *who, *results
+                )
+                self.d_q[:, :, mine] += new_d_q
+                d_k[:, :, theirs] += new_d_k
+                d_v[:, :, theirs] += new_d_v
+        return d_kv
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32, if it is in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _as_typed(x: Tensor):
+    """Products in the dtype of their operands: autocast would round these back to bf16."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+# ---------------------------------------------------------------------- the model
+class ContextParallel(Strategy):
+    """Attention to keys of other ranks, and positions that know which tokens these are."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        order: Order,
+        exchange: Exchange,
+        kernel: KernelName | None,
+    ) -> None:
+        super().__init__(model, axis)
+        self.order, self.attention, self.kernel = order, EXCHANGES[exchange], kernel
+        self.is_whole = axis.size == 1  # sequences are not cut
+        for module in model.modules():
+            if isinstance(module, LlamaModel):
+                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
+            if isinstance(module, Attention):
+                module.core = self._split(module.core)
+
+    def _split(self, core: Core) -> Core:
+        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            if self.is_whole:
+                return core(q, k, v, mask)
+            best = "fused" if q.device.type == "cpu" else "math"
+            kernel = KERNELS[self.kernel or best]
+            return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)
+
+        return split_core
+
+    def _position_hook(self) -> Callable:
+        """Say where in the sequence this rank's tokens are, unless the caller has."""
+
+        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
+            names = ("x", "positions", "mask")
+            call = {**dict(zip(names, args, strict=False)), **kwargs}
+            if self.is_whole or call.get("positions") is not None:
+                return None
+            seq_len, longest = call["x"].shape[1] * self.axis.size, module.config.max_seq_len
+            if seq_len > longest:
+                raise ValueError(
+                    f"a sequence of {seq_len} tokens is longer than max_seq_len={longest}"
+                )
+            positions = torch.arange(seq_len, device=call["x"].device)
+            positions = shard(positions, self.axis, self.order)
+            return (call["x"], positions, call.get("mask")), {}
+
+        return number  # no method: a copy of the model must not copy the process groups
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """In here the model takes uncut sequences, each rank for itself: to generate text."""
+        before, self.is_whole = self.is_whole, True
+        try:
+            yield
+        finally:
+            self.is_whole = before
+
+    def finish_backward(self) -> None:
+        """Nothing is left to send: gradients of keys have come home during backward.
+
+        Those of the parameters are parts of a sum over cp and over dp, and the strategy that adds
+        up the latter does it for both, over their joint axis.
+        """

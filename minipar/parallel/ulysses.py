@@ -1,0 +1,182 @@
+"""Ulysses: tokens are apart all through the model; for attention alone, heads are apart instead.
+
+Idea.   Attention mixes tokens but not heads; all the rest mixes heads but not tokens. So each of n
+        ranks holds T/n tokens, and an all-to-all before attention gives it all tokens of H/n heads;
+        one after it goes back. Attention itself, on one device's kernel, does not notice.
+Math.   A permutation, and its inverse in backward. Key/value head g serves query heads g H/G to
+        (g+1) H/G - 1; where n does not divide G, every key/value head is repeated until there are
+        G' = lcm(G, n) of them, and its gradient is the sum over its copies.
+Shapes. tokens [B, T] V@cp -> [B, T/n], in plain order; q [B, H, T/n, K] V@cp -> [B, H/n, T, K];
+        k, v [B, G', T/n, K] -> [B, G'/n, T, K]; parameters R@cp, their gradients P@cp.
+Comms.  With A = B T K e bytes for one head of the whole sequence (e bytes per number): forward
+        (n-1)/n (2 H + 2 G') A / n, backward the same; per rank and layer, in 2 + 2 calls. Falls
+        with n, unlike the ring's (n-1)/n 2 G A and tensor parallelism's 2 (n-1)/n B T D e per call.
+Memory. Activations divided by n. During attention: q, k, v and output of T tokens, H/n heads.
+Costs you. n divides H (and T). Nothing hides the calls: attention needs all of its input. Masks
+        are whole on every rank, [B, 1, T, T].
+Source. Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+In torch: none by name; `torch.distributed.tensor` redistributes from tokens to heads.
+Proved by tests/parallel/test_ulysses.py and tests/parity/test_context.py.
+
+Loss and gradients are those of context.py: over the joint axis of dp and cp::
+
+    data_axis = mesh.joint("dp", "cp")
+    strategies = [ulysses.apply(model, mesh.cp), ddp.apply(model, data_axis, average=False)]
+    batch = ulysses.shard_batch((inputs, targets), mesh.cp)      # targets are shifted already
+    train_step(model, strategies, optimizer, [batch], data_axis)
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.autograd import all_to_all
+from minipar.comm.mesh import Axis
+from minipar.model.llama import Attention, Core, LlamaModel
+from minipar.parallel.strategy import Strategy
+
+
+def apply(model: nn.Module, axis: Axis) -> "Ulysses":
+    """Let `model`, a Llama, work on sequences that are cut over `axis`, in place.
+
+    Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
+    mask is that of the whole sequence, [B, 1, T, T]. Whatever computes attention now (such as
+    `dense_core`) goes on doing it, for a part of the heads. The strategy sends no gradients: these
+    are summed over ``mesh.joint("dp", "cp")`` by ddp, zero or fsdp.
+
+    Raises `ValueError` for a model without attention, or heads that n ranks cannot share evenly.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
+    for layer in layers:
+        check_heads(layer.q_proj.weight.shape[0] // layer.head_dim, axis)
+    return Ulysses(model, axis)
+
+
+def check_heads(num_heads: int, axis: Axis) -> None:
+    """Raise `ValueError` unless the ranks of `axis` can share `num_heads` query heads evenly."""
+    if num_heads % axis.size:
+        *good, last = (str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ValueError(
+            f"{axis.name}={axis.size} does not divide num_heads={num_heads}, and all ranks get as "
+            f"many heads; use {', '.join(good)}{' or ' * bool(good)}{last}"
+        )
+
+
+def check_mask(mask: Tensor | None, seq_len: int) -> None:
+    """Raise `ValueError` unless `mask` is that of a whole sequence of `seq_len` tokens."""
+    if mask is not None and mask.shape[2:] != (seq_len, seq_len):
+        raise ValueError(
+            f"a mask of shape {tuple(mask.shape)} is not that of {seq_len} tokens: ulysses needs "
+            f"all of it, [B, 1, {seq_len}, {seq_len}], as ulysses.shard_batch leaves it"
+        )
+
+
+# ---------------------------------------------------------------------- cutting a batch
+def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
+
+    Targets have to be those of the whole sequence, shifted before they are cut. Raises `ValueError`
+    unless n divides T.
+    """
+    length = tensor.shape[dim]
+    if length % axis.size:
+        below = length - length % axis.size
+        raise ValueError(
+            f"{axis.name}={axis.size} does not divide {length} tokens; pad them to "
+            f"{below + axis.size}" + (f" or cut them to {below}" if below else "")
+        )
+    return tensor.chunk(axis.size, dim)[axis.rank]
+
+
+def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """Cut (inputs, targets[, positions[, mask]]) of whole sequences; a mask stays whole."""
+    return tuple(x if x.ndim == 4 else shard(x, axis) for x in batch)
+
+
+# ---------------------------------------------------------------------- tokens <-> heads
+def heads_apart(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """All tokens of some heads instead of some tokens of all heads, for several tensors at once.
+
+    Each [B, H, T/n, K] -> [B, H/n, T, K], where n must divide H, which may differ between them.
+    """
+    # One message: the heads that go to rank 0 (of q, of k, of v), those that go to rank 1, ...
+    pieces = [x.unflatten(1, (axis.size, -1)) for x in tensors]  # [B, n, H/n, T/n, K]
+    packed = torch.cat(pieces, dim=2).flatten(1, 2)
+    arrived = all_to_all(packed, axis, split_dim=1, concat_dim=2)  # V@cp tokens -> V@cp heads
+    return arrived.split([x.shape[1] // axis.size for x in tensors], dim=1)
+
+
+def tokens_apart(tensor: Tensor, axis: Axis) -> Tensor:
+    """The way back: [B, H/n, T, K] -> [B, H, T/n, K]."""
+    return all_to_all(tensor, axis, split_dim=2, concat_dim=1)
+
+
+def repeated(kv: Tensor, size: int) -> Tensor:
+    """Repeat key/value heads until `size` divides them: [B, G, T, K] -> [B, lcm(G, n), T, K].
+
+    Both G and n divide H, so G' = lcm(G, n) does, too: the copies of a head split its query heads
+    evenly, and the r-th of n parts holds the keys of the r-th part of the query heads.
+    """
+    num_heads = kv.shape[1]
+    return kv.repeat_interleave(math.lcm(num_heads, size) // num_heads, dim=1)
+
+
+class Ulysses(Strategy):
+    """All-to-alls around attention, and positions that know which tokens these are."""
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        super().__init__(model, axis)
+        self.is_whole = axis.size == 1  # sequences are not cut
+        for module in model.modules():
+            if isinstance(module, LlamaModel):
+                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
+            if isinstance(module, Attention):
+                module.core = self._split(module.core)
+
+    def _split(self, core: Core) -> Core:
+        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            if self.is_whole:
+                return core(q, k, v, mask)
+            check_heads(q.shape[1], self.axis)
+            check_mask(mask, q.shape[2] * self.axis.size)
+            k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
+            q, k, v = heads_apart((q, k, v), self.axis)
+            return tokens_apart(core(q, k, v, mask), self.axis)
+
+        return split_core
+
+    def _position_hook(self) -> Callable:
+        """Say where in the sequence this rank's tokens are, unless the caller has."""
+
+        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
+            call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
+            if self.is_whole or call.get("positions") is not None:
+                return None
+            num_own, longest = call["x"].shape[1], module.config.max_seq_len
+            if num_own * self.axis.size > longest:
+                raise ValueError(
+                    f"a sequence of {num_own * self.axis.size} tokens is longer than "
+                    f"max_seq_len={longest}"
+                )
+            first = num_own * self.axis.rank
+            positions = torch.arange(first, first + num_own, device=call["x"].device)
+            return (call["x"], positions, call.get("mask")), {}
+
+        return number  # no method: a copy of the model must not copy the process groups
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """In here the model takes uncut sequences, each rank for itself: to generate text."""
+        before, self.is_whole = self.is_whole, True
+        try:
+            yield
+        finally:
+            self.is_whole = before
+
+    def finish_backward(self) -> None:
+        """Nothing is left to send: see `context.ContextParallel.finish_backward`."""

@@ -1,0 +1,397 @@
+"""Context parallelism piece by piece: who holds what, the merge of blocks, precision, overlap.
+
+That training equals one device is proved by tests/parity/test_context.py.
+"""
+
+import copy
+import math
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from minipar.comm import link, timeline
+from minipar.comm.collectives import barrier
+from minipar.comm.mesh import Axis, Mesh
+from minipar.model.llama import dense_core, generate, rope_tables
+from minipar.model.masks import document_mask
+from minipar.parallel import context
+from minipar.train.data import Sequences
+from tests.parity import models
+
+ORDERS = list(context.ORDERS)
+SIZES = [1, 2, 3, 4, 8]
+
+
+def axis_of(rank: int, size: int) -> Axis:
+    """An axis without ranks behind it, for what sends nothing."""
+    return Axis("cp", rank, size, tuple(range(size)))
+
+
+# ---------------------------------------------------------------------- who holds which tokens
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_plan_multiplies_every_causal_pair_once(size, order):
+    """Mutants: a step that looks at the keys of rank + s; a diagonal left out."""
+    num_chunks = context.ORDERS[order] * size
+    plans = [context.plan(rank, size, order) for rank in range(size)]
+    pairs = [pair for steps in plans for step in steps for pair in step]
+    assert sorted(pairs) == [(q, k) for q in range(num_chunks) for k in range(q + 1)]
+    for rank, steps in enumerate(plans):
+        for step, pairs in enumerate(steps):
+            assert {q for q, _ in pairs} <= set(context.chunks_of(rank, size, order))
+            held = context.chunks_of((rank - step) % size, size, order)
+            assert {k for _, k in pairs} <= set(held)
+    whole = context.plan(0, size, order, causal=False)
+    assert [len(step) for step in whole] == [context.ORDERS[order] ** 2] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_zigzag_is_balanced_in_every_step(size):
+    """2n+1 quarter blocks on every rank, while one of "plain" has 4n: 16/9 > 1.6 for n=4."""
+    zigzag = [[len(step) for step in context.plan(r, size, "zigzag")] for r in range(size)]
+    assert zigzag == [[3] + [2] * (size - 1)] * size
+    plain = [[4 * len(step) for step in context.plan(r, size, "plain")] for r in range(size)]
+    assert [sum(steps) for steps in plain] == [4 * (r + 1) for r in range(size)]
+    slowest = [max(steps) for steps in zip(*plain, strict=True)]  # the ring moves in lockstep
+    assert sum(slowest) == 4 * size
+    if size == 4:
+        assert sum(slowest) / sum(zigzag[0]) == 16 / 9 > 1.6
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_shards_hold_every_token_once(order):
+    tokens = torch.arange(24).view(1, 24)
+    shards = [context.shard(tokens, axis_of(rank, 3), order) for rank in range(3)]
+    assert all(len(shard[0]) == 8 for shard in shards)
+    assert sorted(torch.cat(shards, 1)[0].tolist()) == list(range(24))
+    assert torch.equal(context.shard(tokens.T, axis_of(1, 3), order, dim=0), shards[1].T)
+    if order == "zigzag":
+        assert shards[0][0].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
+    batch = (tokens, tokens + 1, tokens, torch.arange(576).view(1, 1, 24, 24))
+    *rows, mask = context.shard_batch(batch, axis_of(1, 3), order)
+    assert all(torch.equal(row, shards[1] + i) for row, i in zip(rows, (0, 1, 0), strict=True))
+    assert torch.equal(mask[0, 0, :, 0] // 24, shards[1][0])  # rows of its queries, all keys
+    assert mask.shape == (1, 1, 8, 24)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_trap_21_targets_are_shifted_before_the_sequence_is_cut(order):
+    """The target of a chunk's last token is another rank's token. Mutant: targets shifted within
+    each shard, which lose it or take the wrong one."""
+    text = torch.randperm(49)
+    inputs, targets = Sequences(text, 24)[0]
+    follower = dict(zip(text.tolist(), text.tolist()[1:], strict=False))
+    counted = 0
+    for rank in range(3):
+        mine, wanted = context.shard_batch((inputs, targets), axis_of(rank, 3), order)
+        assert [follower[token] for token in mine.tolist()] == wanted.tolist()
+        counted += len(wanted)
+        assert wanted[-1] not in mine
+    assert counted == 24
+
+
+# ---------------------------------------------------------------------- blocks
+def _random(*shape: int, dtype=torch.float64, seed=0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("cuts", [(12,), (5, 7), (1, 4, 3, 4), (7, 5)])
+@pytest.mark.parametrize("kernel", context.KERNELS)
+def test_blocks_merge_to_the_softmax_over_all_keys(cuts, kernel):
+    """Mutants: the old output not rescaled; the maximum of large scores not taken out."""
+    q, k, v = _random(2, 4, 6, 8), 30 * _random(2, 2, 12, 8, seed=1), _random(2, 2, 12, 8, seed=2)
+    visible = torch.rand(2, 1, 6, 12, generator=torch.Generator().manual_seed(3)) < 0.4
+    visible[:, :, 2] = False  # this one looks at nothing
+    visible[:, :, 3, :] = False
+    visible[:, :, 3, -1] = True
+    out, lse = torch.zeros_like(q), torch.full((2, 4, 6, 1), -math.inf, dtype=q.dtype)
+    start = 0
+    for width in cuts:
+        keys = slice(start, start + width)
+        block = context.KERNELS[kernel].forward(q, k[:, :, keys], v[:, :, keys], visible[..., keys])
+        context.merge(out, lse, *block)
+        start += width
+    expected = dense_core(q, k, v, visible)
+    rows = torch.tensor([0, 1, 3, 4, 5])
+    torch.testing.assert_close(out[:, :, rows], expected[:, :, rows], rtol=1e-12, atol=1e-12)
+    assert torch.equal(out[:, :, 2], torch.zeros_like(out[:, :, 2]))
+    assert torch.isneginf(lse[:, :, 2]).all() and lse[:, :, rows].isfinite().all()
+
+
+def _qkv(size, heads, kv_heads, tokens, dtype=torch.float64, width=8):
+    """Queries, keys, values and a gradient of the output, of the whole sequence."""
+    shapes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]
+    return [_random(*s, tokens, width, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
+
+
+def _reference(q, k, v, d_out, mask=None):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = dense_core(q, k, v, mask)
+    out.backward(d_out)
+    return [x.detach() for x in (out, q.grad, k.grad, v.grad)]
+
+
+def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, autocast=False):
+    """Output and gradients of the whole sequence, computed on all ranks; and what was sent."""
+    axis = Mesh(cp=torch.distributed.get_world_size()).cp
+    tensors = _qkv(axis.size, heads, kv_heads, tokens, dtype)
+    q, k, v, d_out = (context.shard(x, axis, order, dim=2).contiguous() for x in tensors)
+    rows = None if mask is None else context.shard(mask, axis, order, dim=2)
+    for x in (q, k, v):
+        x.requires_grad_()
+    with timeline.record() as forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = context.EXCHANGES[exchange].apply(q, k, v, rows, axis, order, context.KERNELS[kernel])
+    with timeline.record() as backward:
+        out.backward(d_out)
+    whole = [context.unshard(x.detach(), axis, order, dim=2) for x in (out, q.grad, k.grad, v.grad)]
+    assert all(x.dtype == dtype for x in whole)
+    return whole, forward.bytes_by_axis(), backward.bytes_by_axis(), len(forward), len(backward)
+
+
+@pytest.mark.parametrize("exchange", context.EXCHANGES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kernel", context.KERNELS)
+def test_attention_and_its_gradients_equal_one_device(ranks, kernel, order, exchange):
+    """Mutants: the scale left out; `dot` of one block instead of all; gradients of keys that do not
+    come home; a block of one document multiplied with another's mask."""
+    documents = torch.tensor([[0] * 11 + [1] * 13, [0] * 3 + [1] * 20 + [2]])
+    hidden = document_mask(documents)
+    hidden[0, 0, 5] = False  # nan on one device; 0 here, and no gradient
+    for mask in (None, document_mask(documents), hidden):
+        for heads, kv_heads in ((4, 4), (6, 2)):
+            args = (heads, kv_heads, 24, torch.float64, mask)
+            expected = _reference(*_qkv(3, heads, kv_heads, 24), mask)
+            for found, *_ in ranks(3).run(_ring, exchange, order, kernel, *args):
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert ours.isfinite().all()
+                    if mask is not hidden:
+                        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+                assert mask is not hidden or not found[0][0, :, 5].any()
+
+
+@pytest.mark.parametrize("exchange", context.EXCHANGES)
+def test_sends_what_the_docstring_says(ranks, exchange):
+    """Key/value heads as they are, gradients in fp32; n-1 messages, then 2 (n-1). Mutants: heads
+    repeated on the wire; gradients that go around once more to be home."""
+    size, kv_heads = 3, 2
+    for dtype, wide in ((torch.bfloat16, 4), (torch.float64, 8)):
+        args = ("zigzag", "fused", 6, kv_heads, 24, dtype)
+        numbers = 2 * 2 * kv_heads * 24 * 8  # of all keys and values
+        for _, forward, backward, *calls in ranks(size).run(_ring, exchange, *args):
+            one_way = (size - 1) * numbers // size
+            assert forward == {"cp": one_way * dtype.itemsize}
+            assert backward == {"cp": one_way * (dtype.itemsize + wide)}
+            messages = [size - 1, 2 * (size - 1)] if exchange == "ring" else [1, 2]
+            assert calls == messages
+
+
+# ---------------------------------------------------------------------- precision
+def _errors(found, expected):
+    scale = [x.abs().max() for x in expected]
+    return [
+        ((ours.double() - theirs).abs().max() / s).item()
+        for ours, theirs, s in zip(found, expected, scale, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kernel, autocast", [("fused", False), ("math", False), ("math", True)])
+def test_trap_20_errors_in_bf16_do_not_grow_with_the_ring(ranks, kernel, autocast):
+    """The error is that of rounding the result once, on 2 ranks as on 4. Mutants: output, or
+    gradients of keys, kept in bf16 between steps; autocast that rounds the products."""
+    tensors = _qkv(1, 4, 2, 64, torch.bfloat16)
+    expected = _reference(*(x.double() for x in tensors))
+    rounded = _errors([x.bfloat16() for x in expected], expected)
+    for size in (2, 4):
+        args = ("ring", "plain", kernel, 4, 2, 64, torch.bfloat16, None, autocast)
+        for found, *_ in ranks(size).run(_ring, *args):
+            for ours, once in zip(_errors(found, expected), rounded, strict=True):
+                assert ours <= 1.05 * once + 1e-6
+
+
+# ---------------------------------------------------------------------- skipping
+def _products(mask, order):
+    axis = Mesh(cp=4).cp
+    q, k, v, _ = (context.shard(x, axis, order, dim=2) for x in _qkv(4, 4, 2, 32))
+    rows = None if mask is None else context.shard(mask, axis, order, dim=2)
+    attend = mock.Mock(wraps=context.attend)
+    kernel = context.Kernel(attend, context.attend_backward)
+    context.RingAttention.apply(q, k, v, rows, axis, order, kernel)
+    return attend.call_count
+
+
+def test_blocks_in_which_nobody_looks_are_skipped(ranks):
+    """Mutants: all blocks multiplied; documents looked at one rank at a time."""
+    assert ranks(4).run(_products, None, "zigzag") == [9] * 4
+    assert ranks(4).run(_products, None, "plain") == [1, 2, 3, 4]
+    halves = document_mask(torch.arange(32)[None] // 16).expand(2, -1, -1, -1)
+    assert ranks(4).run(_products, halves, "plain") == [1, 2, 1, 2]
+    assert ranks(4).run(_products, halves, "zigzag") == [1 + 4, 2 + 3, 3 + 2, 4 + 1]
+    meta = context.blocks_of(halves.to("meta")[:, :, :8], torch.empty(2, 4, 8, 8, device="meta"),
+                             axis_of(3, 4), "plain")  # fmt: skip
+    assert [len(step) for step in meta] == [1, 1, 1, 1]
+
+
+# ---------------------------------------------------------------------- overlap
+BLOCK, TRANSFER = 0.04, 0.06
+
+
+def _timed(exchange, tries=3):
+    """(Seconds, hidden fraction) of forward and of backward, when products only take time.
+
+    Of the fastest try each: the machine may be busy with something else.
+    """
+    axis = Mesh(cp=4).cp
+    q, k, v, d_out = (
+        context.shard(x, axis, dim=2).requires_grad_() for x in _qkv(4, 4, 4, 64, torch.float32)
+    )
+
+    def slowly(function, seconds):
+        def call(*args):
+            with timeline.span("compute", "block"):
+                time.sleep(seconds)
+                return function(*args)
+
+        return call
+
+    kernel = context.Kernel(
+        slowly(context.attend, BLOCK), slowly(context.attend_backward, 2 * BLOCK)
+    )
+    attention = context.EXCHANGES[exchange]
+    message = 2 * k.nbytes
+    link.check_calls(False)
+    results: dict[bool, list] = {True: [], False: []}
+    try:
+        link.use(link.Link("test", 0.0, message / TRANSFER))
+        for is_forward in [True, False] * tries:
+            barrier(axis)
+            with timeline.record() as recorded:
+                start = time.monotonic()
+                if is_forward:
+                    out = attention.apply(q, k, v, None, axis, "zigzag", kernel)
+                else:
+                    out.backward(d_out)
+                seconds = time.monotonic() - start
+            results[is_forward].append((seconds, recorded.hidden_fraction))
+    finally:
+        link.use("none")
+        link.check_calls(True)
+    return min(results[True]), min(results[False])
+
+
+@pytest.mark.slow
+def test_the_ring_hides_behind_the_products(ranks):
+    """Forward hides all of it, backward all but the last hop of gradients. Mutants: waiting before
+    computing; gradients of keys that are waited for as soon as they are sent."""
+    products = 9 * BLOCK
+    for forward, backward in ranks(4, "link").run(_timed, "ring"):
+        assert products <= forward[0] < products + 2 * TRANSFER
+        assert forward[1] > 0.7
+        assert 2 * products + TRANSFER <= backward[0] < 2 * products + 3.5 * TRANSFER
+        assert backward[1] > 0.6
+    for forward, backward in ranks(4, "link").run(_timed, "gather"):
+        assert forward[0] >= products + 3 * TRANSFER and forward[1] < 0.1
+        assert backward[0] >= 2 * products + 6 * TRANSFER and backward[1] < 0.1
+
+
+# ---------------------------------------------------------------------- the model
+def _positions(order):
+    axis = Mesh(cp=4).cp
+    model = models.llama(0)
+    context.apply(model, axis, order=order)
+    seen = []
+
+    def note(module, args):
+        seen.append(args[1])
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(note)
+    tokens = torch.arange(24).expand(2, 24)
+    model(context.shard(tokens, axis, order))
+    given = context.shard(torch.arange(24) % 7, axis, order)
+    model(context.shard(tokens, axis, order), given)
+    model.model(context.shard(tokens, axis, order), positions=given)
+    return [cos for cos, _ in seen]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
+    """Mutants: every shard starts at 0; zigzag shards numbered as if they were contiguous."""
+    config = models.llama(0).config
+    cos, _ = rope_tables(config, torch.arange(24), torch.float32)
+    restarting, _ = rope_tables(config, torch.arange(24) % 7, torch.float32)
+    for rank, (counted, given, by_name) in enumerate(ranks(4).run(_positions, order)):
+        assert torch.equal(counted, context.shard(cos, axis_of(rank, 4), order, dim=0))
+        expected = context.shard(restarting, axis_of(rank, 4), order, dim=0)
+        assert torch.equal(given, expected) and torch.equal(by_name, expected)
+
+
+def _whole_sequences():
+    mesh = Mesh(cp=2)
+    model = models.llama(3)
+    tokens = torch.arange(7)[None]
+    expected = generate(model, tokens, 5, temperature=0)
+    strategy = context.apply(model, mesh.cp)
+    with timeline.record() as recorded, strategy.whole_sequences():
+        assert torch.equal(generate(model, tokens, 5, temperature=0), expected)
+    assert not recorded.spans
+    twin = copy.deepcopy(model)
+    whole = torch.arange(8)[None]
+    ours, theirs = (m(context.shard(whole, mesh.cp)) for m in (model, twin))
+    assert torch.equal(ours, theirs)
+    strategy.finish_backward()
+    assert strategy.full_state_dict().keys() == model.state_dict().keys()
+
+
+def test_whole_sequences_and_copies_of_the_model(ranks):
+    ranks(2).run(_whole_sequences)
+
+
+def test_one_rank_needs_no_torch_distributed():
+    model, twin = models.llama(0), models.llama(0)
+    context.apply(model, Mesh().cp)
+    tokens = torch.arange(7)[None]  # odd: nothing is cut
+    assert torch.equal(model(tokens), twin(tokens))
+
+
+# ---------------------------------------------------------------------- refusals
+def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
+    model, axis = models.llama(0), axis_of(1, 4)
+    with pytest.raises(ValueError, match="order='spiral' is unknown; use one of zigzag, plain"):
+        context.apply(model, axis, order="spiral")
+    with pytest.raises(ValueError, match="exchange='mail' is unknown; use one of ring, gather"):
+        context.apply(model, axis, exchange="mail")
+    with pytest.raises(ValueError, match="kernel='magic' is unknown; use one of math, fused"):
+        context.apply(model, axis, kernel="magic")
+    with pytest.raises(ValueError, match="Linear has no Attention"):
+        context.apply(torch.nn.Linear(2, 2), axis)
+    with pytest.raises(ValueError, match="8 chunks.*27 tokens; pad them to 32 or cut them to 24"):
+        context.shard(torch.zeros(2, 27), axis)
+    with pytest.raises(ValueError, match="4 chunks.*3 tokens; pad them to 4$"):
+        context.shard(torch.zeros(2, 3), axis, "plain")
+
+
+def _refused(seq_len, mask_shape, exchange):
+    model, axis = models.llama(0, max_seq_len=64), Mesh(cp=2).cp
+    context.apply(model, axis, exchange=exchange)
+    mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool)
+    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
+        model(torch.zeros(1, seq_len, dtype=torch.int64), mask=mask)
+    assert not recorded.spans
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "seq_len, mask_shape, message",
+    [
+        (5, None, "into 4 chunks, which do not divide 10 tokens; pad them to 12 or cut"),
+        (34, None, "a sequence of 68 tokens is longer than max_seq_len=64"),
+        (4, (1, 1, 8, 8), "it must be [B, 1, 4, 8]"),
+    ],
+)
+def test_bad_inputs_are_refused_before_anything_is_sent(ranks, seq_len, mask_shape, message):
+    for exchange in context.EXCHANGES:
+        found = ranks(2).run(_refused, seq_len, mask_shape, exchange)
+        assert all(message in said for said in found)

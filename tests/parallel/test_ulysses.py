@@ -1,0 +1,169 @@
+"""Ulysses piece by piece: tokens to heads and back, repeated heads, what is sent, what is refused.
+
+That training equals one device is proved by tests/parity/test_context.py.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from minipar.comm import timeline
+from minipar.comm.mesh import Axis, Mesh
+from minipar.model.llama import dense_core, generate, rope_tables
+from minipar.model.masks import document_mask
+from minipar.parallel import ulysses
+from minipar.train.data import Sequences
+from tests.parity import models
+
+
+def axis_of(rank: int, size: int) -> Axis:
+    """An axis without ranks behind it, for what sends nothing."""
+    return Axis("cp", rank, size, tuple(range(size)))
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+# ---------------------------------------------------------------------- tokens <-> heads
+def _there_and_back(size):
+    axis = Mesh(cp=size).cp
+    heads = (2 * size, size, 3 * size)
+    whole = [_random(2, h, 4 * size, 5, seed=h) for h in heads]
+    mine = [ulysses.shard(x, axis, dim=2) for x in whole]
+    with timeline.record() as recorded:
+        swapped = ulysses.heads_apart(tuple(mine), axis)
+    assert len(recorded) == 1  # one message for all of them
+    for x, y in zip(whole, swapped, strict=True):
+        assert torch.equal(y, x.chunk(size, dim=1)[axis.rank])  # all tokens, some heads
+    for x, y in zip(mine, swapped, strict=True):
+        assert torch.equal(ulysses.tokens_apart(y, axis), x)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tokens_to_heads_and_back(ranks, size):
+    """Mutants: heads of q, k and v mixed up in their message; tokens joined in another order."""
+    ranks(size).run(_there_and_back, size)
+
+
+def _attention(heads, kv_heads, mask):
+    """Output and gradients of this rank's tokens."""
+    axis = Mesh(cp=torch.distributed.get_world_size()).cp
+    model = models.llama(0, num_heads=heads, num_kv_heads=kv_heads, head_dim=8)
+    ulysses.apply(model, axis)
+    core = model.model.layers[0].self_attn.core
+    q, k, v, d_out = (ulysses.shard(x, axis, dim=2) for x in _qkv(heads, kv_heads))
+    for x in (q, k, v):
+        x.requires_grad_()
+    with timeline.record() as recorded:
+        out = core(q, k, v, mask)
+        out.backward(d_out)
+    return [x.detach() for x in (out, q.grad, k.grad, v.grad)], recorded.spans
+
+
+def _qkv(heads, kv_heads):
+    counts = (heads, kv_heads, kv_heads, heads)
+    return [_random(2, count, 12, 8, seed=i) for i, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize(
+    "size, heads, kv_heads",
+    [
+        (2, 4, 4),
+        (2, 4, 2),
+        (2, 4, 1),  # fewer key/value heads than ranks
+        pytest.param(4, 8, 2, marks=pytest.mark.slow),
+        pytest.param(4, 12, 6, marks=pytest.mark.slow),  # 6 on 4 ranks: 12 copies
+        (3, 6, 2),  # 2 on 3 ranks: 6 copies
+        (3, 12, 4),
+        (3, 3, 1),
+    ],
+)
+def test_trap_13_any_number_of_key_value_heads(ranks, size, heads, kv_heads):
+    """Mutants: the heads of one rank served by those of another; gradients of copies not added;
+    copies in the order 0 1 0 1 instead of 0 0 1 1."""
+    copies = torch.tensor(kv_heads).lcm(torch.tensor(size)).item()
+    head_bytes = 2 * 12 * 8 * 8  # of one head of all tokens, in float64
+    for mask in (None, document_mask(torch.tensor([[0] * 5 + [1] * 7, [0] * 12]))):
+        q, k, v, d_out = _qkv(heads, kv_heads)
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = dense_core(q, k, v, mask)
+        out.backward(d_out)
+        expected = [out.detach(), q.grad, k.grad, v.grad]
+        for rank, (found, spans) in enumerate(ranks(size).run(_attention, heads, kv_heads, mask)):
+            for ours, theirs in zip(found, expected, strict=True):
+                theirs = theirs.chunk(size, dim=2)[rank]
+                torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+            assert [span.name for span in spans] == ["all_to_all"] * 4
+            one_way = (size - 1) * (2 * heads + 2 * copies) * head_bytes // size**2
+            assert sum(span.num_bytes for span in spans) == 2 * one_way
+
+
+# ---------------------------------------------------------------------- the batch and the model
+def test_trap_21_targets_are_shifted_before_the_sequence_is_cut():
+    """Mutant: targets shifted within each shard."""
+    text = torch.randperm(49)
+    inputs, targets = Sequences(text, 24)[0]
+    shards = [ulysses.shard_batch((inputs, targets), axis_of(rank, 3)) for rank in range(3)]
+    assert torch.equal(torch.cat([x for x, _ in shards]), text[:24])
+    assert torch.equal(torch.cat([y for _, y in shards]), text[1:25])
+    assert shards[0][1][-1] == shards[1][0][0]
+    mask = torch.ones(1, 1, 24, 24, dtype=torch.bool)
+    *_, same = ulysses.shard_batch((inputs, targets, inputs, mask), axis_of(1, 3))
+    assert same is mask
+
+
+def _in_the_model():
+    mesh = Mesh(cp=2)
+    model = models.llama(3)
+    tokens = torch.arange(7)[None]
+    expected = generate(model, tokens, 5, temperature=0)
+    strategy = ulysses.apply(model, mesh.cp)
+    with timeline.record() as recorded, strategy.whole_sequences():
+        assert torch.equal(generate(model, tokens, 5, temperature=0), expected)
+    assert not recorded.spans
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[1][0]))
+    twin = copy.deepcopy(model)
+    mine = ulysses.shard(torch.arange(8)[None], mesh.cp)
+    assert torch.equal(model(mine), twin(mine))
+    assert strategy.finish_backward() is None
+    return seen[0]
+
+
+def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks):
+    """And whole sequences, and copies of the model. Mutant: every shard starts at 0."""
+    cos, _ = rope_tables(models.llama(0).config, torch.arange(8), torch.float32)
+    for rank, found in enumerate(ranks(2).run(_in_the_model)):
+        assert torch.equal(found, cos.chunk(2)[rank])
+
+
+def test_one_rank_needs_no_torch_distributed():
+    model, twin = models.llama(0), models.llama(0)
+    ulysses.apply(model, Mesh().cp)
+    tokens = torch.arange(7)[None]
+    assert torch.equal(model(tokens), twin(tokens))
+
+
+# ---------------------------------------------------------------------- refusals
+def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
+    """Before anything is sent: these axes have no ranks behind them that could."""
+    with pytest.raises(ValueError, match="cp=3 does not divide num_heads=4.*use 1, 2 or 4"):
+        ulysses.apply(models.llama(0), axis_of(1, 3))
+    with pytest.raises(ValueError, match="cp=2 does not divide num_heads=1.*use 1$"):
+        ulysses.check_heads(1, axis_of(1, 2))
+    with pytest.raises(ValueError, match="Linear has no Attention"):
+        ulysses.apply(torch.nn.Linear(2, 2), axis_of(0, 2))
+    with pytest.raises(ValueError, match="cp=4 does not divide 27 tokens; pad them to 28 or .* 24"):
+        ulysses.shard(torch.zeros(2, 27), axis_of(1, 4))
+    model, tokens = models.llama(0, max_seq_len=6), torch.zeros(1, 4, dtype=torch.int64)
+    ulysses.apply(model, axis_of(0, 2))
+    with pytest.raises(ValueError, match="8 tokens is longer than max_seq_len=6"):
+        model(tokens)
+    model.config = model.model.config = models.llama(0).config
+    with pytest.raises(ValueError, match=r"\(1, 1, 4, 8\) is not that of 8 tokens.*all of it"):
+        model(tokens, mask=torch.ones(1, 1, 4, 8, dtype=torch.bool))
