@@ -376,6 +376,10 @@ def exchange(
     def call(_: bool) -> _All | None:
         posts = [dist.P2POp(dist.isend, t, group=axis.group, group_peer=peer) for t, peer in sends]
         posts += [dist.P2POp(dist.irecv, b, group=axis.group, group_peer=peer) for b, peer in recvs]
+        if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
+            return _All(
+                [post.op(post.tensor, None, post.group, 0, post.group_peer) for post in posts]
+            )
         return _All(dist.batch_isend_irecv(posts)) if posts else None
 
     num_bytes = sum(tensor.nbytes for tensor, _ in sends)

@@ -523,8 +523,10 @@ def on_meta_tensors() -> list[tuple[str, str, int]]:
             comm.reduce_scatter(x, mesh.world).shape,
             comm.all_to_all(x, mesh.dp, 1, 0).shape,
             comm.broadcast(x, mesh.tp).shape,
+            comm.exchange([(x, 1), (x, 2)], [(torch.empty_like(x), 15)], mesh.tp)[0].shape,
         ]
-    assert shapes == [(1024, 64), (1024, 64), (1024, 1024), (1, 64), (65536, 1), (1024, 64)]
+    expected = [(1024, 64), (1024, 64), (1024, 1024), (1, 64), (65536, 1), (1024, 64), (1024, 64)]
+    assert shapes == expected
     return [(span.name, span.axis, span.num_bytes) for span in ledger.spans]
 
 
@@ -542,4 +544,5 @@ def test_ledger_of_1024_ranks_without_any(ranks):
         ("reduce_scatter", "world", s * 1023 // 1024),
         ("all_to_all", "dp", s * 63 // 64),
         ("broadcast", "tp", s),
+        ("exchange", "tp", 2 * s),
     ]
