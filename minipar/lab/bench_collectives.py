@@ -23,7 +23,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.collectives import wire_bytes
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab.bench import quartiles
+from minipar.lab.bench import aligned, quartiles
 
 BACKEND = "backend"
 
@@ -181,8 +181,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['backend_mb_per_s']:.0f}",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return aligned(lines)

@@ -1,13 +1,13 @@
 """`minipar bench fsdp`: ZeRO-1, ZeRO-2 and FSDP beside PyTorch's, on the same model and link.
 
-Contenders (`sharding_methods`) take turns of a few steps, in changing order, as machines drift; a
-turn begins with a step that does not count, as weights may still be on their way when a step ends.
-What counts is the ratio within a round of turns: ours over theirs, as the median of all rounds with
-its quartiles. A turn is as long as its slowest rank makes it. Bytes and seconds on the wire are
-those of the emulated link, which sees what anybody sends.
+Contenders that do the same work (`sharding_methods`) take turns, in changing order, as machines
+drift. A turn is two steps, of which the second counts, as weights may still be on their way when a
+step ends. What counts is the ratio within a round of turns: ours over theirs, as the median of all
+rounds with its quartiles. A step's time is that of its slowest rank. Bytes and seconds on the wire
+are those of the emulated link, which sees what anybody sends.
 
-Each of ours has rivals that do the same work, and is compared with the fastest; beside it stands
-what a user of PyTorch gets who switches nothing on. Memory is measured apart, in fresh processes:
+Each of ours is compared with its fastest rival; beside it stands what a user of PyTorch gets who
+switches nothing on. Memory is measured apart, in fresh processes:
 how much the peak of the resident set grows while a contender trains, once a toy model has had all
 code loaded. There, `malloc` is told to give freed tensors back to the system at once; holes in its
 heap would count otherwise, up to half as much again for whoever allocates and frees the most.
@@ -31,11 +31,10 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import StepConfig, aligned, hidden_share, in_turns, percent, quartiles
-from minipar.lab.sharding_methods import ALONE, METHODS, RIVALS
+from minipar.lab.sharding_methods import ALONE, FAMILIES, METHODS, RIVALS
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.train.report import peak_memory
 
-TURN = 2  # steps
 TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
 
 
@@ -46,8 +45,8 @@ class ShardingConfig(StepConfig):
     links: tuple[str, ...] = ("10gbe", "1gbe", "1gbe*2")
     """Where to compare: emulated links, or gloo, as fast as this machine goes; 1gbe*2 is slowed
     twice."""
-    rounds: int = 4
-    """Turns of 2 steps of each contender per link."""
+    rounds: int = 6
+    """Steps of each contender per link."""
 
     def check(self) -> None:
         super().check()
@@ -62,8 +61,9 @@ def run(config: ShardingConfig) -> list[dict[str, Any]]:
     rows = []
     for name in config.links:
         with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
-            measured = ranks.run(measure, config, name)[0]
-        rows += [_row(config, name, ours, measured, memory) for ours in RIVALS]
+            for ours, theirs in FAMILIES:
+                measured = ranks.run(measure, config, name, [*ours, *theirs, ALONE])[0]
+                rows += [_row(config, name, method, measured, memory) for method in ours]
         ratios = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in rows[-len(RIVALS) :])
         print(f"{rows[-1]['link']}: {ratios}", flush=True)
     print("\n" + table(rows))
@@ -98,19 +98,19 @@ class Contender:
 
 @dataclass
 class Measured:
-    """What every turn of a contender came to, per step."""
+    """What every step of a contender came to."""
 
     seconds: list[float] = field(default_factory=list)  # of the slowest rank
     communication: list[float] = field(default_factory=list)  # seconds, mean over the ranks
     num_bytes: list[float] = field(default_factory=list)  # sent by the busiest rank
 
 
-def measure(config: ShardingConfig, link_name: str) -> dict[str, Measured]:
-    """Let all contenders take turns; called on every rank."""
+def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dict[str, Measured]:
+    """Let the contenders called `names` take turns; called on every rank."""
     mesh, works = Mesh(dp=config.ranks), []
     link.check_calls(False)  # time is the topic
     shape = PRESETS[config.preset]
-    field = {name: Contender(config, mesh, name, shape) for name in METHODS}
+    field = {name: Contender(config, mesh, name, shape) for name in names}
     for contender in field.values():
         for _ in range(3):  # the first steps learn the order of blocks and fill buckets anew
             contender.step()
@@ -118,21 +118,20 @@ def measure(config: ShardingConfig, link_name: str) -> dict[str, Measured]:
         link.use(link.parse(link_name))
     turns: list[tuple[str, float, float]] = []
     link.observers.append(works.append)
-    for name in in_turns(list(field), config.rounds):
+    for name in in_turns(names, config.rounds):
         gc.collect()
         gc.disable()
         barrier(mesh.dp)
-        field[name].step()  # leaves on the way what the last step of the turn will leave there
+        field[name].step()  # leaves on the way what the next one will leave there
         start = time.monotonic()
-        for _ in range(TURN):
-            field[name].step()
+        field[name].step()
         turns.append((name, start, time.monotonic()))
         gc.enable()
     barrier(mesh.dp)
     link.observers.remove(works.append)
     link.use("none")
     link.check_calls(True)
-    every = [_turn(works, *turn) for turn in turns]
+    every = [_sums(works, start, end) for _, start, end in turns]
     measured = {name: Measured() for name in field}
     for (name, *_), *ranks in zip(turns, *all_gather_object(every, mesh.dp), strict=True):
         seconds, communication, num_bytes = zip(*ranks, strict=True)
@@ -142,11 +141,11 @@ def measure(config: ShardingConfig, link_name: str) -> dict[str, Measured]:
     return measured
 
 
-def _turn(works: list[Any], name: str, start: float, end: float) -> tuple[float, float, float]:
-    """Return seconds, seconds on the wire and bytes per step, of a turn on this rank."""
+def _sums(works: list[Any], start: float, end: float) -> tuple[float, float, float]:
+    """Return seconds, seconds on the wire and bytes of a step of this rank."""
     own = [work for work in works if start <= work.t_issue < end]
     busy = sum(work.t_end - work.times[0] for work in own)
-    return (end - start) / TURN, busy / TURN, sum(work.num_bytes for work in own) / TURN
+    return end - start, busy, sum(work.num_bytes for work in own)
 
 
 def _memory(config: ShardingConfig, name: str) -> float:
@@ -207,6 +206,7 @@ def _row(
         "link": link.parse(name).label if name != "gloo" else "gloo, this machine",
         "ranks": config.ranks,
         "preset": config.preset,
+        "rounds": config.rounds,
         "ours": ours,
         "torch": fastest,
         "ratio": ratio,

@@ -658,10 +658,12 @@ def bars(
     title: str = "",
     note: str = "",
     highlight: str | None = None,
+    colours: Mapping[str, str] | None = None,
 ) -> Figure:
     """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
 
-    Parts named as a kind of work or an axis have its colour. Raises ValueError for negative values.
+    Parts named as a kind of work or an axis have its colour, unless `colours` has one for them.
+    Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
     for name, parts in stacked.items():
@@ -670,6 +672,7 @@ def bars(
     names = list(dict.fromkeys(part for parts in stacked.values() for part in parts if part))
     inks = {n: SERIES[i % len(SERIES)] for i, n in enumerate(names)}
     inks.update({n: colour(n) for n in names if n in KIND or n in AXIS or n == "exposed"})
+    inks.update(colours or {})
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
     width, row = 7.2, 0.36
     foot = 0.3 + (0.3 if names else 0)

@@ -11,6 +11,7 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     GOOD = "what counts as good"
     PRAISE = "what the learner has just built"           # shown by a check that passes
     SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
+    MESH = {"replica": 2, "node": 2}                     # or a mesh: then the answer gets its axes
 
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
@@ -27,6 +28,7 @@ The tests prove every file found there: the solution passes, each wrong answer f
 
 import importlib.util
 import inspect
+import math
 import secrets
 import sys
 from collections import Counter
@@ -44,7 +46,7 @@ from IPython.display import Code
 
 from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
-from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.mesh import Axis, group_timeout, groups_along
 from minipar.lab import cells
 from minipar.lab.shell import Source, call_from
 
@@ -159,7 +161,9 @@ class Exercise:
         self.title = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
         self.level, self.minutes, self.good = module.LEVEL, module.MINUTES, module.GOOD
         self.praise = module.PRAISE
-        self.sizes: tuple[int, ...] = getattr(module, "SIZES", (4,))
+        self.mesh: dict[str, int] = getattr(module, "MESH", {})
+        sizes = (math.prod(self.mesh.values()),) if self.mesh else (4,)
+        self.sizes: tuple[int, ...] = getattr(module, "SIZES", sizes)
         self.given = module.given
         self.solution = getattr(module, "solution", None)  # a host may have left it out
         self.solution_bonus = getattr(module, "solution_bonus", None)
@@ -168,8 +172,8 @@ class Exercise:
         self.wrongs = _named(module, "wrong_")
 
 
-def _run(answer: Callable, axis: Axis, *given: Any) -> Any:
-    return answer(*given, axis)
+def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
+    return answer(*given, *(axis if isinstance(axis, list) else [axis]))
 
 
 def _named(module: ModuleType, prefix: str) -> dict[str, Callable]:
@@ -191,12 +195,19 @@ def exercises() -> dict[str, Path]:
     here, package = Path.cwd(), Path(__file__).resolve().parents[2]
     folders = [here / "solutions", here / "notebooks/solutions", package / "notebooks/solutions"]
     for folder in folders:
-        if files := sorted(folder.glob("ex_*.py")):
-            return {file.stem.removeprefix("ex_").replace("_", "."): file for file in files}
+        if files := list(folder.glob("ex_*.py")):
+            return {
+                ".".join(map(str, _numbers(file))): file for file in sorted(files, key=_numbers)
+            }
     looked = "\n".join(f"    {folder}" for folder in folders)
     raise FileNotFoundError(
         f"no exercises found; run the notebook from the notebooks folder. Looked in\n{looked}"
     )
+
+
+def _numbers(file: Path) -> tuple[int, ...]:
+    """(10, 2) of ``ex_10_2.py``: 10 comes after 9."""
+    return tuple(map(int, file.stem.removeprefix("ex_").split("_")))
 
 
 @cache
@@ -270,8 +281,9 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     given = asked.given(size, torch.Generator().manual_seed(seed))
     source = Source.of(answer, cells.cell_numbers())
     ranks = _pool(size)
-    calls = [(answer, asked.run, source, size, mine) for mine in given]
-    calls += [(answer, asked.run, source, size, ())] * (ranks.size - size)
+    sizes = asked.mesh or {"dp": size}
+    calls = [(answer, asked.run, source, sizes, mine) for mine in given]
+    calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
     before, ranks.time_limit = ranks.time_limit, TIME_LIMIT
     try:
         answers = ranks.run_each(_play, calls)[:size]
@@ -312,12 +324,12 @@ def _pool(size: int) -> Ranks:
     return _own
 
 
-def _play(answer: Callable, run: Callable, source: Any, size: int, given: tuple) -> Any:
-    """On a rank: give `answer` an axis of its own, and listen to what goes over it."""
-    rank, ranks = dist.get_rank(), tuple(range(size))
-    group = dist.new_group(list(ranks), timeout=group_timeout())
-    if rank >= size:
+def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tuple) -> Any:
+    """On a rank: give `answer` an axis of its own, or several, and listen to what goes over it."""
+    axes = [axis for name in sizes if (axis := _own_axis(name, sizes)) is not None]
+    if not axes:
         return None
+    axis = axes[0] if len(sizes) == 1 else axes
     sent: list[Sent] = []
 
     def note(work: link_group.LinkWork) -> None:
@@ -328,13 +340,24 @@ def _play(answer: Callable, run: Callable, source: Any, size: int, given: tuple)
     link.use("none")
     link.observers.append(note)
     try:
-        axis = Axis("dp", rank, size, ranks, group)
         args = (answer, axis, *given)
         result = run(*args) if source is None else call_from(source, run, *args)
-        dist.barrier(group)  # everybody is through, so nothing is under way any more
+        for one in axes:
+            dist.barrier(one.group)  # everybody is through, so nothing is under way any more
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
         link.use(wire)
-        dist.destroy_process_group(group)
+        for one in axes:
+            dist.destroy_process_group(one.group)
     return result, sent
+
+
+def _own_axis(name: str, sizes: dict[str, int]) -> Axis | None:
+    """Make the groups along one axis, on all ranks; None on those that the mesh leaves out."""
+    mine = None
+    for ranks in groups_along([name], sizes):
+        group = dist.new_group(list(ranks), timeout=group_timeout())
+        if dist.get_rank() in ranks:
+            mine = Axis(name, ranks.index(dist.get_rank()), len(ranks), ranks, group)
+    return mine

@@ -157,8 +157,8 @@ ALONE = "alone"
 OURS: dict[str, Attach] = {
     "ZeRO-1": zero_stage(1),
     "ZeRO-2": zero_stage(2),
-    "FSDP": sharded(),
     "FSDP, weights kept": sharded(reshard=False),
+    "FSDP": sharded(),
 }
 THEIRS: dict[str, Attach] = {
     "ZeroRedundancyOptimizer": zero_redundancy(),
@@ -173,14 +173,14 @@ THEIRS: dict[str, Attach] = {
 }
 METHODS: dict[str, Attach] = {**OURS, **THEIRS, ALONE: alone}
 
-_FULL, _KEPT = (
-    [name for name in THEIRS if name.startswith("fully_shard") and ("kept" in name) == kept]
-    for kept in (False, True)
-)
-RIVALS: dict[str, list[str]] = {
-    "ZeRO-1": [name for name in THEIRS if name.startswith("ZeroRedundancyOptimizer")],
-    "ZeRO-2": _KEPT,  # under its own name, PyTorch has no ZeRO-2
-    "FSDP": _FULL,
-    "FSDP, weights kept": _KEPT,
-}
-"""Whom of PyTorch's each of ours is compared with; first as it comes."""
+# Whom of PyTorch's each of ours is compared with: a family takes turns. First as PyTorch's comes.
+FAMILIES: list[tuple[list[str], list[str]]] = [
+    (["ZeRO-1"], ["ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer, 5 MB buckets"]),
+    # Under its own name, PyTorch has no ZeRO-2.
+    (
+        ["ZeRO-2", "FSDP, weights kept"],
+        ["fully_shard, kept", "fully_shard, kept, all asynchronous"],
+    ),
+    (["FSDP"], ["fully_shard", "fully_shard, prefetch", "fully_shard, all asynchronous"]),
+]
+RIVALS = {name: theirs for ours, theirs in FAMILIES for name in ours}

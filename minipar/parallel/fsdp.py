@@ -489,11 +489,10 @@ class FullySharded(Strategy):
         trainable = [flat for flat in self.flats if flat.is_trainable]
         used = [i in flat.used for flat in trainable for i in range(len(flat.views))]
         users = torch.tensor(used, dtype=torch.uint8).to(self.flats[0].full.device)
-        for flat in trainable:
-            flat.finish()
-        for axis in self.options.axes:
+        for axis in self.options.axes:  # queues behind the last gradients: one wait for both
             all_reduce(users, axis, "max", out=users)
         for flat in trainable:
+            flat.finish()
             flat.forget_unused(users[: len(flat.views)])
             users = users[len(flat.views) :]
         self.reducing = []

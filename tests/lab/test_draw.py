@@ -363,6 +363,8 @@ def test_bars_plain_and_stacked():
     assert {"14 GB", "0.5 GB", "weights", "optimizer"} <= set(texts(stacked))
     fills = {to_hex(p.get_facecolor()) for p in stacked.axes[0].patches}
     assert draw.KIND["optimizer"] in fills
+    chosen = draw.bars({"ddp": {"optimizer": 12}}, colours={"optimizer": "#123456"})
+    assert {to_hex(p.get_facecolor()) for p in chosen.axes[0].patches} == {"#123456"}
     with pytest.raises(ValueError, match="'a' has a negative value"):
         draw.bars({"a": -1})
 

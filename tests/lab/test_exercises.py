@@ -88,6 +88,12 @@ def test_every_exercise_has_its_place_in_a_notebook():
     assert sorted(number for number, _ in STUBS) == sorted(IDS)
 
 
+def test_exercises_are_in_the_order_of_their_numbers():
+    """As names of files, 10.1 would stand between 0.2 and 1.1."""
+    assert sorted(IDS, key=lambda number: [int(part) for part in number.split(".")]) == IDS
+    assert {"2.1", "10.1"} <= set(IDS)
+
+
 def test_the_hosts_page_tells_of_every_exercise_and_its_minutes():
     page = (ROOT / "notebooks/README.md").read_text()
     for number, asked in zip(IDS, map(exercise, IDS), strict=True):
