@@ -131,7 +131,7 @@ class Schedule:
     @staticmethod
     def parse(text: str) -> "Schedule":
         """Read what `as_text` wrote, or what a person did. Raises ValueError."""
-        head, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        head, *lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
         match = re.fullmatch(
             r"(.+): microbatches (\d+); stages on ranks ([\d ]+)"
             r"(?:; copies (\d+))?(?:; live at most ([\d ]+))?",

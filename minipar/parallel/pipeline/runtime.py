@@ -1,0 +1,385 @@
+"""Pipeline parallelism: ranks hold layers of their own and pass activations on, by any schedule.
+
+Idea.   Cut the model into stages and the batch into microbatches. A schedule (`schedules.py`) says
+        what each rank does in which order; this file does it.
+Math.   None of its own: stage s computes x_s = f_s(x_(s-1)) forward and, from the gradient of x_s,
+        those of x_(s-1) and of its weights backward. Gradients of microbatches add up.
+Shapes. Tokens and targets [B, T] of each microbatch are on all ranks of the axis. Between stages
+        [B, T, D]. A parameter exists on the ranks of its stage only: a piece along `pp`.
+Comms.  Per microbatch and pair of neighbouring stages on different ranks: B·T·D elements forward
+        and as many backward. All ranks together 2 M (S-1) B·T·D per step, less where neighbours
+        share a rank, and the loss, one number. Embeddings tied across two ranks: V·D more from each
+        of the two. A schedule with two copies of the model (dualpipe): all gradients, once. At the
+        start, the whole model from rank 0 to all.
+Memory. 1/p of parameters, gradients and optimizer state; activations as `checks.peak_live` counts.
+Costs you. The bubble; microbatches, which are small; layers that can be cut evenly.
+Source. Huang et al. 2019 (1811.06965), Narayanan et al. 2021 (2104.04473); others by schedule.
+In torch: `torch.distributed.pipelining`.
+Proved by tests/parallel/test_pipeline.py and tests/parity/test_pipeline.py.
+
+Use::
+
+    schedule = schedules.make("1f1b", p=4, m=8)
+    pipeline = apply(model, mesh.pp, schedule)          # now `model` has the layers of this rank
+    data = ddp.apply(model, mesh.dp, average=False)     # after the split: it sees what is left
+    train_step(model, [data, pipeline], ..., run=pipeline.run, shard_axes=(mesh.pp,))
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import timeline
+from minipar.comm.collectives import (
+    Pending,
+    all_gather_object,
+    all_reduce,
+    broadcast,
+    exchange,
+)
+from minipar.comm.mesh import Axis
+from minipar.model.llama import Llama, LlamaConfig, loss_of
+from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.checks import validate
+from minipar.parallel.pipeline.messages import AHEAD, Mail, around, forward_only
+from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
+from minipar.parallel.pipeline.split_backward import PutOff, enable
+from minipar.parallel.pipeline.stages import (
+    Stage,
+    balance,
+    check_cut,
+    estimate_costs,
+    homes_of,
+    keep_only,
+    layers_of,
+    part_of,
+)
+from minipar.parallel.strategy import Strategy, replicate
+
+
+def apply(
+    model: Llama,
+    axis: Axis,
+    schedule: Schedule,
+    *,
+    cut: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+) -> "Pipeline":
+    """Leave on each rank of `axis` the layers of its stages, in place; names stay.
+
+    The weights are those that rank 0 of the axis has now.
+
+    Args:
+        schedule: for as many ranks as the axis has, and the microbatches of a step.
+        cut: layers per part of the model, such as (3, 4, 4, 3).
+        costs: else, cut so that these are balanced: of the embedding, of each layer and of the
+            head, as `stages.measure_costs` finds on rank 0. By default, estimated FLOPs.
+
+    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
+    for other ranks, for a cut that does not fit, for a model that is no plain Llama, and where
+    ranks were given different schedules.
+    """
+    if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
+        raise ValueError(
+            f"a pipeline cuts a Llama by its names, with the forward it was born with, not this "
+            f"{type(model).__name__} (tensor parallelism with sequence=True changes the forward)"
+        )
+    validate(schedule)
+    schedule = schedule if schedule.is_lowered else lower(schedule)
+    if schedule.num_ranks != axis.size:
+        raise ValueError(
+            f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
+            f"make it with p={axis.size}"
+        )
+    if cut is not None and costs is not None:
+        raise ValueError("cut= says where to cut, costs= what to balance; give one of them")
+    num_layers = model.config.num_layers
+    if cut is not None:
+        cut = check_cut(cut, schedule.num_stages, num_layers)
+    else:
+        costs = estimate_costs(model.config) if costs is None else costs
+        if len(costs) != num_layers + 2:
+            raise ValueError(
+                f"{len(costs)} costs for {num_layers} layers; give {num_layers + 2}: of the "
+                "embedding, of each layer, of the head"
+            )
+        cut = balance(costs, schedule.num_stages)
+    # Ranks that follow different plans would wait for each other; times differ on every rank.
+    plans = all_gather_object((schedule.as_text(), cut), axis)
+    other = next((r for r, (text, _) in enumerate(plans) if text != plans[0][0]), None)
+    if other is not None:
+        raise ValueError(f"ranks 0 and {other} of {axis.name} were given different schedules")
+    replicate(model, axis)
+    return Pipeline(model, axis, schedule, plans[0][1])
+
+
+class Pipeline(Strategy):
+    """A model cut into stages, and a schedule by which they work.
+
+    Tensor parallelism is applied to `model` before it, data parallelism after it. In a list of
+    strategies it comes last, because it collects the whole model; where another one keeps weights
+    in pieces, ``pipeline.full_state_dict(other.full_state_dict())``.
+    """
+
+    def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
+        super().__init__(model, axis)
+        self.schedule, self.cut, self.config = schedule, cut, model.config
+        row = schedule.actions[axis.rank]
+        self.last_gradient = {s: schedule.last_gradient(s) for s in schedule.stages_on(axis.rank)}
+        self.put_off = PutOff()
+        if any(action.kind == "W" for action in row):
+            enable(model, self.put_off)
+        self.stages = {}
+        for stage in self.last_gradient:
+            part = schedule.part(stage)
+            module = part_of(model, layers_of(cut, part), part == 0, part == len(cut) - 1)
+            self.stages[stage] = Stage(module, self.put_off)
+        self.names, self.weights = list(model.state_dict()), homes_of(model, schedule, cut)
+        keep_only(model, {schedule.part(stage) for stage in self.stages}, cut)
+        self._shares = any(len(weight.ranks) > 1 for weight in self.weights)
+        self.twins = self._mark_parameters()
+        self._adding: Pending | None = None
+        self._agreed = False  # on the shapes of microbatches
+
+    def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Tell the gradient norm what is where; return what other ranks have, too, and which."""
+        twins = {}
+        found = dict(self.model.named_parameters(remove_duplicate=False))
+        for weight in self.weights:
+            p = next((found[name] for name in weight.names if name in found), None)
+            if p is None or self.axis.size == 1:
+                continue
+            p.shard_axes = (*getattr(p, "shard_axes", ()), self.axis)
+            p.is_copy = getattr(p, "is_copy", False) or self.axis.rank != weight.ranks[0]
+            if p.requires_grad and len(weight.ranks) > 1:
+                twins[p] = weight.ranks
+        return twins
+
+    # ------------------------------------------------------------------ one step
+    def run(
+        self,
+        model: nn.Module,
+        strategies: Sequence[Strategy],
+        microbatches: Sequence[tuple[Tensor, ...]],
+        *,
+        weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Tensor:
+        """Forward and backward of all microbatches: in place of `trainer.forward_backward`.
+
+        Gradients add up in ``p.grad``. The other `strategies` synchronise those of a stage during
+        its last backward and no earlier one, while stages that are not as far still compute.
+        Returns the sum of the losses, float64, equal on all ranks of the axis; it is complete after
+        `finish_backward`.
+
+        Raises `ValueError` for another number of microbatches than the schedule is for, for shapes
+        that differ between ranks (looked at once), and for fsdp where it would go wrong.
+        """
+        if len(microbatches) != self.schedule.num_microbatches:
+            raise ValueError(
+                f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
+                f"{self.schedule.num_microbatches}; make another, or cut the batch so"
+            )
+        self._check_pieces()
+        self._agree([tuple(tokens.shape) for tokens, *_ in microbatches])
+        total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
+        self.put_off.clear()
+        for stage in self.stages.values():
+            stage.reset()
+
+        def work(action: Action, given: Tensor | None) -> Tensor | None:
+            stage, i = self.stages[action.stage], action.microbatch
+            inputs, targets, *context = microbatches[i]
+
+            def finish(logits: Tensor) -> Tensor:
+                loss = loss_of(model)(logits, targets)
+                total.add_(loss.detach())
+                return weigh(loss)
+
+            if action.kind == "F":
+                x = inputs if stage.first else given
+                return stage.forward(i, x, context, autocast, finish)
+            if action.kind == "B":
+                return stage.backward(i, given)
+            if action.kind == "I":
+                return stage.input_gradient(i, given)
+            return stage.weight_gradient(i)
+
+        def guarded(action: Action, given: Tensor | None) -> Tensor | None:
+            with ExitStack() as stack:
+                if action.microbatch != self.last_gradient[action.stage].microbatch:
+                    for strategy in strategies:
+                        stack.enter_context(strategy.no_sync())
+                return work(action, given)
+
+        with self._twins_apart():
+            self._play(self.schedule, microbatches, guarded)
+        assert not self.put_off.waiting, f"the schedule left {self.put_off.waiting} undone"
+        self._adding = all_reduce(total, self.axis, out=total, async_op=True)
+        return total
+
+    def _check_pieces(self) -> None:
+        """Refuse what would go wrong unnoticed: weights that come and go while a stage works."""
+        is_flat = any(
+            p.ndim != len(getattr(p, "full_shape", p.shape)) for p in self.model.parameters()
+        )
+        splits = any(a.kind == "W" for row in self.schedule.actions for a in row)
+        if is_flat and (splits or self._shares):
+            why = "splits the backward" if splits else "has the same weights on several ranks"
+            raise ValueError(
+                f"fsdp gives weights to a stage for one forward or backward at a time, but the "
+                f"pipeline {self.schedule.name} {why}; use zero or ddp, or one of 1f1b, "
+                f"interleaved_1f1b, looped_bfs and gpipe on a model whose embeddings are not tied"
+            )
+
+    def _agree(self, shapes: list[tuple[int, ...]]) -> None:
+        """Once: does everybody expect messages of the shapes that others will send?"""
+        if self._agreed:
+            return
+        for rank, others in enumerate(all_gather_object(shapes, self.axis)):
+            if others != shapes:
+                raise ValueError(
+                    f"rank {rank} of {self.axis.name} has microbatches of shapes {others}, rank "
+                    f"{self.axis.rank} of {shapes}; all ranks of a pipeline load the same batch"
+                )
+        self._agreed = True
+
+    def _play(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[tuple[Tensor, ...]],
+        work: Callable[[Action, Tensor | None], Tensor | None],
+    ) -> None:
+        """Do what `schedule` has for this rank: `work(action, what it was handed)` and messages."""
+        row = schedule.actions[self.axis.rank]
+        some = next(self.model.parameters())
+        dtype, device = some.dtype, some.device
+
+        def buffer(message: Action) -> Tensor:
+            tokens = microbatches[message.microbatch][0]  # [B, T], the same on all ranks
+            return torch.empty((*tokens.shape, self.config.hidden_size), dtype=dtype, device=device)
+
+        # NCCL runs the messages of two ranks one after the other, so that none may overtake; and
+        # as it is asynchronous to this list, its turn is early enough.
+        ahead = 0 if device.type == "cuda" else AHEAD
+        mail = Mail(self.axis, schedule, row, buffer, ahead)
+        for action in row:
+            if not action.computes:
+                mail.turn(action)
+                continue
+            stage, (before, after) = self.stages[action.stage], around(action)
+            given = mail.take(before) if before and not stage.ends(before) else None
+            with timeline.span(SPAN_KIND[action.kind], str(action)):
+                made = work(action, given)
+            if after and not stage.ends(after):
+                mail.put(after, made)
+        mail.close()
+
+    @contextmanager
+    def _twins_apart(self) -> Iterator[None]:
+        """In the body, parameters that other ranks have as well are replaced by stand-ins.
+
+        What a stand-in gathers is a part of a sum, which nobody else may take for a gradient: data
+        parallelism would send it. The parameter gets the sum at the end, as from one backward.
+        """
+        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
+        places = [
+            (module._parameters, name, p)
+            for module in self.model.modules()
+            for name, p in module._parameters.items()
+            if p is not None and p in stand_ins
+        ]
+        try:
+            for parameters, name, p in places:
+                parameters[name] = stand_ins[p]
+            yield
+        finally:
+            for parameters, name, p in places:
+                parameters[name] = p
+        self._add_twins(stand_ins)
+
+    def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
+        own, theirs, sends, receives = [], [], [], []
+        for p, ranks in self.twins.items():
+            grad = stand_ins[p].grad
+            own.append(torch.zeros_like(p) if grad is None else grad)
+            theirs.append({rank: torch.empty_like(p) for rank in ranks if rank != self.axis.rank})
+            sends += [(own[-1], rank) for rank in theirs[-1]]
+            receives += [(buffer, rank) for rank, buffer in theirs[-1].items()]
+        if receives:
+            exchange(sends, receives, self.axis)
+        for p, grad, others in zip(self.twins, own, theirs, strict=True):
+            every = {self.axis.rank: grad, **others}
+            torch.autograd.backward(p, sum(every[rank] for rank in sorted(every)))
+
+    def finish_backward(self) -> None:
+        if self._adding is not None:
+            self._adding.wait()
+            self._adding = None
+
+    # ------------------------------------------------------------------ forward only
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Tokens [B, T] -> logits [B, T, V] on all ranks of the axis, as a whole model would.
+
+        So `evaluate` and `generate` take a pipeline in place of a model. One microbatch, hence one
+        rank at a time; for many, see `evaluate`.
+        """
+        found = self._forward([(tokens, positions, mask)])
+        last = self.schedule.rank_of[self.schedule.num_stages - 1]
+        if self.axis.rank == last:
+            logits = found[0]
+        else:
+            dtype = next(self.model.parameters()).dtype
+            logits = torch.empty(
+                (*tokens.shape, self.config.vocab_size), dtype=dtype, device=tokens.device
+            )
+        return broadcast(logits, self.axis, src=last)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Sum of the losses of any number of microbatches, float64, equal on all ranks.
+
+        Ranks work on different microbatches at the same time, and send activations only.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
+        inputs = [(tokens, *context) for tokens, _, *context in microbatches]
+        for i, logits in self._forward(inputs).items():
+            total += loss_of(self.model)(logits, microbatches[i][1])
+        return all_reduce(total, self.axis)
+
+    def _forward(self, microbatches: Sequence[tuple[Tensor | None, ...]]) -> dict[int, Tensor]:
+        """Outputs of the last stage by microbatch, on its rank; {} elsewhere."""
+        outputs = {}
+
+        def work(action: Action, given: Tensor | None) -> Tensor:
+            tokens, *context = microbatches[action.microbatch]
+            stage = self.stages[action.stage]
+            out = stage.module(tokens if stage.first else given, *context)
+            if stage.last:
+                outputs[action.microbatch] = out
+            return out
+
+        self._play(forward_only(self.schedule, len(microbatches)), microbatches, work)
+        return outputs
+
+    # ------------------------------------------------------------------ the whole model
+    def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """As of the serial model, on all ranks. `own`: whole weights of this rank's layers, from a
+        strategy that keeps them in pieces."""
+        found = self.model.state_dict(keep_vars=True) if own is None else own
+        device = next(self.model.parameters()).device
+        state = {}
+        for weight in self.weights:
+            value = next((found[name] for name in weight.names if name in found), None)
+            if value is None:
+                shape = weight.shape if own is None else weight.full_shape
+                value = torch.empty(shape, dtype=weight.dtype, device=device)
+            value = broadcast(value.detach(), self.axis, src=weight.ranks[0])
+            state |= dict.fromkeys(weight.names, value)
+        return {name: state[name] for name in self.names}

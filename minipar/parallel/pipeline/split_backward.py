@@ -1,0 +1,139 @@
+"""Backward in two halves: the gradient of the input now, those of the weights later.
+
+Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, nobody
+        waits for dW: a schedule may put it where a rank would be idle. Each half costs as much as
+        a forward.
+How:    Linear layers and embeddings of a stage get a backward of their own. As long as a list is
+        open for put-off work, it returns dx and adds "dW, from this x and this dy" to the list;
+        else it returns both. What other layers have (the scales of norms) is no work worth moving:
+        their gradients are computed with dx, and join the list as they are.
+Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So whoever waits for
+        them there with hooks, as data parallelism does, sees W as the backward of a weight.
+Memory: x and dy of every linear layer live until W, the rest of the graph until I.
+Source: Qi et al. 2023 (2401.10241), section 2. In torch: `torch.distributed.pipelining._backward`,
+        which finds the two halves in the graph of any stage.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Job = tuple[nn.Parameter, Callable[[], Tensor]]
+
+
+class PutOff:
+    """Weight gradients to be computed later, in lists named by the caller."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Hashable, list[Job]] = {}
+        self._open: list[Job] | None = None
+
+    @contextmanager
+    def to(self, *name: Hashable) -> Iterator[None]:
+        """In the body, backward puts off weight gradients into the list of that name."""
+        self._open = self._lists.setdefault(name, [])
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def take(self, weight: nn.Parameter, job: Callable[[], Tensor]) -> Tensor | None:
+        """Called by backward: put `job` off and return None, or do it if no list is open."""
+        if self._open is None:
+            return job()
+        self._open.append((weight, job))
+        return None
+
+    def do(self, *name: Hashable) -> None:
+        """Compute all of a list and add it to the gradients. Frees each input at its turn."""
+        jobs = self._lists.pop(name, [])
+        jobs.reverse()
+        while jobs:
+            weight, job = jobs.pop()
+            torch.autograd.backward(weight, job())
+
+    def clear(self) -> None:
+        """Forget all of it, after a backward that an exception cut short."""
+        self._lists.clear()
+
+    @property
+    def waiting(self) -> list[Hashable]:
+        """The lists that have not been done. The optimizer must not step before."""
+        return list(self._lists)
+
+
+# ---------------------------------------------------------------------- layers that can wait
+def split_linear(x: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
+    """dW = dyᵀ x, summed over all tokens: [F, D] from x [..., D] and dy [..., F]."""
+    dw = dy.flatten(0, -2).mT @ x.flatten(0, -2).to(dy.dtype)
+    return dw.to(weight.dtype)
+
+
+def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
+    """dW: row v is the sum of dy [..., D] where the token is v; [V, D]."""
+    dw = torch.zeros_like(weight)
+    return dw.index_add_(0, tokens.flatten(), dy.flatten(0, -2).to(weight.dtype))
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ. The weight is no saved tensor: activation checkpointing would hand out a copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, put_off: PutOff) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.put_off = weight, put_off
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        dx = dy @ weight.to(dy.dtype) if needs_dx else None
+        dw = ctx.put_off.take(weight, partial(split_linear, x, dy, weight)) if needs_dw else None
+        return dx, dw, None
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of W."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, put_off: PutOff) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.put_off = weight, put_off
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        return None, ctx.put_off.take(weight, partial(split_embedding, tokens, dy, weight)), None
+
+
+def enable(model: nn.Module, put_off: PutOff) -> None:
+    """Let plain linear layers and embeddings of `model` put off their weight gradients, in place.
+
+    Others (with a forward of their own) stay as they are: right, only W has less to do.
+    """
+    for module in model.modules():
+        if "forward" in vars(module):  # somebody else has changed what it does
+            continue
+        if type(module) is nn.Linear:
+            module.forward = partial(_forward_linear, module, put_off)
+        elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
+            module.forward = partial(_forward_embedding, module, put_off)
+
+
+def _forward_linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
+    y = _Linear.apply(x, module.weight, put_off)
+    return y if module.bias is None else y + module.bias
+
+
+def _forward_embedding(module: nn.Embedding, put_off: PutOff, tokens: Tensor) -> Tensor:
+    return _Embedding.apply(tokens, module.weight, put_off)

@@ -1,0 +1,251 @@
+"""Where to cut a Llama, and what one stage of it is.
+
+A cut is a tuple of layer counts, one per part of the model: (3, 4, 4, 3). Part 0 also has the
+embedding and the last part the final norm and the head, so equal counts are seldom equal work:
+with a vocabulary of 128 k, Llama 3's head costs as much as several layers.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.split_backward import PutOff
+
+
+# ---------------------------------------------------------------------- costs
+def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
+    """FLOPs of a forward per token: of the embedding (none), of each layer, of norm and head.
+
+    A matrix product costs 2 FLOPs per weight, causal attention 2·H·K·T in QKᵀ and AV together.
+    Backward costs twice as much of everything, which changes nothing about a balance.
+    """
+    attention = 2 * config.num_heads * config.head_dim * seq_len
+    layer = 2 * config.num_layer_parameters + attention
+    head = 2 * config.vocab_size * config.hidden_size
+    return [0.0, *[float(layer)] * config.num_layers, float(head)]
+
+
+def measure_costs(model: Llama, tokens: Tensor, repeats: int = 3) -> list[float]:
+    """Seconds of forward and backward of the same pieces, on tokens [B, T]: the best of `repeats`.
+
+    Gradients are thrown away; the model is as it was. On one rank, before it is split.
+    """
+    num_layers = model.config.num_layers
+    hidden = model.model.embed_tokens(tokens).detach().requires_grad_()  # [B, T, D]
+    pieces: list[tuple[Llama, Tensor]] = [(part_of(model, range(0), first=True), tokens)]
+    pieces += [(part_of(model, range(i, i + 1)), hidden) for i in range(num_layers)]
+    pieces += [(part_of(model, range(0), last=True), hidden)]
+    costs = []
+    for piece, inputs in pieces:
+        is_head = piece.lm_head is not None
+        wanted = [p for p in (*piece.parameters(), hidden) if p.requires_grad]
+        seconds = []
+        for _ in range(repeats):
+            _synchronise(tokens.device)
+            start = time.perf_counter()
+            out = piece(inputs)
+            loss = token_loss(out, tokens) if is_head else out.sum()
+            if loss.requires_grad:
+                torch.autograd.grad(loss, wanted, allow_unused=True)
+            _synchronise(tokens.device)
+            seconds.append(time.perf_counter() - start)
+        costs.append(min(seconds))
+    return costs
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------------- the cut
+def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """The cut whose dearest part is cheapest, for the costs of embedding, L layers and head.
+
+    In a pipeline every rank waits for the slowest. Of cuts alike in that, the most even one. Every
+    part has a layer. Raises ValueError for more parts than layers.
+    """
+    embedding, *layers, head = costs
+    if not 1 <= num_parts <= len(layers):
+        raise ValueError(
+            f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
+            f"{len(layers)} stages (ranks times stages per rank)"
+        )
+    # best[i] is (dearest part, sum of squares, layers per part) for the first i layers.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for part in range(num_parts):
+        is_last = part == num_parts - 1
+        longer = {}
+        for end in [len(layers)] if is_last else range(part + 1, len(layers)):
+            options = []
+            for start, (dearest, squares, cut) in best.items():
+                if start < end:
+                    cost = sum(layers[start:end])
+                    cost += embedding * (part == 0) + head * is_last
+                    options.append((max(dearest, cost), squares + cost**2, (*cut, end - start)))
+            longer[end] = min(options)
+        best = longer
+    return best[len(layers)][2]
+
+
+def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
+    """A cut of the user's own. The first and the last part may do without layers."""
+    if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
+        raise ValueError(
+            f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: it needs "
+            f"{num_parts} counts that add up to {num_layers}, all above 0 between the first and "
+            f"the last; by equal costs it is {balance([0.0, *[1.0] * num_layers, 0.0], num_parts)}"
+        )
+    return tuple(cut)
+
+
+def layers_of(cut: Sequence[int], part: int) -> range:
+    """Which layers a part of the model has."""
+    start = sum(cut[:part])
+    return range(start, start + cut[part])
+
+
+def home_of(name: str, cut: Sequence[int]) -> int:
+    """The part of the model that a parameter belongs to, by its name."""
+    words = name.split(".")
+    if words[:2] == ["model", "embed_tokens"]:
+        return 0
+    if words[:2] == ["model", "layers"]:
+        return next(part for part in range(len(cut)) if int(words[2]) in layers_of(cut, part))
+    return len(cut) - 1
+
+
+def part_of(model: Llama, layers: range, first: bool = False, last: bool = False) -> Llama:
+    """A Llama with some of the modules of `model`, the very same ones; the others are None."""
+    part, inner = copy.copy(model), copy.copy(model.model)
+    part._modules, inner._modules = dict(model._modules), dict(model.model._modules)
+    part.model = inner
+    kept = (layer if i in layers else None for i, layer in enumerate(model.model.layers))
+    inner.layers = nn.ModuleList(kept)
+    if not first:
+        inner.embed_tokens = None
+    if not last:
+        inner.norm = part.lm_head = None
+    return part
+
+
+def keep_only(model: Llama, parts: set[int], cut: Sequence[int]) -> None:
+    """Set everything to None, in place, that belongs to other parts of the model."""
+    for i in range(model.config.num_layers):
+        if home_of(f"model.layers.{i}", cut) not in parts:
+            model.model.layers[i] = None
+    if 0 not in parts:
+        model.model.embed_tokens = None
+    if len(cut) - 1 not in parts:
+        model.model.norm = model.lm_head = None
+
+
+# ---------------------------------------------------------------------- who has what
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer: its names (several if it is tied) and the ranks that have it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]  # on this rank, which may have a piece along another axis
+    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+
+
+def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
+    """Every weight of the whole model, before it is cut, and the ranks that will have it."""
+    names: dict[int, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    weights = []
+    for own in names.values():
+        parts = {home_of(name, cut) for name in own}
+        ranks = {
+            rank for stage, rank in enumerate(schedule.rank_of) if schedule.part(stage) in parts
+        }
+        tensor = state[own[0]]
+        full = tuple(getattr(tensor, "full_shape", tensor.shape))
+        shapes = tuple(tensor.shape), full
+        weights.append(Weight(tuple(own), *shapes, tensor.dtype, tuple(sorted(ranks))))
+    return weights
+
+
+# ---------------------------------------------------------------------- one stage at work
+class Stage:
+    """Runs forward, and backward whole or in halves, of one part of the model.
+
+    Holds for every microbatch in flight what it was given (`[B, T, D]`, or tokens) and where its
+    backward begins; not the output itself, which the next stage has.
+    """
+
+    def __init__(self, module: Llama, put_off: PutOff) -> None:
+        self.module, self.put_off = module, put_off
+        self.first, self.last = module.model.embed_tokens is not None, module.lm_head is not None
+        self._live: dict[int, tuple[Tensor | None, object]] = {}
+
+    def reset(self) -> None:
+        """Forget what a pass that an exception cut short has left."""
+        self._live.clear()
+
+    @property
+    def num_live(self) -> int:
+        """How many microbatches await their B or I."""
+        return len(self._live)
+
+    def ends(self, message: Action) -> bool:
+        """Whether nobody is at the other end: before the first stage, or after the last."""
+        return self.first if message.kind in ("RF", "SB") else self.last
+
+    def forward(
+        self,
+        microbatch: int,
+        x: Tensor,
+        context: Sequence[Tensor],
+        autocast: Callable[[], AbstractContextManager],
+        finish: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """F: x -> hidden states [B, T, D], or of the last stage what `finish` makes of logits."""
+        if not self.first:
+            x.requires_grad_()
+        with autocast():
+            out = self.module(x, *context)
+            if self.last:
+                out = finish(out)
+        root = get_gradient_edge(out) if out.requires_grad else None
+        self._live[microbatch] = (None if self.first else x), root
+        return out.detach()
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """B: gradient of the output (None: of a loss) -> of the input (None: of tokens)."""
+        x, root = self._live.pop(microbatch)
+        if root is not None:
+            torch.autograd.backward(root, gradient)
+        return None if x is None else x.grad
+
+    def input_gradient(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """I: as `backward`, but gradients of weights wait for `weight_gradient`."""
+        x, root = self._live.pop(microbatch)
+        if root is None:
+            return None
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        inputs = parameters if x is None else [x, *parameters]
+        with self.put_off.to(microbatch, self):
+            found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
+            grad, *rest = (None, *found) if x is None else found
+            for p, g in zip(parameters, rest, strict=True):
+                if g is not None:  # of norms and other layers that cannot put anything off
+                    self.put_off.take(p, lambda g=g: g)
+        return grad
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """W: what `input_gradient` left to do."""
+        self.put_off.do(microbatch, self)
