@@ -126,8 +126,8 @@ def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dic
         start = time.monotonic()
         field[name].step()
         turns.append((name, start, time.monotonic()))
+        barrier(mesh.dp)  # what is on its way arrives before anything else takes time
         gc.enable()
-    barrier(mesh.dp)
     link.observers.remove(works.append)
     link.use("none")
     link.check_calls(True)

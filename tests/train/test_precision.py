@@ -658,7 +658,8 @@ def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
     monkeypatch.setattr(trainer, "Precision", make)
     whole = run("whole", precision="fp16")
     assert [line["step"] for line in whole] == list(range(1, 9))
-    assert 1 <= whole[-1]["skipped_steps"] < 6 and math.isinf(whole[0]["grad_norm"])
+    assert 1 <= whole[-1]["skipped_steps"] < 6
+    assert whole[0]["grad_norm"] is None  # infinite, which JSON has no word for
     assert whole[4]["loss_scale"] != 2.0**18
     rest = run("rest", run.folder / "whole/checkpoints/step_000005", precision="fp16")
     assert without_times(rest) == without_times(whole[5:])
