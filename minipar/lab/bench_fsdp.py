@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,9 +105,18 @@ class Measured:
     num_bytes: list[float] = field(default_factory=list)  # sent by the busiest rank
 
 
+class Sent(NamedTuple):
+    """What went over the link in one call: moments in seconds of `time.monotonic`."""
+
+    issued: float
+    start: float
+    end: float
+    num_bytes: int
+
+
 def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dict[str, Measured]:
     """Let the contenders called `names` take turns; called on every rank."""
-    mesh, works = Mesh(dp=config.ranks), []
+    mesh = Mesh(dp=config.ranks)
     link.check_calls(False)  # time is the topic
     shape = PRESETS[config.preset]
     field = {name: Contender(config, mesh, name, shape) for name in names}
@@ -117,7 +126,12 @@ def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dic
     if link_name != "gloo":
         link.use(link.parse(link_name))
     turns: list[tuple[str, float, float]] = []
-    link.observers.append(works.append)
+    sent: list[Sent] = []
+
+    def note(work: Any) -> None:  # figures only: its tensors are to be freed, and used again
+        sent.append(Sent(work.t_issue, *work.times, work.num_bytes))
+
+    link.observers.append(note)
     for name in in_turns(names, config.rounds):
         gc.collect()
         gc.disable()
@@ -128,10 +142,10 @@ def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dic
         turns.append((name, start, time.monotonic()))
         barrier(mesh.dp)  # what is on its way arrives before anything else takes time
         gc.enable()
-    link.observers.remove(works.append)
+    link.observers.remove(note)
     link.use("none")
     link.check_calls(True)
-    every = [_sums(works, start, end) for _, start, end in turns]
+    every = [_sums(sent, start, end) for _, start, end in turns]
     measured = {name: Measured() for name in field}
     for (name, *_), *ranks in zip(turns, *all_gather_object(every, mesh.dp), strict=True):
         seconds, communication, num_bytes = zip(*ranks, strict=True)
@@ -141,11 +155,10 @@ def measure(config: ShardingConfig, link_name: str, names: Sequence[str]) -> dic
     return measured
 
 
-def _sums(works: list[Any], start: float, end: float) -> tuple[float, float, float]:
+def _sums(sent: list[Sent], start: float, end: float) -> tuple[float, float, float]:
     """Return seconds, seconds on the wire and bytes of a step of this rank."""
-    own = [work for work in works if start <= work.t_issue < end]
-    busy = sum(work.t_end - work.times[0] for work in own)
-    return end - start, busy, sum(work.num_bytes for work in own)
+    own = [one for one in sent if start <= one.issued < end]
+    return end - start, sum(one.end - one.start for one in own), sum(one.num_bytes for one in own)
 
 
 def _memory(config: ShardingConfig, name: str) -> float:

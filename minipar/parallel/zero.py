@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ranks. Frozen ones may be among them.
         optimizer_class: made on this rank's pieces, which lie where the parameters do.
         bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
-            default a sixteenth of the parameters, at most 25 MB.
+            default an eighth of the parameters, at most 25 MB.
         options: of `optimizer_class`.
 
     To schedulers an optimizer like any other; `param_groups` list the pieces. Alone, it takes the
@@ -261,7 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 make = partial(optimizer_class, **options)
                 _check_elementwise(make, optimizer_class.__name__, group, members[0])
         num_bytes = sum(p.nbytes for members in trainable for p in members)
-        capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 16, 25e6)
+        capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.axis = axis
         self.buckets = [
             Bucket(parameters, axis)

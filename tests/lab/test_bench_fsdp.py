@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -58,11 +57,8 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
 def test_what_was_sent_belongs_to_the_step_that_issued_it():
     """A step may end while its weights travel. Mutants: by the end on the wire, by its start."""
     sent = [(0.9, 1.0, 1.2), (1.1, 1.2, 1.5), (1.9, 2.1, 2.4), (2.0, 2.4, 3.0)]
-    works = [
-        SimpleNamespace(t_issue=issue, times=(start, end), t_end=end, num_bytes=10**i)
-        for i, (issue, start, end) in enumerate(sent)
-    ]
-    seconds, busy, num_bytes = bench._sums(works, 1.0, 2.0)
+    calls = [bench.Sent(*moments, num_bytes=10**i) for i, moments in enumerate(sent)]
+    seconds, busy, num_bytes = bench._sums(calls, 1.0, 2.0)
     assert (seconds, num_bytes) == (1.0, 110) and busy == pytest.approx(0.3 + 0.3)
 
 
