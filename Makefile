@@ -13,19 +13,22 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help train test test-fast lab notebooks bench gpu-check lint format lock clean
+.PHONY: help train test test-fast test-all lab notebooks bench gpu-check lint format lock clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-train: $(READY) ## train a small Llama on 4 ranks, on real text that is already on this machine
-	$(BIN)/minipar train $(ARGS)
+train: $(READY) ## train a small Llama on 2 x 2 ranks, on real text that is already on this machine
+	$(BIN)/minipar train --mesh dp=2,tp=2 $(ARGS)
 
 test: lint ## everything that proves the project: style, layers, all tests, all notebooks
 	$(BIN)/pytest $(ARGS)
 
 test-fast: $(READY) ## the tests without the slow ones and the notebooks; under 3 minutes
-	$(BIN)/pytest -m "not slow and not notebook" $(ARGS)
+	$(BIN)/pytest -m "not slow and not notebook and not exhaustive" $(ARGS)
+
+test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
+	$(BIN)/pytest -m "" $(ARGS)
 
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks/ $(ARGS)

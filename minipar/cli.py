@@ -1,14 +1,17 @@
-"""The command line: `minipar train | bench | overlap`. `minipar train --help` is worth reading.
+"""The command line, `minipar COMMAND`. `minipar train --help` is worth reading.
 
 Whatever a user got wrong ends in one line on stderr and exit code 2; a rank that failed in exit
-code 1, with that rank's own traceback where one line cannot say why; Ctrl-C in exit code 130.
+code 1, with that rank's own traceback where one line cannot say why; Ctrl-C in exit code 130. A run
+that was asked to stop by a signal, and has saved, ends with 0.
 """
 
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,15 +27,38 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
-from minipar.lab import bench, bench_collectives, bench_compression, bench_fsdp, draw
+from minipar.lab import (
+    bench,
+    bench_collectives,
+    bench_compression,
+    bench_context,
+    bench_fsdp,
+    bench_pipeline,
+    bench_tensor,
+    draw,
+)
 from minipar.lab.bench_collectives import CollectivesConfig
 from minipar.lab.bench_compression import CompressionConfig
+from minipar.lab.bench_context import ContextConfig
 from minipar.lab.bench_fsdp import ShardingConfig
+from minipar.lab.bench_pipeline import PipelineConfig
+from minipar.lab.bench_tensor import TensorConfig
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.report import Report
+from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the weights of a run as Hugging Face's libraries, and --init of training, read them."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run, or of one of its checkpoints."""
+    folder: tyro.conf.Positional[str]
+    """Where to write config.json and model.safetensors."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,10 @@ Command = (
     | CollectivesConfig
     | CompressionConfig
     | ShardingConfig
+    | TensorConfig
+    | ContextConfig
+    | PipelineConfig
+    | Export
     | Overlap
 )
 
@@ -179,18 +209,21 @@ def train(config: TrainConfig) -> None:
         folder = new_folder(config)
     print(_headline(config, folder, start), flush=True)
     try:
-        with Ranks(
-            config.num_ranks, backend=backend, timeout=config.timeout, sink=None, mend=False
-        ) as ranks:
+        with (
+            Ranks(
+                config.num_ranks, backend=backend, timeout=config.timeout, sink=None, mend=False
+            ) as ranks,
+            pass_on(ranks.pids),
+        ):
             report = ranks.run(trainer.train, config, str(folder), start, Progress)[0]
-    except (KeyboardInterrupt, RankError) as error:
+    except (KeyboardInterrupt, SystemExit, RankError) as error:
         if isinstance(error, RankError) and _is_bad_input(error):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # nothing is in it, unless it is that of an earlier run
         else:
             print(f"\n{_how_to_go_on(folder)}", file=sys.stderr)
         raise
-    conclude(report)
+    conclude(report, folder)
 
 
 def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str | None) -> None:
@@ -205,18 +238,44 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
         backend = backends.pick_backend(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     with backends.joined(backend, config.timeout):
         # One rank chooses, so that all speak of the same folder.
-        if folder is None and rank == 0:
-            folder = new_folder(config)
-        chosen = all_gather_object(str(folder), Mesh(**config.mesh_sizes()).world)[0]
         if rank == 0:
-            print(_headline(config, Path(chosen), start), flush=True)
-        report = trainer.train(config, chosen, start, Progress)
+            folder, start = _place_under_torchrun(config, folder, start)
+        chosen = all_gather_object((str(folder), start), Mesh(**config.mesh_sizes()).world)[0]
+        if rank == 0:
+            print(_headline(config, folder, start), flush=True)
+        report = trainer.train(config, *chosen, Progress)
     if rank == 0:
-        conclude(report)
+        conclude(report, folder)
+
+
+def _place_under_torchrun(
+    config: TrainConfig, folder: Path | None, start: str | None
+) -> tuple[Path, str | None]:
+    """Return the folder of the run, and the checkpoint to start from.
+
+    After a restart by torchrun (--max-restarts) these are the folder that the ranks before had, and
+    the newest checkpoint that they have written, if any.
+    """
+    store = backends.job_store()
+    if backends.restarts() and store is not None and store.check(["run"]):
+        name, start, before = json.loads(store.get("run"))
+        written = [path for path in _saved(Path(name)) if path not in before]
+        return Path(name), written[-1][0] if written else start
+    folder = folder or new_folder(config)
+    if store is not None:
+        store.set("run", json.dumps([str(folder), start, _saved(folder)]))
+    return folder, start
+
+
+def _saved(folder: Path) -> list[list]:
+    """The checkpoints of a run, oldest first, each as [path, when it was written]."""
+    saved = checkpoint.available(folder / "checkpoints")
+    return [[str(path), path.stat().st_mtime_ns] for path in saved]
 
 
 def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
-    verb = f"Resuming {start}" if start else f"Training {config.preset} on {config.data}"
+    model = config.init or config.preset
+    verb = f"Resuming {start}" if start else f"Training {model} on {config.data}"
     return f"{verb} with mesh {config.mesh}, into {folder}/"
 
 
@@ -235,7 +294,7 @@ def _how_to_go_on(folder: Path) -> str:
 def new_folder(config: TrainConfig) -> Path:
     """Make and return a folder for the run; its name gets a number where it is taken."""
     mesh = config.mesh.replace(" ", "").replace("=", "").replace(",", "-")
-    name = config.name or f"{config.preset}-{mesh}"
+    name = config.name or f"{Path(config.init).name or config.preset}-{mesh}"
     for number in itertools.count(1):
         folder = Path(config.out) / (name if number == 1 else f"{name}-{number}")
         try:
@@ -248,24 +307,24 @@ def new_folder(config: TrainConfig) -> Path:
     raise AssertionError("there is always another number")
 
 
-def run_of(path: str) -> Path:
+def run_of(path: str, asked: str = "--resume") -> Path:
     """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
     folder = Path(path)
     if not folder.exists():
-        raise ValueError(f"--resume {path} does not exist; name the folder of a run")
+        raise ValueError(f"{asked} {path} does not exist; name the folder of a run")
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (run / "config.json").is_file():
-        raise ValueError(f"--resume {path} is no run: it has no config.json")
+        raise ValueError(f"{asked} {path} is no run: it has no config.json")
     return run
 
 
-def checkpoint_of(path: Path) -> Path:
+def checkpoint_of(path: Path, asked: str = "--resume") -> Path:
     """Return `path` if it is a checkpoint, else the newest one of the run."""
     if path.parent.name == "checkpoints":
         return path
     saved = checkpoint.available(path / "checkpoints")
     if not saved:
-        raise ValueError(f"--resume {path}: the run has no checkpoint; start it again instead")
+        raise ValueError(f"{asked} {path}: the run has no checkpoint; start it again instead")
     return saved[-1]
 
 
@@ -304,9 +363,14 @@ class Progress:
             self.bar.close()
 
 
-def conclude(report: Report) -> None:
-    """Draw the pictures of a run and print the table at its end."""
-    folder = Path(report.folder)
+def conclude(report: Report | None, folder: Path) -> None:
+    """Draw the pictures of a run and print the table at its end; or how to go on, without report.
+
+    Without, it was asked to stop.
+    """
+    if report is None:
+        print(f"\n{_how_to_go_on(folder)}")
+        return
     steps = read(folder / "metrics.jsonl")
     lines = {"training": [(line["step"], line["loss"]) for line in steps]}
     validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]
@@ -338,6 +402,7 @@ def summary(report: Report) -> str:
         rows["speed"] = (
             f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
         )
+        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
     if report.hidden_fraction is not None:
         rows["communication"] = (
@@ -353,6 +418,21 @@ def summary(report: Report) -> str:
     )
     width = max(map(len, rows))
     return "\n".join(f"{name:>{width}}  {value}" for name, value in rows.items())
+
+
+# ---------------------------------------------------------------------- minipar export
+def export(command: Export) -> None:
+    """Write the newest weights of a run as a Hugging Face folder, with its tokenizer if it has one.
+
+    Byte tokens are no tokenizer that others could read.
+    """
+    run = run_of(command.run, "export")
+    start = checkpoint_of(Path(command.run), "export")
+    checkpoint.export(start, Path(command.folder))
+    print(f"{start} -> {command.folder}/: config.json and safetensors")
+    tokenizer = TrainConfig.load(run / "config.json").tokenizer
+    if tokenizer:
+        shutil.copy(tokenizer, Path(command.folder) / "tokenizer.json")
 
 
 # ---------------------------------------------------------------------- minipar overlap
@@ -393,5 +473,15 @@ _COMMANDS = {
     "bench fsdp": _Command(
         ShardingConfig, bench_fsdp.run, "our ZeRO and FSDP beside PyTorch's own"
     ),
+    "bench tensor": _Command(
+        TensorConfig, bench_tensor.run, "our tensor parallelism beside PyTorch's own"
+    ),
+    "bench context": _Command(
+        ContextConfig, bench_context.run, "our context parallelism beside PyTorch's; zigzag or not"
+    ),
+    "bench pipeline": _Command(
+        PipelineConfig, bench_pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
+    ),
+    "export": _Command(Export, export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _Command(Overlap, overlap, "how much communication do these traces hide?"),
 }

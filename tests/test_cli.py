@@ -22,8 +22,17 @@ import pytest
 import torch
 
 from minipar import cli
-from minipar.lab import bench, bench_collectives, bench_compression, bench_fsdp
-from minipar.train import checkpoint, trainer
+from minipar.lab import (
+    bench,
+    bench_collectives,
+    bench_compression,
+    bench_context,
+    bench_fsdp,
+    bench_pipeline,
+    bench_tensor,
+)
+from minipar.model.llama import PRESETS
+from minipar.train import checkpoint, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 
@@ -85,7 +94,7 @@ def work(tmp_path_factory):
     (work / "bad_config/config.json").write_text('{"steps": 2')
     (work / "wrong_type/config.json").write_text('{"steps": "many"}')
     shutil.rmtree(work / "no_checkpoint/checkpoints/step_000002")
-    os.truncate(work / "truncated/checkpoints/step_000002/model.safetensors", 1000)
+    os.truncate(work / "truncated/checkpoints/step_000002/weights_00000.safetensors", 1000)
     (work / "headless/checkpoints/step_000002/manifest.json").unlink()
     torch.set_num_threads(threads)
     return work
@@ -121,7 +130,8 @@ MALFORMED = {
     "train --mesh dp=x": "'dp=x' is not axis=size",
     "train --mesh xx=2": "'xx=2' is not axis=size",
     "train --mesh dp=2,dp=2": "'dp=2' is not axis=size with a new axis",
-    "train --mesh tp=2": "does not use axis tp",
+    "train --mesh ep=2": "no experts to spread over ep",
+    "train --plan tp=3": "nearest plan that works is dp=3",
     "train --data W/nowhere.txt": "no file or folder",
     "train --data W/empty.txt": "holds no text",
     "train --data W/folder": "holds no text",
@@ -144,14 +154,29 @@ MALFORMED = {
     "train --resume W/bad_config": "is not the configuration of a run",
     "train --resume W/wrong_type": "steps='many'",
     "train --resume W/no_checkpoint": "the run has no checkpoint",
-    "train --resume W/truncated": "model.safetensors has 1000 bytes instead of",
-    "train --resume W/truncated/checkpoints/step_000002": "model.safetensors has 1000 bytes",
+    "train --resume W/truncated": "weights_00000.safetensors has 1000 bytes instead of",
+    "train --resume W/truncated/checkpoints/step_000002": "weights_00000.safetensors has 1000",
     "train --resume W/headless": "manifest.json",
+    "train --init W/nowhere": "config.json: cannot be read",
+    "export W/run": "required",
+    "export W/nowhere W/out": "nowhere does not exist; name the folder of a run",
+    "export W/no_checkpoint W/out": "the run has no checkpoint",
+    "export W/truncated W/out": "weights_00000.safetensors has 1000 bytes instead of",
+    "export W/run W/a.txt": "is a file; a checkpoint is a folder",
     "train --resume W/run/checkpoints/step_000001": "does not exist",
     "train --resume W/run --mesh dp=0": "'dp=0' is not axis=size",
     "bench": "'bench' is no command",
     "bench tea": "'bench tea' is no command",
     "bench fsdp --ranks 1": "at least 2",
+    "bench tensor --ranks 3": "--ranks 3",
+    "bench tensor --seq-len 33": "--seq-len 33",
+    "bench context --ranks 3": "--ranks 3",
+    "bench context --seq-len 10": "--seq-len 10",
+    "bench context --balance-seq-len 12": "--balance-ranks 4",
+    "bench context --balance-ranks 1": "--balance-ranks 1",
+    "bench pipeline --schedules naive": "--schedules ['naive']: use some of gpipe",
+    "bench pipeline --microbatches 5": "--microbatches 5",
+    "bench pipeline --out W/nowhere/pictures": "there is no folder",
     "bench collectives --ranks 1": "at least 2",
     "bench collectives --algorithms star": "star",
     "bench compression --methods zip": "zip",
@@ -183,6 +208,9 @@ def no_ranks(monkeypatch):
     monkeypatch.setattr(bench_collectives, "Ranks", started)
     monkeypatch.setattr(bench_compression, "Ranks", started)
     monkeypatch.setattr(bench_fsdp, "Ranks", started)
+    monkeypatch.setattr(bench_pipeline, "Ranks", started)
+    monkeypatch.setattr(bench_tensor, "Ranks", started)
+    monkeypatch.setattr(bench_context, "Ranks", started)
 
 
 def assert_one_line(code: int, out: str, err: str, says: str) -> None:
@@ -291,7 +319,7 @@ def test_each_run_gets_a_folder_of_its_own(tmp_path):
 
 def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
     for step in (3, 12):
-        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=5)
+        saver.save(tmp_path / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=5)
     TrainConfig().save(tmp_path / "config.json")
     newest, other = (tmp_path / f"checkpoints/step_{step:06d}" for step in (12, 3))
     assert cli.checkpoint_of(tmp_path) == newest and cli.checkpoint_of(other) == other
@@ -372,6 +400,56 @@ def test_ctrl_c_ends_everything_at_once(work, tmp_path):
     ]
 
 
+def ranks_of(children: list[psutil.Process]) -> list[psutil.Process]:
+    parents = {child.ppid() for child in children}
+    return sorted((c for c in children if c.pid not in parents), key=lambda c: c.pid)
+
+
+def assert_saved_where_it_stopped(folder: Path, out: str) -> int:
+    """The checkpoint is of the last step that was done, and one line tells how to go on."""
+    step = checkpoint.step_of(checkpoint.available(folder / "checkpoints")[-1])
+    assert [line[0] for line in curve(folder)] == [*range(1, step + 1)]
+    lines = [line for line in out.splitlines() if line.startswith("Stopped")]
+    assert lines == [f"Stopped. Go on from step {step} with: minipar train --resume {folder}"]
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who, name", [("rank", "SIGUSR1"), ("launcher", "SIGTERM")])
+def test_a_signal_stops_a_run_in_order(work, tmp_path, capfd, uninterrupted, who, name):
+    """Mutants: only the rank that was signalled stops; the launcher ends before its ranks do."""
+    process = start(work, tmp_path, "--save-every", "1000")
+    folder = tmp_path / "tiny-dp2"
+    children = wait_for_steps(process, folder / "metrics.jsonl", 7)
+    (process if who == "launcher" else ranks_of(children)[-1]).send_signal(signal.Signals[name])
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and err == ""
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert 7 <= assert_saved_where_it_stopped(folder, out) < 60
+    assert not (folder / "report.json").exists()
+    if who == "launcher":
+        return
+    code, out, err = call(capfd, "train", "--resume", folder)
+    assert code == 0 and err == "", err
+    assert curve(folder) == uninterrupted  # to the last bit
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_everything_at_once(work, tmp_path):
+    """Also when a rank does not answer."""
+    process = start(work, tmp_path, "--steps", "100000")
+    children = wait_for_steps(process, tmp_path / "tiny-dp2/metrics.jsonl", 7)
+    ranks_of(children)[-1].suspend()
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in out + err and "minipar train --resume" in err
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
 @pytest.mark.slow
 def test_kill_9_of_a_rank_and_resume(work, tmp_path, capfd, uninterrupted):
     process = start(work, tmp_path)
@@ -427,6 +505,38 @@ def test_torchrun_is_the_same_run(work, tmp_path, uninterrupted):
     assert done.stdout.count("validation loss") == 1  # one rank speaks
     report = json.loads((tmp_path / "tiny-dp2/report.json").read_text())
     assert len(report["peak_memory"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank", "torchrun"])
+def test_a_signal_stops_a_run_of_torchrun_in_order(work, tmp_path, who):
+    """torchrun passes SIGTERM on to all ranks, and then says that it was stopped: exit code 1."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*launcher, "--nproc-per-node", "2", *command()[1:], "train", *LONG, "--steps", "100000"]
+        + ["--data", str(work / "a.txt"), "--out", str(tmp_path), "--save-every", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    folder = tmp_path / "tiny-dp2"
+    children = wait_for_steps(process, folder / "metrics.jsonl", 7)
+    (process if who == "torchrun" else ranks_of(children)[-1]).send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode == 0) == (who == "rank"), err
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert 7 <= assert_saved_where_it_stopped(folder, out) < 100_000
+
+
+def test_an_exported_run_can_be_started_from(work, capfd, tmp_path):
+    code, out, _ = call(capfd, "export", work / "run", tmp_path / "hf")
+    assert code == 0 and "step_000002" in out
+    _, config = cli.parse(["train", "--init", str(tmp_path / "hf"), "--data", str(work / "a.txt")])
+    config.check()
+    assert config.model_config() == dataclasses.replace(
+        PRESETS["tiny"], max_seq_len=config.model_config().max_seq_len
+    )
 
 
 @pytest.mark.slow

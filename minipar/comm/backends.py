@@ -62,6 +62,22 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def restarts() -> int:
+    """How often torchrun has started the ranks again, after one had failed (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def job_store(prefix: str = "minipar") -> dist.Store | None:
+    """Return the store of the torchrun that started this process: it outlives restarts of ranks.
+
+    None where there is none, or where it would not outlive them.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore(prefix, dist.TCPStore(address, port, is_master=False))
+
+
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
@@ -69,7 +85,13 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     Leaving is ordered: everybody waits for everybody, so that no rank closes its connections
     while another still reads from them.
     """
-    init(backend, timeout)
+    where = {}
+    # After a restart the store still holds the addresses of the ranks before: leave them alone.
+    if (store := job_store(f"restart {restarts()}")) is not None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": store, "rank": rank, "world_size": size}
+    init(backend, timeout, **where)
+    device_of(int(os.environ.get("LOCAL_RANK", dist.get_rank())))  # nccl talks from there
     try:
         yield
         dist.barrier()

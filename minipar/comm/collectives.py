@@ -6,7 +6,8 @@ whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`wire_bytes`), and when it started and ended. When nobody records, that costs one comparison.
+(`wire_bytes`), and when it started and ended. When nobody records, that costs one comparison. The
+watchdog, where there is one, learns from the same place what this rank has called and waits for.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -16,14 +17,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import timeline
+from minipar.comm import timeline, watchdog
 from minipar.comm.mesh import Axis
 
 Op = Literal["sum", "avg", "max", "min"]
@@ -65,14 +66,21 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
 class Pending:
     """A collective in flight. `wait` blocks until it is done and returns its result."""
 
-    def __init__(self, work: Any, result: Any, finish: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        result: Any,
+        finish: Callable[[Any], Any] | None = None,
+        waiting: AbstractContextManager | None = None,
+    ) -> None:
         self._work, self._result, self._finish = work, result, finish
+        self._waiting = waiting or nullcontext()  # entered while this rank waits
 
     def wait(self) -> Any:
         """Return the result; a second call returns the same again."""
         if self._work is not None:
             recorder = timeline.active()
-            with recorder.blocked() if recorder else nullcontext():
+            with self._waiting, recorder.blocked() if recorder else nullcontext():
                 self._work.wait()
             self._work = None
         if self._finish is not None:
@@ -334,6 +342,7 @@ def send(
         lambda a: dist.isend(tensor, group=axis.group, group_dst=peer),
         tensor,
         async_op,
+        peers=[peer],
     )
 
 
@@ -348,6 +357,7 @@ def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Te
         lambda a: dist.irecv(buffer, group=axis.group, group_src=peer),
         buffer,
         async_op,
+        peers=[peer],
     )
 
 
@@ -383,7 +393,8 @@ def exchange(
         return _All(dist.batch_isend_irecv(posts)) if posts else None
 
     num_bytes = sum(tensor.nbytes for tensor, _ in sends)
-    return _launch("exchange", axis, num_bytes, call, buffers, async_op)
+    peers = list(dict.fromkeys(peer for _, peer in (*recvs, *sends)))
+    return _launch("exchange", axis, num_bytes, call, buffers, async_op, peers=peers)
 
 
 class _All:
@@ -413,7 +424,8 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [obj]
     objects = [None] * axis.size
-    dist.all_gather_object(objects, obj, axis.group)
+    with watchdog.begin("all_gather_object", axis, 0):
+        dist.all_gather_object(objects, obj, axis.group)
     return objects
 
 
@@ -426,21 +438,25 @@ def _launch(
     result: Any,
     async_op: bool,
     finish: Callable[[Any], Any] | None = None,
+    peers: Sequence[int] | None = None,
 ) -> Any:
-    """Start `call(async_op)`, enter it in the ledger, and return its result or a `Pending`."""
-    recorder = timeline.active()
+    """Start `call(async_op)`, enter it in the ledger, and return its result or a `Pending`.
+
+    Of messages, `peers` are the ranks at the other end.
+    """
+    recorder, waiting = timeline.active(), None
     if axis.size == 1:
         work = None
-    elif recorder is None:
-        work = call(async_op)
     else:
+        waiting = watchdog.begin(verb, axis, sent, peers)
         start = time.monotonic()
-        work = call(True)
-        if work is not None:
+        with waiting:  # a call that is not asynchronous returns when it is done
+            work = call(async_op or recorder is not None)
+        if recorder is not None and work is not None:
             work = _Watched(
                 work, lambda t0, t1: recorder.comm(verb, axis.name, sent, t0, t1), start
             )
-    pending = Pending(work, result, finish)
+    pending = Pending(work, result, finish, waiting)
     return pending if async_op else pending.wait()
 
 

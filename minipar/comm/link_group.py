@@ -276,6 +276,8 @@ class LinkGroup(dist.ProcessGroup):
         whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
         if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
             whole = size * _num_bytes(pieces)
+        elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's
+            whole = _busiest(_flows(size, *args), self.rank(), size) * size // max(size - 1, 1)
         duration = link.seconds(op.verb, whole, size, link.among(self.ranks))
         checks = link.checks
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
@@ -419,6 +421,12 @@ def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int
         else:
             flows += [tensor.nbytes // size] * size
     return flows
+
+
+def _busiest(flows: list[int], rank: int, size: int) -> int:
+    """The bytes that `rank` sends to others or gets from them, whichever is more."""
+    sent, expected = flows[:size], flows[size:]
+    return max(sum(sent) - sent[rank], sum(expected) - expected[rank])
 
 
 @dataclass(frozen=True)

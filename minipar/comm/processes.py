@@ -72,6 +72,9 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
 
     for module in preload:
         importlib.import_module(module)
+    # A scheduler signals every process of a job; what to do then is up to the ranks.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     parent = socket.socket(fileno=fd)
     with suppress(OSError):  # the parent ended while we were answering
         while True:

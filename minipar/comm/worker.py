@@ -74,7 +74,9 @@ class _Worker:
         self.lock = threading.Lock()
 
     def run(self) -> None:
-        signal.signal(signal.SIGUSR1, self._on_signal)
+        signal.signal(signal.SIGUSR2, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # which the nursery leaves to us
+            signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._obey, daemon=True).start()
         os.environ.update(RANK=str(self.setup.rank), WORLD_SIZE=str(self.setup.size))
         os.environ.update(LOCAL_RANK=str(self.setup.rank))
@@ -137,7 +139,7 @@ class _Worker:
 
     def say(self, kind: str, content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two."""
-        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             with self.lock:
                 self.work.send((kind, content))
@@ -161,7 +163,7 @@ class _Worker:
                 if running():
                     abort_groups()
                 while running():  # plain Python: loops and sleeps
-                    signal.pthread_kill(main, signal.SIGUSR1)
+                    signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
         except (EOFError, OSError):  # the pipe is closed: our parent is gone
             shutil.rmtree(self.setup.folder, ignore_errors=True)

@@ -30,6 +30,7 @@ from minipar.model.llama import PRESETS, Llama, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp
 from minipar.train.data import share
+from minipar.train.peak import matmul_rate, synchronise
 from minipar.train.trainer import train_step
 
 NUM_TARGETS = 128  # of the whole batch in the parity check: 4 sequences of 32
@@ -178,25 +179,6 @@ def utilisation(check: GpuCheck) -> tuple[dict[str, Any], timeline.Timeline]:
         "share_of_matmul": rate / peak,
     }
     return row, recorded
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return the FLOP/s of a large square matrix product: what this device can really do."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(10):
-        synchronise(device)
-        start = time.perf_counter()
-        a @ b
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until `device` has done what it was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def name_of(device: torch.device) -> str:

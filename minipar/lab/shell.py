@@ -125,18 +125,23 @@ def _watch(shell: RankShell) -> None:
 
     Only the notebook sees whether all ranks do: then it need not sit out the timeout.
     """
-    main = threading.main_thread().ident
     while True:
         time.sleep(0.5)
-        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
-        waits = [i for i, f in enumerate(frames) if f.f_code is link_group.LinkWork.wait.__code__]
-        if not waits:
-            continue
-        work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
-        called = time.monotonic() - work.t_issue
-        if work.t_start is None and called > PATIENCE and not _anything_moves():
-            own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
-            worker.say("stuck", (work.verb, _line_of(own[0], shell)))
+        _look(shell)
+
+
+def _look(shell: RankShell) -> None:
+    """A call of its own: kept for the next half second, frames would keep all tensors in them."""
+    main = threading.main_thread().ident
+    frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+    waits = [i for i, f in enumerate(frames) if f.f_code is link_group.LinkWork.wait.__code__]
+    if not waits:
+        return
+    work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
+    called = time.monotonic() - work.t_issue
+    if work.t_start is None and called > PATIENCE and not _anything_moves():
+        own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
+        worker.say("stuck", (work.verb, _line_of(own[0], shell)))
 
 
 def _anything_moves() -> bool:

@@ -45,8 +45,8 @@ are one axis. One all-reduce over it, hidden behind backward as ever; zero and f
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,8 +55,8 @@ from torch.autograd.function import once_differentiable
 
 from minipar.comm.collectives import Pending, all_gather, exchange, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Attention, Core, LlamaModel
-from minipar.parallel.strategy import Strategy
+from minipar.model.llama import Core
+from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
 
 Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]
@@ -91,8 +91,7 @@ def apply(
         raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
-    if not any(isinstance(module, Attention) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
+    attentions_of(model)
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
     return ContextParallel(model, axis, order, exchange, kernel)
@@ -136,15 +135,9 @@ def shard(tensor: Tensor, axis: Axis, order: Order = "zigzag", dim: int = -1) ->
 
     Raises `ValueError` unless T is divisible by n, for "zigzag" by 2n.
     """
-    num_chunks, length = ORDERS[order] * axis.size, tensor.shape[dim]
-    if length % num_chunks:
-        below = length - length % num_chunks
-        raise ValueError(
-            f"{axis.name}={axis.size} in {order} order cuts sequences into {num_chunks} chunks, "
-            f"which do not divide {length} tokens; pad them to {below + num_chunks}"
-            + (f" or cut them to {below}" if below else "")
-        )
-    chunks = tensor.chunk(num_chunks, dim)
+    count = ORDERS[order] * axis.size
+    why = f"{axis.name}={axis.size} in {order} order cuts sequences into {count} chunks"
+    chunks = chunks_of_equal_length(tensor, count, dim, f"{why}, which do not divide")
     return torch.cat([chunks[c] for c in chunks_of(axis.rank, axis.size, order)], dim)
 
 
@@ -230,7 +223,8 @@ def attend(
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Add the keys of another block to the softmax in `out` and `lse`, in place."""
     total = torch.logaddexp(lse, new_lse)
-    out.mul_((lse - _finite(total)).exp()).add_(new_out * (new_lse - _finite(total)).exp())
+    finite = _finite(total)
+    out.mul_((lse - finite).exp()).addcmul_(new_out, (new_lse - finite).exp())
     lse.copy_(total)
 
 
@@ -314,14 +308,35 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
 
 
+def joined(blocks: list[Block]) -> list[Block]:
+    """The blocks of one step as one, unless there are masks: fewer calls, fewer merges.
+
+    In "zigzag" they fill a rectangle; in the first step all of it but the future.
+    """
+    if len(blocks) < 2 or blocks[0].mask is not None:
+        return blocks
+    mine, theirs = (
+        slice(min(rows.start for rows in sides), max(rows.stop for rows in sides))
+        for sides in ([b.mine for b in blocks], [b.theirs for b in blocks])
+    )
+    return [Block(mine, theirs, None, causal=any(b.causal for b in blocks))]
+
+
 class Kernel(NamedTuple):
-    """What multiplies one block: `attend` and `attend_backward`, or functions like them."""
+    """What multiplies one block: `attend` and `attend_backward`, or functions like them.
+
+    `arrange` is for a kernel that leaves out the future by itself, and holds no block of scores.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    arrange: Callable[[list[Block]], list[Block]] = list
 
 
-KERNELS = {"math": Kernel(attend, attend_backward), "fused": Kernel(fused_attend, fused_backward)}
+KERNELS = {
+    "math": Kernel(attend, attend_backward),
+    "fused": Kernel(fused_attend, fused_backward, arrange=joined),
+}
 
 
 # ---------------------------------------------------------------------- all blocks, in a ring
@@ -440,7 +455,7 @@ class Forward:
         """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
         k, v = _wide(kv)
         with _as_typed(k):
-            for mine, theirs, *who in blocks:
+            for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
                 new = self.kernel.forward(self.q[:, :, mine], *keys, *who)
                 merge(self.out[:, :, mine], self.lse[:, :, mine], *new)
@@ -459,7 +474,7 @@ class Backward:
         k, v = _wide(kv)
         d_k, d_v = d_kv = torch.zeros_like(kv, dtype=k.dtype)
         with _as_typed(k):
-            for mine, theirs, *who in blocks:
+            for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
                 results = (x[:, :, mine] for x in self.results)
                 new_d_q, new_d_k, new_d_v = self.kernel.backward(
@@ -482,7 +497,7 @@ def _as_typed(x: Tensor):
 
 
 # ---------------------------------------------------------------------- the model
-class ContextParallel(Strategy):
+class ContextParallel(CutSequences):
     """Attention to keys of other ranks, and positions that know which tokens these are."""
 
     def __init__(
@@ -495,54 +510,14 @@ class ContextParallel(Strategy):
     ) -> None:
         super().__init__(model, axis)
         self.order, self.attention, self.kernel = order, EXCHANGES[exchange], kernel
-        self.is_whole = axis.size == 1  # sequences are not cut
-        for module in model.modules():
-            if isinstance(module, LlamaModel):
-                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
-            if isinstance(module, Attention):
-                module.core = self._split(module.core)
 
-    def _split(self, core: Core) -> Core:
-        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            if self.is_whole:
-                return core(q, k, v, mask)
-            best = "fused" if q.device.type == "cpu" else "math"
-            kernel = KERNELS[self.kernel or best]
-            return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        return shard(whole, self.axis, self.order)
 
-        return split_core
-
-    def _position_hook(self) -> Callable:
-        """Say where in the sequence this rank's tokens are, unless the caller has."""
-
-        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
-            names = ("x", "positions", "mask")
-            call = {**dict(zip(names, args, strict=False)), **kwargs}
-            if self.is_whole or call.get("positions") is not None:
-                return None
-            seq_len, longest = call["x"].shape[1] * self.axis.size, module.config.max_seq_len
-            if seq_len > longest:
-                raise ValueError(
-                    f"a sequence of {seq_len} tokens is longer than max_seq_len={longest}"
-                )
-            positions = torch.arange(seq_len, device=call["x"].device)
-            positions = shard(positions, self.axis, self.order)
-            return (call["x"], positions, call.get("mask")), {}
-
-        return number  # no method: a copy of the model must not copy the process groups
-
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """In here the model takes uncut sequences, each rank for itself: to generate text."""
-        before, self.is_whole = self.is_whole, True
-        try:
-            yield
-        finally:
-            self.is_whole = before
-
-    def finish_backward(self) -> None:
-        """Nothing is left to send: gradients of keys have come home during backward.
-
-        Those of the parameters are parts of a sum over cp and over dp, and the strategy that adds
-        up the latter does it for both, over their joint axis.
-        """
+    def attend(
+        self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
+        best = "fused" if q.device.type == "cpu" else "math"
+        kernel = KERNELS[self.kernel or best]
+        return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)

@@ -440,11 +440,11 @@ class FullySharded(Strategy):
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recomputes = _in_backward()
         if unit is self.root and not recomputes:
-            self._start_afresh()  # nothing that was gathered before the last optimizer step
+            self.release()  # nothing that was gathered before the last optimizer step
         self._enter(unit, "backward" if recomputes else "forward")
         if self.options.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        if not unit.trainable and torch.is_grad_enabled():
+        if unit.flats and not unit.trainable and torch.is_grad_enabled():
             # Nothing of it enters the graph; when its inputs have their gradients, it is over.
             inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
             register_multi_grad_hook(inputs, lambda _: unit.free())
@@ -496,9 +496,10 @@ class FullySharded(Strategy):
             flat.forget_unused(users[: len(flat.views)])
             users = users[len(flat.views) :]
         self.reducing = []
-        self._start_afresh()
+        self.release()
 
-    def _start_afresh(self) -> None:
+    def release(self) -> None:
+        """Free all weights that are gathered. What comes next does not follow on what was."""
         for unit in self.units:
             unit.free()
         self.latest = {"forward": None, "backward": None}
@@ -542,7 +543,10 @@ class FullySharded(Strategy):
         Raises `ValueError` when names or shapes are not those of the model.
         """
         own = self.model.state_dict(keep_vars=True)
-        ours = {(name, tuple(getattr(t, "full_shape", t.shape))) for name, t in own.items()}
+        shapes = {
+            p: v.shape for f in self.flats for p, v in zip(f.parameters, f.views, strict=True)
+        }
+        ours = {(name, tuple(shapes.get(t, t.shape))) for name, t in own.items()}
         theirs = {(name, tuple(t.shape)) for name, t in state.items()}
         if ours != theirs:
             raise ValueError(

@@ -27,6 +27,9 @@ class Strategy:
         """Complete the communication of gradients that backward started."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Give back what computing needs: somebody else's turn comes, such as another stage's."""
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 

@@ -40,7 +40,6 @@ Proved by tests/parallel/test_tensor.py and tests/parity/test_tensor.py.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +93,11 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
     if any(axis.name == a.name for p in model.parameters() for a in getattr(p, "shard_axes", ())):
         raise ValueError(f"the model is cut along {axis.name} already")
-    config, n = model.config, axis.size
+    check_sizes(model.config, axis.size, axis.name)
+
+
+def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
+    """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
     limits = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     kv_heads = config.num_kv_heads
 
@@ -102,16 +105,16 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         return not any(size % n for size in limits.values()) and not (kv_heads % n and n % kv_heads)
 
     good = ", ".join(str(k) for k in range(1, config.num_heads + 1) if fits(k))
-    for name, size in limits.items():
+    for limit, size in limits.items():
         if size % n:
-            raise ValueError(f"{axis.name}={n} does not divide {name}={size}; use one of {good}")
+            raise ValueError(f"{name}={n} does not divide {limit}={size}; use one of {good}")
     if not fits(n):
         raise ValueError(
-            f"{axis.name}={n} neither divides num_kv_heads={kv_heads} nor is a multiple of it; "
+            f"{name}={n} neither divides num_kv_heads={kv_heads} nor is a multiple of it; "
             f"use one of {good}"
         )
     if n > config.vocab_size:
-        raise ValueError(f"{axis.name}={n} ranks for vocab_size={config.vocab_size} words")
+        raise ValueError(f"{name}={n} ranks for vocab_size={config.vocab_size} words")
 
 
 # ---------------------------------------------------------------------- 1. who has which piece
@@ -270,6 +273,8 @@ class TensorParallel(Strategy):
         self.whole: list[str] = []  # and yet with a gradient from the own tokens only
         self.shared: list[str] = []  # k and v of a head that several ranks have
         self.num_kv_heads = model.config.num_kv_heads
+        # Who has the gradient of a parameter in the end: itself, or a piece of it under ZeRO.
+        self.holder: Callable[[nn.Parameter], nn.Parameter | None] = lambda p: p
         self.words = evenly(0, model.config.vocab_size, self.axis.size)
         for i, layer in enumerate(model.model.layers):
             if layer is not None:
@@ -279,7 +284,7 @@ class TensorParallel(Strategy):
         if border.sequence:
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
             self.whole = [n for n, _ in model.named_parameters() if n not in self.pieces]
-            model.forward = partial(_with_padding, model.forward, self.axis.size)
+            _pad_and_cut(model, self.axis.size)
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
         config, n = self.model.config, self.axis.size
@@ -364,7 +369,8 @@ class TensorParallel(Strategy):
         A neighbourhood writes into a row of its own, so that the axis needs no groups inside it.
         """
         params = dict(self.model.named_parameters())
-        grads = [params[n].grad for n in names if n in params and params[n].grad is not None]
+        holders = [self.holder(params[name]) for name in names if name in params]
+        grads = [p.grad for p in holders if p is not None and p.grad is not None]
         if not grads or self.axis.size == 1:
             return
         own = self.axis.rank * num_groups // self.axis.size
@@ -396,41 +402,55 @@ class TensorParallel(Strategy):
         """Return copies of all gradients, named and shaped as in the serial model. A collective."""
         return self.join({name: p.grad for name, p in self.model.named_parameters()})
 
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take this rank's pieces out of what `join` returned, on any number of ranks."""
+        return {
+            name: self.pieces[name].own(whole, self.axis.rank) if name in self.pieces else whole
+            for name, whole in tensors.items()
+        }
+
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's pieces of what `full_state_dict` returned, on any number of ranks."""
+        own = self.own(state)
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            whole = state[name]
-            if name in self.pieces:
-                whole = self.pieces[name].own(whole, self.axis.rank)
-            tensor.copy_(whole)
+            tensor.copy_(own[name])
 
 
-def _with_padding(
-    forward: Callable[..., Tensor],
-    n: int,
-    x: Tensor,
-    positions: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Run `forward` on a number of tokens that n divides: causal attention never looks at the rest.
+def _pad_and_cut(model: Llama, n: int) -> None:
+    """Let `model` run on a number of tokens that n divides: causal attention never looks at more.
 
-    Raises `ValueError` where positions or a mask say something else about the tokens.
+    Hooks, so that they go with a part of the model, which may be a stage of a pipeline. They raise
+    `ValueError` where tokens cannot be added unnoticed: beside positions or a mask, or where logits
+    are made by another stage.
     """
-    if x.ndim == 3:  # hidden states [B, T/n, D] V, for a pipeline stage: cut along the tokens
-        if positions is None:
-            positions = torch.arange(n * x.shape[1], device=x.device)
-        return forward(x, positions, mask)
-    seq_len = x.shape[1]
-    missing = -seq_len % n
-    if not missing:
-        return forward(x, positions, mask)
-    if positions is not None or mask is not None:
-        raise ValueError(
-            f"sequence parallelism on {n} ranks, with positions or a mask, needs a multiple of {n} "
-            f"tokens, not {seq_len}; pad to {seq_len + missing}"
-        )
-    return forward(F.pad(x, (0, missing)))[:, :seq_len]
+    added = [0]
+
+    def pad(module: Llama, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+        call = {**dict(zip(("tokens", "positions", "mask"), args, strict=False)), **kwargs}
+        x, positions, mask = (call.get(name) for name in ("tokens", "positions", "mask"))
+        added[0] = 0
+        if x.ndim == 3:  # hidden states [B, T/n, D] V, for a pipeline stage: cut along the tokens
+            if positions is None:
+                positions = torch.arange(n * x.shape[1], device=x.device)
+            return (x, positions, mask), {}
+        seq_len = x.shape[1]
+        missing = -seq_len % n
+        if not missing:
+            return None
+        if positions is not None or mask is not None or module.lm_head is None:
+            raise ValueError(
+                f"sequence parallelism on {n} ranks, with positions, a mask or a pipeline, needs a "
+                f"multiple of {n} tokens, not {seq_len}; pad to {seq_len + missing}"
+            )
+        added[0] = missing
+        return (F.pad(x, (0, missing)),), {}
+
+    def cut(module: Llama, args: tuple, output: Tensor) -> Tensor:
+        return output[:, : output.shape[1] - added[0]] if added[0] else output
+
+    model.register_forward_pre_hook(pad, with_kwargs=True)
+    model.register_forward_hook(cut)
 
 
 # ---------------------------------------------------------------------- 5. overlap

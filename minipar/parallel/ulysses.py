@@ -27,16 +27,14 @@ Loss and gradients are those of context.py: over the joint axis of dp and cp::
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Attention, Core, LlamaModel
-from minipar.parallel.strategy import Strategy
+from minipar.model.llama import Core
+from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
@@ -49,10 +47,7 @@ def apply(model: nn.Module, axis: Axis) -> "Ulysses":
 
     Raises `ValueError` for a model without attention, or heads that n ranks cannot share evenly.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
-    for layer in layers:
+    for layer in attentions_of(model):
         check_heads(layer.q_proj.weight.shape[0] // layer.head_dim, axis)
     return Ulysses(model, axis)
 
@@ -83,14 +78,8 @@ def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     Targets have to be those of the whole sequence, shifted before they are cut. Raises `ValueError`
     unless n divides T.
     """
-    length = tensor.shape[dim]
-    if length % axis.size:
-        below = length - length % axis.size
-        raise ValueError(
-            f"{axis.name}={axis.size} does not divide {length} tokens; pad them to "
-            f"{below + axis.size}" + (f" or cut them to {below}" if below else "")
-        )
-    return tensor.chunk(axis.size, dim)[axis.rank]
+    why = f"{axis.name}={axis.size} does not divide"
+    return chunks_of_equal_length(tensor, axis.size, dim, why)[axis.rank]
 
 
 def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
@@ -126,57 +115,18 @@ def repeated(kv: Tensor, size: int) -> Tensor:
     return kv.repeat_interleave(math.lcm(num_heads, size) // num_heads, dim=1)
 
 
-class Ulysses(Strategy):
+class Ulysses(CutSequences):
     """All-to-alls around attention, and positions that know which tokens these are."""
 
-    def __init__(self, model: nn.Module, axis: Axis) -> None:
-        super().__init__(model, axis)
-        self.is_whole = axis.size == 1  # sequences are not cut
-        for module in model.modules():
-            if isinstance(module, LlamaModel):
-                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
-            if isinstance(module, Attention):
-                module.core = self._split(module.core)
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        return shard(whole, self.axis)
 
-    def _split(self, core: Core) -> Core:
-        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            if self.is_whole:
-                return core(q, k, v, mask)
-            check_heads(q.shape[1], self.axis)
-            check_mask(mask, q.shape[2] * self.axis.size)
-            k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
-            q, k, v = heads_apart((q, k, v), self.axis)
-            return tokens_apart(core(q, k, v, mask), self.axis)
-
-        return split_core
-
-    def _position_hook(self) -> Callable:
-        """Say where in the sequence this rank's tokens are, unless the caller has."""
-
-        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
-            call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
-            if self.is_whole or call.get("positions") is not None:
-                return None
-            num_own, longest = call["x"].shape[1], module.config.max_seq_len
-            if num_own * self.axis.size > longest:
-                raise ValueError(
-                    f"a sequence of {num_own * self.axis.size} tokens is longer than "
-                    f"max_seq_len={longest}"
-                )
-            first = num_own * self.axis.rank
-            positions = torch.arange(first, first + num_own, device=call["x"].device)
-            return (call["x"], positions, call.get("mask")), {}
-
-        return number  # no method: a copy of the model must not copy the process groups
-
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """In here the model takes uncut sequences, each rank for itself: to generate text."""
-        before, self.is_whole = self.is_whole, True
-        try:
-            yield
-        finally:
-            self.is_whole = before
-
-    def finish_backward(self) -> None:
-        """Nothing is left to send: see `context.ContextParallel.finish_backward`."""
+    def attend(
+        self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """`core` on all tokens of H/n heads; `mask` is that of the whole sequence."""
+        check_heads(q.shape[1], self.axis)
+        check_mask(mask, q.shape[2] * self.axis.size)
+        k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
+        q, k, v = heads_apart((q, k, v), self.axis)
+        return tokens_apart(core(q, k, v, mask), self.axis)

@@ -19,6 +19,8 @@ at a model or a device; `minipar.lab.memory` measures the same categories in a r
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from minipar.model.llama import LlamaConfig
+
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STATE = ("parameters", "gradients", "optimizer")
 
@@ -140,6 +142,47 @@ def activation_bytes(
         return 2 * whole / (tp if sequence_parallel else 1)
     attention = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / width
     return whole * (10 / (tp if sequence_parallel else 1) + (24 + attention) / tp)
+
+
+def llama_activations(
+    config: LlamaConfig,
+    num_tokens: float,
+    *,
+    tp: int = 1,
+    sequence: bool = False,
+    overlap: bool = False,
+    bytes_per_number: float = 2,
+    fused_norm: bool = True,
+) -> dict[str, float]:
+    """What the backward pass needs of one layer of a Llama, by part, for so many tokens of a batch.
+
+    `activation_bytes` for other layers: no dropout, no T x T matrix that anybody stores (SDPA), G
+    key/value heads for H query heads, and a gated hidden layer. In numbers per token, on a rank:
+
+        norms      4 D                their inputs and results: what the matrices multiply
+        attention  (2 H + 2 G) K / tp      q, k, v and the result; at least one head of k and v
+        mlp        4 F / tp                gate, silu(gate), up and their product
+
+    With `sequence`, norms keep their inputs in pieces and their results as gathered, 2 D/tp + 2 D;
+    with `overlap` they gather again in backward, 4 D/tp. The latter is what the paper computes for
+    sequence parallelism. Without `fused_norm` a norm keeps a copy of its input, as on CPUs.
+
+    Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
+    al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
+    """
+    if tp < 1:
+        raise ValueError(f"tp={tp}; use 1 or more")
+    if overlap and not sequence:
+        raise ValueError("overlap=True gathers what sequence=True has cut; set both")
+    inputs = config.hidden_size * (2 if fused_norm else 4)
+    results = 2 * config.hidden_size
+    heads = 2 * config.num_heads / tp + 2 * max(config.num_kv_heads / tp, 1)
+    numbers = {
+        "norms": inputs / (tp if sequence else 1) + results / (tp if overlap else 1),
+        "attention": heads * config.head_dim,
+        "mlp": 4 * config.intermediate_size / tp,
+    }
+    return {part: bytes_per_number * num_tokens * count for part, count in numbers.items()}
 
 
 # ------------------------------------------------------------------------------ DeepSpeed's answer

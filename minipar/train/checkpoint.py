@@ -1,31 +1,40 @@
-"""Checkpoints: written whole or not at all, and resumed to the bit.
+"""Checkpoints: what is in them, and how they are read. Writing them: saver.py.
 
 Layout. One folder per checkpoint, `checkpoints/step_000120/`:
 
-    model.safetensors     full weights under their serial names
-    state.pt              optimizer, data position, random states of all ranks, step; and what
-                          ranks hold for themselves, where they do (compression, local SGD)
-    manifest.json         length and CRC-32 of the other files; written last
+    weights_00002.safetensors   rank 2's share of the weights, under their serial names
+    state_00002.safetensors     and of all other tensors: optimizer/state/lm_head.weight/exp_avg ...
+    state.pt                    the rest of the state: numbers, and where those tensors belong
+    manifest.json               length and CRC-32 of the other files; written last
 
-Atomic. The files are written into a folder of another name, forced to disk, and the folder is then
-renamed; one that is to be deleted is renamed first. So a checkpoint under its final name is
-complete, at whatever moment the process was killed, and the next `save` clears away the rest.
-Reading checks the manifest, so that a file cut short later is noticed, too.
+Every tensor is whole, as one device would have it, in the file of whichever rank wrote it. So a run
+can go on by another plan or on another number of ranks, and one process can read it all.
+
+A folder of this name is complete. Its files are held against the manifest, so that one that is cut
+short or changed later is noticed: `verify` looks at their lengths, `load` also into them.
+
+Proved by: tests/train/test_checkpoint.py.
 """
 
 import json
-import os
 import re
-import shutil
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from minipar.comm.collectives import all_gather_object
+from minipar.comm.mesh import Axis
+from minipar.model import hf
+from minipar.model.llama import LlamaConfig, RopeScaling
+
+FORMAT = 2  # of the layout above
+ALONE = Axis("world", 0, 1, (0,))
+Files = dict[str, dict[str, int]]  # name of a file: {"num_bytes": ..., "crc32": ...}
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -33,53 +42,7 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or of another model."""
 
 
-def save(
-    folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any], keep: int = 2
-) -> None:
-    """Write checkpoint `step` below `folder`; of it and those before it, keep the newest `keep`.
-
-    `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back.
-    Called by one rank. Raises `OSError` where it cannot be written, such as on a full disk; the
-    checkpoints before it are then as they were.
-    """
-    final, unfinished = folder / f"step_{step:06d}", folder / f".unfinished_{step:06d}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob(".unfinished_*"), *folder.glob(".removed_*")):
-            shutil.rmtree(left)  # by a process that was killed
-        _write(unfinished, step, weights, state)
-        _remove(final)
-        os.replace(unfinished, final)
-        _force_to_disk(folder)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors wrap OSError
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(f"cannot write checkpoint {final}: {error}") from error
-    up_to_this = [path for path in available(folder) if step_of(path) <= step]
-    for old in up_to_this[:-keep]:
-        _remove(old)
-
-
-def _write(folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write the files of a checkpoint into a new `folder`, down to the disk."""
-    folder.mkdir()
-    unique = {name: _alone(tensor) for name, tensor in _untied(weights).items()}
-    save_file(unique, folder / "model.safetensors")
-    torch.save(state, folder / "state.pt")
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    manifest = {"step": step, "tied": _ties(weights), "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in folder.iterdir():
-        _force_to_disk(path)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
-    if checkpoint.exists():
-        removed = checkpoint.with_name(f".removed_{checkpoint.name}")
-        os.replace(checkpoint, removed)
-        shutil.rmtree(removed, ignore_errors=True)
-
-
+# ---------------------------------------------------------------------- reading
 def available(folder: Path) -> list[Path]:
     """The complete checkpoints below `folder`, oldest first."""
     found = folder.glob("step_*") if folder.is_dir() else []
@@ -91,37 +54,96 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (weights, state) of a checkpoint. Raises `CheckpointError` if it is damaged."""
-    files, tied = verify(folder)
-    for name, (_, crc32) in files.items():
-        if _digest(folder / name)["crc32"] != crc32:
+def load(folder: Path, axis: Axis = ALONE) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (weights, state) of a checkpoint, as they were saved.
+
+    With `axis`, a collective: its ranks share out the check of the contents, and read them all.
+    Raises `CheckpointError` if it is damaged, on all ranks of `axis` alike.
+    """
+    manifest = verify(folder)
+    own = sorted(manifest["files"])[axis.rank :: axis.size]
+    damaged = [name for name in own if _damage(folder / name, manifest["files"][name])]
+    for names in all_gather_object(damaged, axis):
+        if names:
             raise CheckpointError(
-                f"checkpoint {folder} is damaged: the contents of {name} do not match their "
+                f"checkpoint {folder} is damaged: the contents of {names[0]} do not match their "
                 f"CRC-32; resume from an earlier one"
             )
+    weights = _read(folder, manifest["files"], "weights_")
+    tensors = _read(folder, manifest["files"], "state_")
     try:
-        weights = load_file(folder / "model.safetensors")
-        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        weights |= {alias: weights[name] for alias, name in tied.items()}
-    except (SafetensorError, RuntimeError, OSError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from None
+        skeleton = torch.load(folder / "state.pt", weights_only=True)
+        state = map_tensors(skeleton, lambda name, t: tensors[name] if t.is_meta else t)
+        weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
+    except (RuntimeError, OSError, KeyError) as error:
+        _unreadable(folder, error)
     return weights, state
 
 
-def verify(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """Return what the manifest says: {file: (num_bytes, crc32)} and {alias: name} of tied weights.
+def load_some(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the weights of these names, and read nothing else: those of a pipeline stage, say.
+
+    Raises `CheckpointError` for a name that the checkpoint has not, or a file that is cut short;
+    what is in the files is left to `load` to check.
+    """
+    manifest = verify(folder)
+    stored = {name: manifest["tied"].get(name, name) for name in names}
+    found = _read(folder, manifest["files"], "weights_", set(stored.values()))
+    missing = sorted(name for name in names if stored[name] not in found)
+    if missing:
+        raise CheckpointError(f"checkpoint {folder} has no weight {missing[0]}")
+    return {name: found[stored[name]] for name in names}
+
+
+def _read(
+    folder: Path, files: Files, kind: str, wanted: set[str] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of all ranks' files of a kind; of `wanted` names only, if there are such."""
+    tensors = {}
+    try:
+        for file in sorted(name for name in files if name.startswith(kind)):
+            with safe_open(folder / file, framework="pt") as contents:
+                names = contents.keys()
+                names = names if wanted is None else wanted.intersection(names)
+                tensors |= {name: contents.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError, OSError) as error:
+        _unreadable(folder, error)
+    return dict(sorted(tensors.items()))  # in an order that does not tell who wrote what
+
+
+def _unreadable(folder: Path, error: Exception) -> NoReturn:
+    raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from None
+
+
+def _damage(path: Path, digest: dict[str, int]) -> bool:
+    """Whether the contents of a file are not those that were written."""
+    try:
+        return digest_of(path) != digest
+    except OSError:
+        return True
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return the manifest: "files", with the length and CRC-32 of each, and "tied" weights.
 
     Quick: looks at the lengths of the files, not into them. Raises `CheckpointError`.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        files = {name: (f["num_bytes"], f["crc32"]) for name, f in manifest["files"].items()}
-        tied = dict(manifest["tied"])
+        layout, tied = manifest.get("format", 1), dict(manifest["tied"])
+        files = {
+            name: {key: int(digest[key]) for key in ("num_bytes", "crc32")}
+            for name, digest in manifest["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: its manifest.json: {error}") from None
-    for name, (num_bytes, _) in files.items():
-        path = folder / name
+    if layout != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {folder} has format {layout}, and this version of minipar reads "
+            f"{FORMAT}; go on with the version that wrote it"
+        )
+    for name, digest in files.items():
+        path, num_bytes = folder / name, digest["num_bytes"]
         found = path.stat().st_size if path.is_file() else None
         if found != num_bytes:
             there = "is missing" if found is None else f"has {found} bytes"
@@ -129,9 +151,30 @@ def verify(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
                 f"checkpoint {folder} is damaged: {name} {there} instead of {num_bytes} bytes; "
                 f"resume from an earlier one"
             )
-    return files, tied
+    return {"files": files, "tied": tied}
 
 
+def map_tensors(tree: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:
+    """Return `tree` with ``change("key/0/key", tensor)`` in the place of every tensor."""
+    if isinstance(tree, Tensor):
+        return change(path.removeprefix("/"), tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(v, change, f"{path}/{key}") for key, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(v, change, f"{path}/{i}") for i, v in enumerate(tree))
+    return tree
+
+
+def digest_of(path: Path) -> dict[str, int]:
+    """Return length and CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return {"num_bytes": path.stat().st_size, "crc32": crc}
+
+
+# ---------------------------------------------------------------------- weights and models
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Copy `weights` into `model`. Raises `CheckpointError` as `check_weights`."""
     check_weights(model, weights, where)
@@ -147,6 +190,11 @@ def check_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> N
         name: tuple(getattr(tensor, "full_shape", tensor.shape))
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
+    check_shapes(own, weights, where)
+
+
+def check_shapes(own: dict[str, tuple[int, ...]], weights: dict[str, Tensor], where: str) -> None:
+    """The same for a model whose parameters have the names and shapes `own`, on all ranks."""
     problems = [f"lacks {name}" for name in own.keys() - weights.keys()]
     problems += [f"has {name}, which the model has not" for name in weights.keys() - own.keys()]
     problems += [
@@ -159,39 +207,38 @@ def check_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> N
         raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0]}{more}")
 
 
-def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Names whose tensor is stored under an earlier name: {"lm_head.weight": "embed..."}."""
-    first: dict[tuple, str] = {}
-    ties = {}
-    for name, tensor in weights.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and first.setdefault(key, name) != name:
-            ties[name] = first[key]
-    return ties
+def export(checkpoint: Path, folder: Path) -> LlamaConfig:
+    """Write the weights of a checkpoint of `minipar train` as a Hugging Face `folder`.
+
+    Returns the shape of the model. Raises `CheckpointError` if the checkpoint is damaged, and
+    `ValueError` where `folder` is a file.
+    """
+    weights, state = load(checkpoint)
+    shape = dict(state["model"])
+    if shape["rope_scaling"] is not None:
+        shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+    hf.save(weights, folder, LlamaConfig(**shape))
+    return LlamaConfig(**shape)
 
 
-def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    ties = _ties(weights)
-    return {name: tensor for name, tensor in weights.items() if name not in ties}
+def by_name(optimizer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with names in the place of its parameters' numbers."""
+    return _renamed(optimizer, dict(enumerate(names)))
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and not a part of a larger storage: safetensors insists on it."""
-    tensor = tensor.cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _digest(path: Path) -> dict[str, int]:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = zlib.crc32(chunk, crc)
-    return {"num_bytes": path.stat().st_size, "crc32": crc}
-
-
-def _force_to_disk(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+def by_number(optimizer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Undo `by_name`, maybe for an optimizer that counts its parameters in another order."""
+    numbers = {name: i for i, name in enumerate(names)}
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return _renamed(optimizer, numbers)
+    except KeyError as error:
+        raise CheckpointError(f"the optimizer is of another model: it has {error}") from None
+
+
+def _renamed(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    groups = [
+        {**group, "params": [new[p] for p in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    state = {new[p]: entries for p, entries in optimizer["state"].items()}
+    return {**optimizer, "state": state, "param_groups": groups}

@@ -5,20 +5,35 @@ A run writes its configuration as `config.json`; `--resume` starts from that fil
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minipar.comm import link
 from minipar.comm.mesh import AXES
-from minipar.model.llama import PRESETS
+from minipar.model import hf
+from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.parallel.compose import MESH, Plan
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.train.batch_size import parse_ramp
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, load_tokenizer
+from minipar.train.metrics import summary_writer
 from minipar.train.straggler import parse_slow
 
-SUPPORTED_AXES = ("dp",)
+_IN_A_PLAN = {
+    "zero": "zero",
+    "sequence_parallel": "sequence_parallel",
+    "tp_overlap": "tp_overlap",
+    "context": "context",
+    "pipeline_schedule": "schedule",
+    "stages_per_rank": "stages_per_rank",
+    "microbatches": "microbatches",
+    "compress": "compression",
+    "precision": "precision",
+    "recompute": "checkpointing",
+}
+"""Flags, and the words of a `Plan` for them."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +44,15 @@ class TrainConfig:
     """
 
     mesh: str = "dp=4"
-    """Ranks along each axis, such as dp=4: four ranks, each with a quarter of every batch."""
+    """Ranks along each axis, such as dp=2,tp=2,pp=2: dp shares out sequences, cp tokens, pp layers,
+    tp matrices. Ranks of the last axis are neighbours."""
+    plan: str = ""
+    """All in one, such as dp=2,tp=2,zero=1,sequence_parallel,microbatches=4: takes the place of
+    --mesh and of the flags that have a word of it. Not named means: as usual."""
     preset: str = "tiny"
     """The model: tiny, small, medium, large, llama-3.2-1b, llama-3.2-3b or llama-3-8b."""
+    init: str = ""
+    """Start from the model in this Hugging Face folder, instead of a fresh one of --preset."""
     data: str = "stdlib"
     """The text: stdlib (Python's own source code), a file, a folder, a glob, a .jsonl file with a
     "text" field, or hf:NAME (needs the datasets package)."""
@@ -75,8 +96,19 @@ class TrainConfig:
     bucket_mb: float = 0.0
     """Megabytes per all-reduce; 0 chooses a quarter of the gradients, at most 25."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Cut over the ranks: 0 nothing (ddp), 1 the optimizer state, 2 also gradients, 3 also weights,
+    """Cut over dp and cp: 0 nothing (ddp), 1 the optimizer state, 2 also gradients, 3 also weights,
     which are gathered where they are used (fsdp). A run may be resumed with another one."""
+    sequence_parallel: bool = False
+    """Over tp: cut norms and the residual stream along the tokens."""
+    tp_overlap: bool = False
+    """Over tp, with --sequence-parallel: send pieces of products while others are computed."""
+    context: Literal["ring", "gather", "ulysses"] = "ring"
+    """Over cp: how attention sees all tokens."""
+    pipeline_schedule: str = "1f1b"
+    """Over pp: naive, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2,
+    interleaved_zb, zb_v, dualpipe or dualpipe_v; of as many microbatches as --microbatches."""
+    stages_per_rank: int = 0
+    """Over pp, of schedules that leave it open; 0: as many as the schedule has."""
     local_method: str = "none"
     """Let ranks train alone between agreements: none, local sgd, post-local sgd, diloco,
     diloco delayed or diloco streaming. Or agree in every step, but a step late: delayed gradients.
@@ -106,6 +138,10 @@ class TrainConfig:
     """Batches of validation text per validation."""
     save_every: int = 50
     """Write a checkpoint every that many steps, and at the end."""
+    async_save: bool = False
+    """Go on training while checkpoints are written."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard as well, into the folder of the run."""
     record_every: int = 20
     """Record the timeline of every that many-th step."""
     sample_tokens: int = 200
@@ -121,16 +157,34 @@ class TrainConfig:
     """Folder of a run to go on with: its configuration is the default of all other flags."""
     timeout: float = 600.0
     """Seconds until a collective that not all ranks have joined fails."""
+    stall_seconds: float = 60.0
+    """After that many seconds in one collective, say which rank keeps it waiting, and where that
+    is; 0: never."""
+
+    def __post_init__(self) -> None:
+        """Spell out what --plan says."""
+        if not self.plan:
+            return
+        plan = Plan.parse(self.plan)
+        sizes = ",".join(f"{axis}={size}" for axis, size in plan.mesh_sizes().items())
+        values = {name: getattr(plan, word) for name, word in _IN_A_PLAN.items()}
+        for name, value in {**values, "mesh": sizes, "plan": ""}.items():
+            object.__setattr__(self, name, value)
+
+    def as_plan(self) -> Plan:
+        """Return how the ranks work together. Raises `ValueError` for a mesh that no plan has."""
+        words = {word: getattr(self, name) for name, word in _IN_A_PLAN.items()}
+        sizes = self.mesh_sizes()
+        if sizes.get("ep", 1) > 1:
+            raise ValueError(
+                f"--mesh {self.mesh}: a Llama has no experts to spread over ep; "
+                f"use {', '.join(MESH)}"
+            )
+        return Plan(**{axis: sizes.get(axis, 1) for axis in MESH}, **words)
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work, before anything is started."""
-        sizes = self.mesh_sizes()
-        for axis, size in sizes.items():
-            if axis not in SUPPORTED_AXES and size > 1:
-                raise ValueError(
-                    f"--mesh {self.mesh}: `minipar train` does not use axis {axis} "
-                    f"({AXES[axis]}) yet; use dp"
-                )
+        plan = self.as_plan()
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
         counts = "steps batch_size seq_len microbatches eval_batches save_every record_every "
@@ -138,19 +192,28 @@ class TrainConfig:
         for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 1 or more")
-        from_zero = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
+        from_zero = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every "
+        from_zero += "stall_seconds"
         for name in from_zero.split():
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 0 or more")
         for name in ("lr", "max_norm", "timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be above 0")
-        longest = PRESETS[self.preset].max_seq_len
+        longest = self.model_config().max_seq_len
         if self.seq_len > longest:
             raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.preset} can see; "
+                f"--seq-len {self.seq_len} is longer than {self.init or self.preset} can see; "
                 f"use up to {longest}"
             )
+        own_tokenizer = Path(self.init) / "tokenizer.json"
+        if self.init and not self.tokenizer and own_tokenizer.exists():
+            raise ValueError(
+                f"--init {self.init} knows text as its own tokens, not as bytes; "
+                f"add --tokenizer {own_tokenizer}"
+            )
+        if self.tensorboard:
+            summary_writer()
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
         if self.timeout > 1e9:  # more than what fits into nanoseconds means: never
@@ -172,6 +235,25 @@ class TrainConfig:
         self._check_compression()
         self._check_zero()
         self._check_local_method()
+        self._check_data_parallel_alone(plan)
+        plan.check(self.model_config())
+
+    def _check_data_parallel_alone(self, plan: Plan) -> None:
+        """What looks at the gradients or at the time of a rank as if it had a whole model."""
+        if plan.num_ranks == plan.dp:
+            return
+        only = {
+            f"--local-method {self.local_method!r}": self.local_method != "none",
+            f"--grow-batch-to {self.grow_batch_to}": self.grow_batch_to,
+            f"--rebalance-every {self.rebalance_every}": self.rebalance_every,
+            f"--slow {self.slow}": self.slow,
+        }
+        for flag, is_used in only.items():
+            if is_used:
+                raise ValueError(
+                    f"{flag} is for ranks that have a whole model each, and --mesh {self.mesh} "
+                    f"cuts it up; use --mesh dp={self.num_ranks}"
+                )
 
     def _check_shares(self) -> None:
         """Batches that change their size, and ranks that differ in speed."""
@@ -283,6 +365,22 @@ class TrainConfig:
                     f"use one of them"
                 )
 
+    def model_config(self, vocab_size: int = 0) -> LlamaConfig:
+        """Return the shape of the model, for tokens below `vocab_size`.
+
+        Raises `ValueError` where the model of --init is none, or knows fewer tokens.
+        """
+        if not self.init:
+            preset = PRESETS[self.preset]
+            return replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
+        found = hf.load_config(self.init)
+        if vocab_size > found.vocab_size:
+            raise ValueError(
+                f"--init {self.init} knows {found.vocab_size} tokens, and the tokenizer has "
+                f"{vocab_size}; use the --tokenizer that the model was trained with"
+            )
+        return found
+
     def check_text(self) -> None:
         """Raise `ValueError` where the tokenizer or the text cannot be used; reads all of it.
 
@@ -345,8 +443,9 @@ class TrainConfig:
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    kind = (int, float) if kind is float else kind
-    return isinstance(value, kind) and not isinstance(value, bool)
+    if isinstance(value, bool) or kind is bool:
+        return type(value) is kind
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,11 @@
-"""metrics.jsonl: one line of JSON per step, on disk as soon as the step is over."""
+"""What a run tells while it trains: a line per step in metrics.jsonl, and in TensorBoard if asked.
+
+Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds,
+tokens_per_second, mfu (see peak.py), peak_memory (bytes, of rank 0 so far). And where there is
+something to tell: hidden_fraction (of rank 0's communication, in steps that are recorded),
+save_seconds (that training has waited for checkpoints since the line before), validation_loss, and
+what loss scaling and the sharing out of work report.
+"""
 
 import json
 import math
@@ -6,16 +13,26 @@ import os
 from pathlib import Path
 from typing import Any
 
+MEASURED = ["seconds", "tokens_per_second", "mfu", "peak_memory", "hidden_fraction", "save_seconds"]
+"""Keys whose values differ between two runs that do the same."""
+
 
 class Metrics:
-    """Appends lines to `path`; a run that goes on after `step` keeps the lines up to there."""
+    """Appends lines to `path`; a run that goes on after `step` keeps the lines up to there.
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    With a `tensorboard` folder, the numbers of each line go there as well.
+    """
+
+    def __init__(self, path: Path, step: int = 0, tensorboard: Path | None = None) -> None:
         kept = [line for line in read(path) if line["step"] <= step] if path.exists() else []
         fresh = path.with_name(path.name + ".new")  # a kill while copying must not cost any line
         fresh.write_text("".join(map(_one_line, kept)))
         os.replace(fresh, path)
         self._file = path.open("a")
+        self._board = None
+        if tensorboard is not None:
+            # Of what a run that was killed wrote there after `step`, nothing is to be seen.
+            self._board = summary_writer()(tensorboard, purge_step=step + 1)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line; `line` has at least the key "step".
@@ -25,10 +42,29 @@ class Metrics:
         """
         self._file.write(_one_line(line))
         self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, line["step"])
+            self._board.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def summary_writer() -> type:
+    """Return torch's writer for TensorBoard. Raises `ValueError` where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "--tensorboard needs the tensorboard package, which is not installed; "
+            "pip install tensorboard, or leave the flag out: metrics.jsonl has the same numbers"
+        ) from None
+    return SummaryWriter
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -146,6 +146,13 @@ def make_optimizer(
     return make(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
+def names_in_order(model: nn.Module) -> list[str]:
+    """Return the names of the parameters in the order in which `make_optimizer` counts them."""
+    names = {param: name for name, param in model.named_parameters()}
+    groups = make_optimizer(model, lr=1.0, weight_decay=0.0).param_groups
+    return [names[param] for group in groups for param in group["params"]]
+
+
 # ------------------------------------------------------------------------- norm over the mesh
 
 

@@ -37,6 +37,9 @@ class Report:
     last_loss: float | None
     validation_loss: float
     tokens_per_second: float | None
+    mfu: float | None  # model FLOPs utilisation: the share of the peak below
+    peak: str  # what the ranks could do at most, and where that number is from
+    save_seconds: float  # that training has waited for checkpoints
     step_seconds: float | None  # median
     sent_bytes: float
     communication_seconds: float
@@ -55,7 +58,12 @@ class StepRecorder:
     """
 
     def __init__(
-        self, model: nn.Module, first: int, last: int, every: int, crosses_steps: bool = False
+        self,
+        model: nn.Module | None,
+        first: int,
+        last: int,
+        every: int,
+        crosses_steps: bool = False,
     ) -> None:
         self.model, self.num_steps = model, last - first
         # A GPU's kernels are seen only if they end while they are recorded: see `step`.
@@ -112,6 +120,14 @@ class StepRecorder:
         self.most_bytes = max(self.most_bytes, num_bytes)
         if 2 * num_bytes >= self.most_bytes:  # where few steps talk, the others would only fill up
             self.recorded[number] = recorded
+
+    def figures(self, number: int) -> dict[str, float]:
+        """Return what belongs into the metrics of step `number`: nothing unless it was recorded."""
+        if number not in self.recorded:
+            return {}
+        rows = self.recorded[number].overlap()
+        seconds = sum(row.total for row in rows)
+        return {"hidden_fraction": sum(row.hidden for row in rows) / seconds} if seconds else {}
 
     def communication(self) -> tuple[float, float, float | None]:
         """Return (bytes sent, seconds, fraction of the seconds that is hidden) of all steps."""

@@ -1,44 +1,41 @@
 """The strategy of a run, as its flags ask for: put on the model, with the optimizer that fits.
 
-`make` returns one of three set-ups. They differ in what a rank holds, and so in what a checkpoint
+`make` returns one of two set-ups. They differ in what a rank holds, and so in what a checkpoint
 needs from it; to the training loop they are the same:
 
-    Replicated   every rank holds everything                          (`--zero 0`: ddp)
-    Sharded      a rank holds a part of the state, or of the weights  (`--zero 1, 2 and 3`)
-    Local        every rank has a model of its own                    (`--local-method`)
+    Planned   ranks train one model together      (`--mesh`, `--zero` ...: a plan of compose.py)
+    Local     every rank has a model of its own   (`--local-method`)
 
 What a checkpoint says of weights and optimizer is what one device would have, so a run of the first
-two kinds can go on as the other, and on any number of ranks.
+kind can go on by any other plan, and on any number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
-from minipar.parallel import ddp, fsdp, local_sgd, zero
-from minipar.parallel.compression import COMPRESSORS, Compressed
+from minipar.model.llama import Llama
+from minipar.parallel import compose, local_sgd
 from minipar.parallel.strategy import Strategy
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
 from minipar.train.optim import make_optimizer
-from minipar.train.precision import COMPUTE_DTYPES, reduce_in
+from minipar.train.precision import reduce_in
 from minipar.train.workload import Workload
 
 
-def make(config: TrainConfig, model: nn.Module, mesh: Mesh, workload: Workload) -> "Setup":
-    """Make `model` parallel along ``mesh.dp``, in place, as `config` says; a collective."""
+def make(config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> "Setup":
+    """Make `model` parallel along the axes of `mesh`, in place, as `config` says; a collective."""
     if config.local_method != "none":
         return Local(config, model, mesh)
-    if config.zero:
-        return Sharded(config, model, mesh)
-    return Replicated(config, model, mesh, workload)
+    return Planned(config, model, mesh, workload)
 
 
 class Setup:
@@ -46,17 +43,20 @@ class Setup:
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
+    data_axis: Axis  # its ranks hold different tokens
     shard_axes: tuple[Axis, ...] = ()  # for `train_step`
+    run: Callable[..., Tensor] | None = None  # in the place of its `forward_backward`
+    evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
     crosses_steps = False  # what a step sends may arrive in the next
     is_local = False  # ranks hold models of their own, that differ between agreements
     period = 0  # steps from one agreement to the next; 0: all steps are alike
 
-    def __init__(self, config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
-        self.config, self.model, self.mesh = config, model, mesh
+    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
+        self.config, self.model, self.mesh, self.data_axis = config, model, mesh, mesh.dp
 
-    def _make_optimizer(self, **options: Any) -> torch.optim.Optimizer:
-        config = self.config
-        return make_optimizer(self.model, lr=config.lr, weight_decay=config.weight_decay, **options)
+    def shard(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut this rank's tokens out of a microbatch of whole sequences."""
+        return microbatch
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model of the run as one device would hold it; a collective."""
@@ -104,105 +104,72 @@ class Setup:
             print(line, flush=True)
 
 
-# ---------------------------------------------------------------------- 1. everything everywhere
-class Replicated(Setup):
-    """ddp, with compressed gradients or without."""
+# ---------------------------------------------------------------------- 1. one model, by a plan
+class Planned(Setup):
+    """Ranks train one model together: data, tensor, pipeline and context parallelism, ZeRO."""
 
-    def __init__(
-        self, config: TrainConfig, model: nn.Module, mesh: Mesh, workload: Workload
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> None:
         super().__init__(config, model, mesh)
-        self.compressed: Compressed | None = None
-        reduce = None
+        plan, reduce, reduce_dtype = config.as_plan(), None, None
         if config.reduce_dtype != "same":
-            reduce = reduce_in(getattr(torch, config.reduce_dtype))
-        if config.compress != "none":
-            reduce = self.compressed = Compressed(COMPRESSORS[config.compress]())
-        self.strategy = ddp.apply(
+            reduce_dtype = getattr(torch, config.reduce_dtype)
+            reduce = reduce_in(reduce_dtype)
+        self.strategy = compose.apply(
             model,
-            mesh.dp,
-            version=config.ddp,
+            mesh,
+            plan,
+            partial(make_optimizer, lr=config.lr, weight_decay=config.weight_decay),
+            ddp_version=config.ddp,
             bucket_mb=config.bucket_mb or None,
-            average=False,
             reduce=workload.watch(reduce),
+            reduce_dtype=reduce_dtype,
         )
-        self.optimizer = self._make_optimizer()
+        self.optimizer = self.strategy.optimizer
+        self.data_axis, self.shard_axes = self.strategy.axis, self.strategy.shard_axes
+        self.run, self.shard = self.strategy.run, self.strategy.shard
+        self.evaluate = self.strategy.evaluate
+        self.compressed = self.strategy.parts.compressed
+        self.crosses_steps = plan.zero in (1, 2)  # weights arrive in the next forward
+
+    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
+        """Take this rank's part of them. Raises `CheckpointError` naming `where`."""
+        checkpoint.check_shapes(self.strategy.shapes, weights, where)
+        self.strategy.load_full_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every set-up, and what each rank has kept back of its gradients."""
-        state = super().state_dict()
+        """The optimizer's state as of one device; what each rank has kept back of its gradients."""
+        state: dict[str, Any] = {"optimizer": self.strategy.full_optimizer_state()}
         if self.compressed is not None:
             state["compression"] = self._gather(self.compressed.state_dict(self.model))
+            state["mesh"] = self._mesh
         return state
 
+    @property
+    def _mesh(self) -> str:
+        """What decides which rank has what."""
+        sizes = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1]
+        return ",".join(sizes) or "dp=1"
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        self.strategy.load_full_optimizer_state(state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of another number of ranks, nothing that was kept back fits: it is dropped."""
+        """On another mesh, nothing that was kept back fits: it is dropped."""
         super().load_state_dict(state)
         if self.compressed is None:
             return
-        kept_back = state.get("compression", [])
-        if len(kept_back) == self.mesh.size:
+        kept_back, theirs = state.get("compression", []), state.get("mesh")
+        if kept_back and theirs == self._mesh:
             self.compressed.load_state_dict(kept_back[self.mesh.rank], self.model)
         else:
-            saved = f"of {len(kept_back)} ranks" if kept_back else "of no compression"
+            saved = f"of {len(kept_back)} ranks, {theirs}" if kept_back else "of no compression"
             self._say(
                 f"--compress {self.config.compress} starts with nothing kept back: the checkpoint "
-                f"is {saved}, and this run has {self.mesh.size}"
+                f"is {saved}, and this run has {self.mesh.size}, {self._mesh}"
             )
 
 
-# ---------------------------------------------------------------------- 2. a part on every rank
-class Sharded(Setup):
-    """ZeRO: optimizer state (1), gradients (2) and weights (3) are cut over the ranks."""
-
-    def __init__(self, config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
-        super().__init__(config, model, mesh)
-        self.shard_axes = (mesh.dp,)
-        self.crosses_steps = config.zero < 3  # weights arrive in the next forward
-        if config.zero == 3:
-            self.strategy = self._fully(COMPUTE_DTYPES[config.precision])
-            self.optimizer = self._make_optimizer()  # of the pieces
-            return
-        self.optimizer = self._make_optimizer(
-            make=partial(
-                zero.ShardedOptimizer,
-                optimizer_class=torch.optim.AdamW,
-                axis=mesh.dp,
-                bucket_mb=config.bucket_mb or None,
-            )
-        )
-        self.strategy = zero.apply(
-            model, mesh.dp, optimizer=self.optimizer, stage=config.zero, average=False
-        )
-
-    def _fully(self, compute_dtype: torch.dtype | None) -> fsdp.FullySharded:
-        # Weights are gathered in 16 bits: autocast would cast them later, and keep all the casts.
-        # Gradients are summed up in float32 all the same, unless told otherwise.
-        reduce_dtype = None if compute_dtype is None else torch.float32
-        if self.config.reduce_dtype != "same":
-            reduce_dtype = getattr(torch, self.config.reduce_dtype)
-        return fsdp.apply(
-            self.model,
-            self.mesh.dp,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            average=False,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, put together from all ranks."""
-        if self.config.zero < 3:
-            return super().state_dict()
-        return {"optimizer": self.strategy.full_optimizer_state(self.optimizer)}
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        if self.config.zero < 3:
-            super()._load_optimizer(state)
-        else:
-            self.strategy.load_full_optimizer_state(self.optimizer, state)
-
-
-# ---------------------------------------------------------------------- 3. a model on every rank
+# ---------------------------------------------------------------------- 2. a model on every rank
 class Local(Setup):
     """Local SGD and its kin. The model of the run is the one that the ranks agree on.
 
@@ -214,7 +181,7 @@ class Local(Setup):
     is_local = True
     late = ("diloco delayed", "diloco streaming", "delayed gradients")
 
-    def __init__(self, config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
         super().__init__(config, model, mesh)
         self.crosses_steps = config.local_method in self.late
         if config.precision == "fp16":  # an overflow on one rank makes all of them skip the step
@@ -222,7 +189,7 @@ class Local(Setup):
         options: dict[str, Any] = {"average": False}
         if config.local_method != "delayed gradients":  # which agrees in every step
             options["every"] = self.period = config.local_every
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(model, lr=config.lr, weight_decay=config.weight_decay)
         self.strategy = local_sgd.apply(
             model, mesh.dp, self.optimizer, method=config.local_method, **options
         )

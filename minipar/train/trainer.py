@@ -7,32 +7,35 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import link
+from minipar.comm import link, watchdog
 from minipar.comm.backends import device_of
-from minipar.comm.collectives import all_gather_object, all_reduce, barrier
+from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline
-from minipar.model.llama import PRESETS, Llama, LlamaConfig, generate, loss_of
+from minipar.model import hf
+from minipar.model.llama import Llama, LlamaConfig, generate, loss_of
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel.strategy import Strategy
-from minipar.train import checkpoint, strategies
+from minipar.train import checkpoint, peak, strategies
 from minipar.train.batch_size import NoiseScale
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
 from minipar.train.data import IGNORE, Batches, Sequences
 from minipar.train.metrics import Metrics
-from minipar.train.optim import clip_grad_norm, warmup_cosine, warmup_stable_decay
-from minipar.train.precision import FULL, Precision
+from minipar.train.optim import clip_grad_norm, names_in_order, warmup_cosine, warmup_stable_decay
+from minipar.train.precision import COMPUTE_DTYPES, FULL, Precision
 from minipar.train.report import Report, StepRecorder, peak_memory, training_figures
+from minipar.train.saver import Saver
+from minipar.train.stop import StopRequest
 from minipar.train.workload import Workload
 
 # inputs [B, T], targets [B, T], and what else the model takes, such as positions and mask
@@ -128,12 +131,24 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Sequence[Microbatch]], data_axis: Axis) -> float:
-    """Return the loss in nats per token over `batches`, each target counted once over all ranks."""
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Sequence[Microbatch]],
+    data_axis: Axis,
+    run: Callable[[Sequence[Microbatch]], Tensor] | None = None,
+) -> float:
+    """Return the loss in nats per token over `batches`, each target counted once over all ranks.
+
+    `run` takes the place of one forward after the other, and returns the sum of the losses.
+    """
+
+    def one_by_one(batch: Sequence[Microbatch]) -> Tensor:
+        return sum(loss_of(model)(model(x, *rest), y).double() for x, y, *rest in batch)
+
     totals = None
-    for inputs, targets in (microbatch for batch in batches for microbatch in batch):
-        loss = loss_of(model)(model(inputs), targets).double()
-        sums = torch.stack([loss, (targets != IGNORE).sum()])
+    for batch in batches:
+        num_tokens = sum((targets != IGNORE).sum() for _, targets, *_ in batch)
+        sums = torch.stack([(run or one_by_one)(batch), num_tokens])
         totals = sums if totals is None else totals + sums
     if totals is None:
         raise ValueError("there are no batches to validate on")
@@ -159,16 +174,24 @@ class Trainer:
         config.check_length(self.corpus)
         self.batches = self._batches(self.corpus.train, config.seed, config.microbatches)
 
-        model_config = PRESETS[config.preset]
-        if self.tokenizer.vocab_size > model_config.vocab_size:
-            model_config = replace(model_config, vocab_size=self.tokenizer.vocab_size)
-        self.model = self._whole_model(model_config)
+        shape = config.model_config(self.tokenizer.vocab_size)
+        if config.init:
+            self.model = hf.load(config.init, getattr(torch, config.dtype), self.device)
+        else:
+            self.model = self._whole_model(shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.parameter_names = names_in_order(self.model)  # of the serial model, whatever follows
         checkpoint_activations(self.model, config.recompute)
         self.workload = Workload(config, self.model, self.mesh)
         self.setup = strategies.make(config, self.model, self.mesh, self.workload)
         self.optimizer = self.setup.optimizer
         self.precision = Precision(config.precision, self.device)
+        compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
+        self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
+        self.flops_per_token = shape.flops_per_token(config.seq_len)
+        self.saver = Saver(folder / "checkpoints", self.mesh.world, in_background=config.async_save)
+        self.save_seconds = 0.0  # that training has waited for checkpoints
+        self.told_save_seconds = 0.0  # of these, in the metrics
         self.step = 0
         self.timeline = Timeline()
 
@@ -188,21 +211,33 @@ class Trainer:
         )
 
     # ------------------------------------------------------------------ the loop
-    def run(self, progress: Callable[[dict[str, Any]], None] = lambda _: None) -> Report:
+    def run(self, progress: Callable[[dict[str, Any]], None] = lambda _: None) -> Report | None:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
 
+        When any rank is asked to stop, see stop.py, all save after that step, and return None.
+
         Raises `FloatingPointError` on every rank at the first loss or gradient that is not finite,
-        unless it is loss scaling that made it so.
+        unless it is loss scaling that made it so. Raises `OSError` on every rank where a checkpoint
+        cannot be written: of one that is written in the background, after a later step.
         """
+        try:
+            with StopRequest() as request:
+                return self._run(progress, request)
+        finally:
+            self.saver.close()
+
+    def _run(
+        self, progress: Callable[[dict[str, Any]], None], request: StopRequest
+    ) -> Report | None:
         config, first_step, lines = self.config, self.step, []
         recorder = StepRecorder(
-            self.model,
+            None if self.setup.run else self.model,  # a pipeline tells what it does by itself
             first_step,
             config.steps,
             1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
             self.setup.crosses_steps,
         )
-        metrics = Metrics(self.folder / "metrics.jsonl", self.step) if self.is_first else None
+        metrics = self._metrics() if self.is_first else None
         batches = self._on_device(self.batches.forever())
         while self.step < config.steps:
             start = time.perf_counter()
@@ -217,11 +252,12 @@ class Trainer:
                     [self.setup.strategy],
                     self.optimizer,
                     batch,
-                    self.mesh.dp,
+                    self.setup.data_axis,
                     max_norm=config.max_norm,
                     shard_axes=self.setup.shard_axes,
                     precision=self.precision,
                     noise=self.workload.noise,
+                    run=self.setup.run or forward_backward,
                 )
             self.step += 1
             line = {
@@ -233,7 +269,9 @@ class Trainer:
                 "seconds": time.perf_counter() - start,
                 **self.precision.report(),
                 **self.workload.learn(result, self.batches),
+                **recorder.figures(self.step - 1),
             }
+            line |= self._speed(line["tokens"], line["seconds"])
             is_last = self.step == config.steps
             saves = is_last or self.step % config.save_every == 0
             self._check_finite(line, saves)
@@ -247,9 +285,44 @@ class Trainer:
             progress(line)
             if saves:
                 self.save()
+            is_to_stop = self._agree(request.came)
+            if is_to_stop and not is_last:
+                if not saves:
+                    self.save()
+                break
+        self._finish_save()
         if metrics is not None:
             metrics.close()
-        return self._report(first_step, lines, recorder)
+        return self._report(first_step, lines, recorder) if self.step == config.steps else None
+
+    def _metrics(self) -> Metrics:
+        board = self.folder / "tensorboard" if self.config.tensorboard else None
+        return Metrics(self.folder / "metrics.jsonl", self.step, board)
+
+    def _speed(self, num_tokens: int, seconds: float) -> dict[str, Any]:
+        """What the metrics tell of time and memory."""
+        speed = {
+            "tokens_per_second": num_tokens / seconds,
+            "mfu": self.peak.utilisation(self.flops_per_token, num_tokens, seconds),
+            "peak_memory": peak_memory(self.device),
+        }
+        if self.save_seconds > self.told_save_seconds:
+            speed["save_seconds"] = self.save_seconds - self.told_save_seconds
+            self.told_save_seconds = self.save_seconds
+        return speed
+
+    def _agree(self, is_asked: bool) -> bool:
+        """Return whether any rank was asked to stop; a collective.
+
+        It also finishes a save in the background that all ranks have written, or one has not been
+        able to: 24 bytes do for both.
+        """
+        own = [is_asked, self.saver.has_failed, self.saver.is_writing]
+        flags = torch.tensor(own, dtype=torch.int64, device=self.device)
+        is_to_stop, has_failed, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
+        if self.saver.in_progress and (has_failed or not is_writing):
+            self._finish_save()
+        return bool(is_to_stop)
 
     def _check_finite(self, line: dict[str, Any], saves: bool) -> None:
         norms = [line["grad_norm"]]
@@ -260,6 +333,7 @@ class Trainer:
         # A gradient that overflows because the loss was scaled up is no accident.
         scaled_up = line.get("loss_scale", 0) >= 1
         if not math.isfinite(line["loss"]) or not (all(map(math.isfinite, norms)) or scaled_up):
+            self._finish_save()  # of a step before, which was finite
             raise FloatingPointError(
                 f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
                 f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
@@ -288,32 +362,50 @@ class Trainer:
         batches = self._batches(self.corpus.validation, seed=0, microbatches=1)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
         with self.setup.agreed_model(), self.precision.autocast():
-            return evaluate(self.model, self._on_device(few), self.mesh.dp)
+            few = self._on_device(few)
+            return evaluate(self.model, few, self.setup.data_axis, self.setup.evaluate)
 
-    def _on_device(self, batches: Iterable[Sequence[Microbatch]]):
+    def _on_device(self, batches: Iterable[Sequence[Microbatch]]) -> Iterator[list[Microbatch]]:
         for batch in batches:
-            yield [(x.to(self.device), y.to(self.device)) for x, y in batch]
+            yield [self.setup.shard((x.to(self.device), y.to(self.device))) for x, y in batch]
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:
-        """Write a checkpoint; a collective."""
-        weights = self.setup.full_state_dict()
-        state = {
-            "step": self.step,
-            **self.setup.state_dict(),
-            "precision": self.precision.state_dict(),
-            "data": self.batches.state_dict(),
-            "workload": self.workload.state_dict(),
-            "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
-        }
-        if self.is_first:
-            checkpoint.save(self.folder / "checkpoints", self.step, weights, state)
-        barrier(self.mesh.world)  # nobody runs ahead into a crash while the files are half written
+        """Write a checkpoint, or begin to with --async-save; a collective."""
+        with self._waiting_for_files():
+            weights = self.setup.full_state_dict()
+            state = {
+                "step": self.step,
+                "model": asdict(self.model.config),
+                **self.setup.state_dict(),
+                "precision": self.precision.state_dict(),
+                "data": self.batches.state_dict(),
+                "workload": self.workload.state_dict(),
+                "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
+            }
+            if "optimizer" in state:
+                state["optimizer"] = checkpoint.by_name(state["optimizer"], self.parameter_names)
+            self.saver.save(self.step, weights, state)
+
+    def _finish_save(self) -> None:
+        with self._waiting_for_files():
+            self.saver.finish()
+
+    @contextmanager
+    def _waiting_for_files(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.save_seconds += time.perf_counter() - start
 
     def load(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`: exactly, unless a printed line says not."""
-        weights, state = checkpoint.load(folder)
+        """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
+
+        A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit.
+        """
+        weights, state = checkpoint.load(folder, self.mesh.world)
         self.setup.load_weights(weights, f"checkpoint {folder}")
+        if "optimizer" in state:
+            state["optimizer"] = checkpoint.by_number(state["optimizer"], self.parameter_names)
         self.batches.load_state_dict(state["data"])
         self.setup.load_state_dict(state)
         self.precision.load_state_dict(state.get("precision", {}))
@@ -338,12 +430,21 @@ class Trainer:
             steps=self.step,
             **training_figures(lines),
             validation_loss=lines[-1]["validation_loss"] if lines else self.validate(),
+            mfu=self._mfu(lines),
+            peak=self.peak.source,
+            save_seconds=self.save_seconds,
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
             sample=self.sample(),
         )
+
+    def _mfu(self, lines: list[dict[str, Any]]) -> float | None:
+        if not lines:
+            return None
+        num_tokens, seconds = (sum(line[key] for line in lines) for key in ("tokens", "seconds"))
+        return self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
 
     @property
     def _link_label(self) -> str:
@@ -376,22 +477,32 @@ def train(
     folder: str,
     start: str | None = None,
     progress: Callable[["Trainer"], Callable[[dict[str, Any]], None]] | None = None,
-) -> Report:
+) -> Report | None:
     """Train on this rank as all others do; rank 0 writes the files of the run into `folder`.
 
     `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
-    the caller: floor 3 does not plot.
+    the caller: floor 3 does not plot. None if the run was asked to stop, and has saved.
     """
+    with watchdog.watch(config.stall_seconds):
+        return _train(config, Path(folder), start, progress)
+
+
+def _train(
+    config: TrainConfig,
+    folder: Path,
+    start: str | None,
+    progress: Callable[["Trainer"], Callable[[dict[str, Any]], None]] | None,
+) -> Report | None:
     if config.backend == "link":
         link.use(config.link)
-    trainer = Trainer(config, Path(folder))
+    trainer = Trainer(config, folder)
     if start is not None:
         trainer.load(Path(start))
     if trainer.is_first:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         config.save(trainer.folder / "config.json")
     report = trainer.run(progress(trainer) if progress and trainer.is_first else lambda _: None)
-    if trainer.is_first:
+    if trainer.is_first and report is not None:
         if trainer.timeline.spans:
             trainer.timeline.save(trainer.folder / "timeline.json")
         (trainer.folder / "sample.txt").write_text(report.sample)

@@ -196,6 +196,32 @@ def test_time_follows_the_model_on_four_ranks(ranks):
     report_and_check(ranks(4).run(measure, [*VERBS, "barrier"], [4_000_000], setting))
 
 
+def sent_by_uneven_all_to_alls(flows):
+    """Bytes on the wire of an all-to-all of so many numbers, `flows[src][dst]`, for each flow."""
+    sent = []
+
+    def note(work):
+        sent.append(work.num_bytes)
+
+    with a_link_group() as group:
+        rank = dist.get_rank(group)
+        link.observers.append(note)
+        for flow in flows:
+            counts, received = list(flow[rank]), [row[rank] for row in flow]
+            out = torch.empty(sum(received))
+            dist.all_to_all_single(out, torch.zeros(sum(counts)), received, counts, group=group)
+        link.observers.remove(note)
+    return sent
+
+
+def test_an_uneven_all_to_all_costs_what_goes_to_others(ranks):
+    """Mutant: half of the tensor, as if it were even. A rank that only receives is as long busy."""
+    even, swap = [(6, 6), (6, 6)], [(0, 12), (12, 0)]
+    one_way, stay = [(0, 12), (0, 0)], [(12, 0), (0, 12)]
+    for sent in ranks(2).run(sent_by_uneven_all_to_alls, [even, swap, one_way, stay]):
+        assert sent == [24, 48, 48, 0]
+
+
 # ---------------------------------------------------------------------- the bits are gloo's
 def every_verb(group):
     """One result per way of communicating that torch has."""

@@ -62,6 +62,26 @@ def test_zigzag_is_balanced_in_every_step(size):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_blocks_of_a_step_joined_to_one_show_the_same(size, order):
+    """Mutants: a rectangle that is not filled by its blocks; a first step that sees the future."""
+
+    def shown(blocks: list[context.Block]) -> Tensor:
+        counts = torch.zeros(16, 16)
+        for mine, theirs, mask, causal in blocks:
+            assert mask is None
+            seen = torch.ones(16, 16)[mine, theirs]
+            counts[mine, theirs] += seen.tril() if causal else seen
+        return counts
+
+    for rank in range(size):
+        for blocks in context.blocks_of(None, torch.empty(1, 1, 16, 1), axis_of(rank, size), order):
+            joined = context.joined(blocks)
+            assert len(joined) == min(len(blocks), 1)
+            assert torch.equal(shown(joined), shown(blocks))
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_shards_hold_every_token_once(order):
     tokens = torch.arange(24).view(1, 24)
     shards = [context.shard(tokens, axis_of(rank, 3), order) for rank in range(3)]

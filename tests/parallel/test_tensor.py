@@ -530,6 +530,9 @@ def _refused_later(size: int):
     with timeline.record() as recorded, pytest.raises(ValueError, match="pad to 8"):
         model(batch(7)[0], positions=torch.arange(7))
     assert not recorded.spans
+    model.model.norm = model.lm_head = None
+    with pytest.raises(ValueError, match="a pipeline, needs a multiple of 2 tokens, not 7; pad"):
+        model(batch(7)[0])  # the stage with the head could not tell how many were added
 
 
 def test_a_second_cut_and_odd_positions_are_refused(ranks):

@@ -5,7 +5,8 @@ the ranks of a mesh, with every rank *seeded differently*, so that nothing is eq
 go through `train_step`, the loop of the real trainer. `assert_parity` compares initial weights,
 losses, every gradient, gradient norms and parameters after all steps, to a relative 1e-10.
 
-A strategy plugs in with one function ``attach(model, mesh) -> [strategies]``; see test_ddp.py.
+A strategy plugs in with one function ``attach(model, mesh) -> [strategies]``; see test_ddp.py, and
+test_compose.py for all of them together.
 A proof that cannot fail proves nothing: `parallel(..., mute=True)` trains without communication,
 and parity must then be violated.
 """
@@ -18,10 +19,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm import collectives, timeline
 from minipar.comm.mesh import Mesh
+from minipar.parallel.compose import Composed
 from minipar.parallel.strategy import Strategy
 from minipar.train.data import IGNORE, share
 from minipar.train.trainer import Microbatch, forward_backward, train_step
@@ -110,9 +113,24 @@ def parallel(
     `shard_axes`: the names of axes over which the strategies cut gradients into pieces. `cut` takes
     this rank's tokens out of whole sequences. Ranks of `dp` and of `cp` hold different tokens.
     """
-    mesh = Mesh(**sizes)
+    mesh = _shared_mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
     return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes, cut)
+
+
+_meshes: dict[tuple, Mesh] = {}
+
+
+def _shared_mesh(**sizes: int) -> Mesh:
+    """A mesh costs threads and connections, and ranks outlive many tests: one mesh for all."""
+    world = dist.group.WORLD if dist.is_initialized() else None  # anew after a fault
+    if any(mesh.world.group not in (None, world) for mesh in _meshes.values()):
+        _meshes.clear()
+    key = (dist.get_world_size() if world else 1, *sizes.items())
+    if key not in _meshes:
+        _meshes[key] = Mesh(**sizes)
+    Mesh.label = _meshes[key].label
+    return _meshes[key]
 
 
 def _train(
@@ -137,7 +155,11 @@ def _train(
     own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
     optimizer = own[0] if own else make_optimizer(model)
     # A pipeline runs forward and backward of all microbatches by itself.
-    run = next((s.run for s in strategies if hasattr(s, "run")), forward_backward)
+    run = next((s.run for s in strategies if getattr(s, "run", None)), forward_backward)
+    axes = [mesh[name] for name in shard_axes]
+    for composed in (s for s in strategies if isinstance(s, Composed)):
+        axes = composed.shard_axes
+        cut = lambda microbatch, mesh, composed=composed: composed.shard(microbatch)  # noqa: E731
     outcome = Outcome(before=weights(), after={})
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
@@ -151,7 +173,7 @@ def _train(
                     microbatches,
                     mesh.joint("dp", "cp"),
                     max_norm=task.max_norm,
-                    shard_axes=[mesh[name] for name in shard_axes],
+                    shard_axes=axes,
                     run=run,
                 )
             outcome.losses.append(result.loss.item())

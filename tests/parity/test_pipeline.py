@@ -1,12 +1,15 @@
 """Pipelines equal one device: every schedule, ranks, stages per rank, with and without ddp."""
 
+import contextlib
 from dataclasses import replace
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
@@ -32,12 +35,18 @@ def recomputing(seed: int):
     return model
 
 
+def frozen_layers(model) -> None:
+    for layer in (0, 2, 5):
+        model.model.layers[layer].requires_grad_(False)
+
+
 TASKS = {
     "tied": Task(deep, steps=2),
     "untied": Task(partial(deep, tie_embeddings=False), steps=2),
     "recomputing": Task(recomputing, steps=2),
     "one step": Task(deep, steps=1),
     "frozen": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=models.frozen_embedding),
+    "frozen layers": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=frozen_layers),
 }
 
 
@@ -197,20 +206,58 @@ def sharded(task: Task, schedules: list, how: str, expected: Outcome) -> list[st
 @pytest.mark.parametrize("how", ["zero 1", "zero 2", "fsdp", "tensor"])
 def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
     """Tied embeddings are added before they are reduce-scattered. Mutant: the other way round."""
-    names = ["1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe"]
-    name = "tied"
-    if how == "fsdp":
-        names, name = ["1f1b", "interleaved_1f1b", "looped_bfs"], "untied"
-    schedules = [make(schedule, 2, 3) for schedule in names]
-    for wrong in ranks(4).run(sharded, TASKS[name], schedules, how, reference(name)):
-        assert not wrong, "\n".join(wrong)
+    names = {"tied": ["1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe"]}
+    if how == "fsdp":  # where no weight is on several ranks
+        names = {"untied": ["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb"]}
+        names |= {"tied": ["zb_v", "dualpipe_v"], "frozen": ["zb_h1"], "frozen layers": ["zb_v"]}
+    for name, own in names.items():
+        schedules = [make(schedule, 2, 3) for schedule in own]
+        for wrong in ranks(4).run(sharded, TASKS[name], schedules, how, reference(name)):
+            assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
 def test_fsdp_is_refused_where_it_would_go_wrong(ranks):
-    for name, schedule in [("untied", "interleaved_zb"), ("tied", "1f1b"), ("untied", "dualpipe")]:
-        with pytest.raises(RankError, match="use zero or ddp, or one of"):
+    for name, schedule in [("tied", "1f1b"), ("untied", "dualpipe")]:
+        with pytest.raises(RankError, match="use zero or ddp, or a model"):
             ranks(4).run(sharded, TASKS[name], [make(schedule, 2, 3)], "fsdp", reference(name))
+
+
+def _lent(names: list[str]) -> list[tuple[int, int]]:
+    """Of each schedule: the most bytes gathered after an I or a W, and the bytes sent along dp."""
+    mesh, found = Mesh(dp=2, pp=2), []
+    for name in names:
+        task = replace(TASKS["untied"], microbatches=4)
+        model = task.build(0)
+        pipeline = runtime.apply(model, mesh.pp, make(name, 2, 4))
+        data = fsdp.apply(model, mesh.dp, average=False)
+        before, held = ["0F0"], [0]
+
+        def span(kind, action, before=before, held=held, data=data):
+            if before.pop()[1] in "IW":
+                held.append(data.gathered_bytes)
+            before.append(action)
+            return contextlib.nullcontext()
+
+        batches = task.microbatches_of(0, mesh.dp.rank, 2)
+        for _ in range(2):  # the first step learns the order of blocks
+            with timeline.record() as recorded, mock.patch.object(timeline, "span", span):
+                pipeline.run(model, [data, pipeline], batches)
+                data.finish_backward()
+                pipeline.finish_backward()
+        sent = sum(s.num_bytes for s in recorded if s.axis == "dp")
+        found.append((max(held), sent))
+    return found
+
+
+@pytest.mark.slow
+def test_fsdp_holds_and_sends_no_more_where_the_backward_is_split(ranks):
+    """Gathered for F and I, not for W, in between nothing; gradients are reduced once, by W.
+
+    Mutants: weights that stay from I to W; a reduce-scatter for each weight, or for each half.
+    """
+    for (_, whole), (held, split) in ranks(4).run(_lent, ["1f1b", "zb_h1"]):
+        assert (held, split) == (0, whole) and whole > 0
 
 
 # ---------------------------------------------------------------------- mutants

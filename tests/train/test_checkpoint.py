@@ -3,22 +3,26 @@
 import errno
 import json
 import os
+import random
 import re
+import resource
 import shutil
 import signal
 import sys
+import threading
 
 import pytest
 import torch
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.train import checkpoint
-from minipar.train.checkpoint import CheckpointError, available, load, load_weights, save, step_of
+from minipar.train import checkpoint, saver
+from minipar.train.checkpoint import CheckpointError, available, load, load_weights, step_of
 from minipar.train.optim import make_optimizer
+from minipar.train.saver import save
 
 SHAPE = LlamaConfig(31, 8, 12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
 
-FILES = ["model.safetensors", "state.pt", "manifest.json"]
+FILES = ["weights_00000.safetensors", "state_00000.safetensors", "state.pt", "manifest.json"]
 
 
 def some(step: int) -> tuple[dict, dict]:
@@ -75,6 +79,38 @@ def test_comes_back_to_the_bit(tmp_path, dtype, tied):
     assert found["random"][0].equal(state["random"][0])
 
 
+def test_some_weights_are_read_without_the_others(tmp_path):
+    weights = {"x": torch.arange(6.0), "y": torch.ones(2, 3), "z": torch.zeros(1)}
+    save(tmp_path, 1, {**weights, "alias": weights["y"]}, {"step": 1})
+    folder = tmp_path / "step_000001"
+    assert checkpoint.load_some(folder, ["alias"])["alias"].equal(weights["y"])
+    found = checkpoint.load_some(folder, ["x", "y"])
+    assert found.keys() == {"x", "y"} and found["x"].equal(weights["x"])
+    with pytest.raises(CheckpointError, match="has no weight w"):
+        checkpoint.load_some(folder, ["x", "w"])
+
+
+def test_state_of_any_shape_comes_back(tmp_path):
+    """Nested, with tensors that are views, scalars, empty, shared or of whole numbers."""
+    base = torch.arange(12.0)
+    state = {
+        "step": 3,
+        "nested": [{"a": base[2:5], 7: (base, base.view(3, 4).T)}, None, "text", 1.5, True],
+        "scalar": torch.tensor(4.0),
+        "empty": torch.empty(0, 2),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+    save(tmp_path, 3, {}, state)
+    _, found = load(tmp_path / "step_000003")
+    assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(state)
+    leaves = zip(*map(torch.utils._pytree.tree_leaves, (found, state)), strict=True)
+    for mine, expected in leaves:
+        if isinstance(expected, torch.Tensor):
+            assert mine.dtype == expected.dtype and mine.equal(expected)
+        else:
+            assert mine == expected
+
+
 def test_tensors_that_share_storage_but_differ_are_no_ties(tmp_path):
     base = torch.arange(12.0)
     weights = {"x": base[:6], "y": base[6:], "z": base[:6].view(2, 3), "w": base[:6]}
@@ -111,23 +147,26 @@ def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
 def killed_at_line(number: int, work) -> bool:
     """Run `work` in a child that kill -9 hits before the `number`-th line of Python; did it?
 
-    Lines of checkpoint.py, and every sixth of shutil, which deletes folders file by file.
+    Lines of saver.py, of all threads, and every sixth of shutil, which deletes file by file. Not
+    those per tensor or per chunk, between which nothing happens to the files.
     """
     pid = os.fork()
     if pid == 0:
-        left = number
+        left, dull = number, {"_ties", "_copy_on_host", "take", "deal"}
 
         def trace(frame, event, arg):
             nonlocal left
-            if not frame.f_code.co_filename.endswith(("checkpoint.py", "shutil.py")):
+            code = frame.f_code
+            if not code.co_filename.endswith(("saver.py", "shutil.py")) or code.co_name in dull:
                 return None
             if event == "line":
-                left -= 1 if frame.f_code.co_filename.endswith("checkpoint.py") else 1 / 6
+                left -= 1 if code.co_filename.endswith("saver.py") else 1 / 6
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             return trace
 
         try:
+            threading.settrace(trace)
             sys.settrace(trace)
             work()
         finally:
@@ -168,6 +207,48 @@ def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
     assert newest == ({1, 2} if again else {2, 3})
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_kill_at_any_byte_leaves_a_loadable_checkpoint(tmp_path):
+    """The kernel ends the child in the middle of a write: at a random byte of a random file.
+
+    Mutants: write in place; rename before all files are written.
+    """
+    save(tmp_path, 1, *some(1))
+    long = {
+        "weights_00000": ({"a": torch.zeros(3000)}, {}),
+        "state_00000": ({}, {"b": torch.zeros(3000)}),
+        "state": ({}, {"text": "x" * 12_000}),
+    }
+    generator, num_killed = random.Random(5), dict.fromkeys(long, 0)
+    for name in [*long] * 12:
+        (tmp_path / "sizes").mkdir()
+        save(tmp_path / "sizes", 2, *long[name])
+        longest = max((tmp_path / "sizes/step_000002").iterdir(), key=lambda p: p.stat().st_size)
+        assert longest.stem == name
+        limit = generator.randrange(longest.stat().st_size + 500)
+        shutil.rmtree(tmp_path / "sizes")
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and raises
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            save(tmp_path, 2, *long[name])
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
+        num_killed[name] += killed
+        assert killed or os.WEXITSTATUS(status) == 0
+        assert_is(available(tmp_path)[0], 1)
+        assert len(available(tmp_path)) == (1 if killed else 2)
+        for path in available(tmp_path)[1:]:
+            weights, state = load(path)
+            assert len(weights) + len(state) == 1
+            shutil.rmtree(path)
+    assert min(num_killed.values()) > 6, num_killed
+    save(tmp_path, 2, *some(2))
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
 @pytest.mark.parametrize("broken", ["save_file", "torch.save", "_force_to_disk", "mkdir"])
 def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
     save(tmp_path, 1, *some(1))
@@ -179,9 +260,9 @@ def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
         if broken == "torch.save":
             patched.setattr(torch, "save", full)
         elif broken == "mkdir":
-            patched.setattr(checkpoint.Path, "mkdir", full)
+            patched.setattr(saver.Path, "mkdir", full)
         else:
-            patched.setattr(checkpoint, broken, full)
+            patched.setattr(saver, broken, full)
         with pytest.raises(OSError, match=r"cannot write checkpoint .*step_000002.*No space left"):
             save(tmp_path, 2, *some(2), keep=1)
     assert names(tmp_path) == ["step_000001"]
@@ -192,17 +273,17 @@ def test_a_full_disk_leaves_the_old_one_intact(tmp_path, monkeypatch, broken):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_device_that_is_full(tmp_path, monkeypatch):
-    """As above, but the error comes from the system, through torch's own writer."""
+    """As above, but the error comes from the system."""
     save(tmp_path, 1, *some(1))
-    write = checkpoint.save_file
+    write = saver.save_file
 
-    def redirect(folder):
-        os.symlink("/dev/full", folder / "state.pt")
+    def redirect(tensors, path):
+        write(tensors, path)
+        if path.name.startswith("state"):
+            os.symlink("/dev/full", path.with_name("state.pt"))
 
-    monkeypatch.setattr(
-        checkpoint, "save_file", lambda w, path: (write(w, path), redirect(path.parent))
-    )
-    with pytest.raises(OSError, match="cannot write checkpoint .*step_000002"):
+    monkeypatch.setattr(saver, "save_file", redirect)
+    with pytest.raises(OSError, match="cannot write checkpoint .*step_000002: .*No space left"):
         save(tmp_path, 2, *some(2), keep=1)
     assert names(tmp_path) == ["step_000001"]
     assert_is(tmp_path / "step_000001", 1)
@@ -235,7 +316,7 @@ def test_a_truncated_or_missing_file_is_named(saved, name):
     assert_is(saved, 4)
 
 
-@pytest.mark.parametrize("name", FILES[:2])
+@pytest.mark.parametrize("name", FILES[:3])
 def test_a_flipped_bit_is_noticed(saved, name):
     whole = (saved / name).read_bytes()
     for position in range(0, len(whole), max(1, len(whole) // 50)):
@@ -266,6 +347,17 @@ def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
             assert state == {"step": 4}
             assert all(weights[n].equal(v) for n, v in model.state_dict().items())
     assert noticed > 0.6 * len(whole)
+
+
+def test_a_checkpoint_of_another_format_is_refused(saved):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    for found, said in ({}, 1), ({"format": 3}, 3):
+        other = {**manifest, **found}
+        if not found:
+            del other["format"]  # as before there was a number
+        (saved / "manifest.json").write_text(json.dumps(other))
+        with pytest.raises(CheckpointError, match=f"has format {said}, and .* reads 2; go on with"):
+            load(saved)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"files": 1, "tied": {}}', "\xff", "{"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from minipar.parallel.compose import Plan
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.train.config import TrainConfig
@@ -35,9 +36,36 @@ def test_a_wrong_mesh_is_refused(mesh):
         TrainConfig(mesh=mesh).check()
 
 
-def test_axes_without_a_strategy_are_refused():
-    with pytest.raises(ValueError, match=r"--mesh dp=2,tp=2: .* axis tp \(tensor.*\) yet; use dp"):
-        TrainConfig(mesh="dp=2,tp=2").check()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(mesh="ep=2"), "no experts to spread over ep; use pp, dp, cp, tp"),
+        (dict(mesh="tp=3"), "plan tp=3: .* num_heads=4.* nearest plan that works is dp=3"),
+        (dict(mesh="pp=2", zero=3, microbatches=4), "zero=3 .* nearest .* pp=2,zero=2,microb"),
+        (dict(pipeline_schedule="zb_v"), "schedule=zb_v is for a pipeline"),
+        (dict(mesh="dp=2,tp=2", compress="top-k"), "compression=top-k .* drift apart"),
+        (dict(mesh="dp=2,tp=2", local_method="diloco"), "--local-method .* whole model .* dp=4"),
+        (dict(mesh="dp=2,pp=2", slow="1=2"), "--slow 1=2 .* use --mesh dp=4"),
+        (dict(mesh="dp=2,cp=2", grow_batch_to=64), "--grow-batch-to 64 .* use --mesh dp=4"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**changes).check()
+
+
+def test_a_plan_is_spelled_out():
+    """Mutant: what the plan does not name stays as it was in the run that is resumed."""
+    text = "tp=2,pp=2,sequence_parallel,schedule=zb_v,microbatches=4,precision=bf16"
+    config = replace(TrainConfig(zero=1, recompute="full"), plan=text)
+    config.check()
+    assert config.mesh_sizes() == {"pp": 2, "tp": 2} and config.num_ranks == 4
+    assert (config.sequence_parallel, config.pipeline_schedule) == (True, "zb_v")
+    assert (config.microbatches, config.precision) == (4, "bf16")
+    assert (config.zero, config.recompute, config.plan) == (0, "none", "")
+    assert config.as_plan() == Plan.parse(text)
+    with pytest.raises(ValueError, match="plan 'tp2'"):
+        TrainConfig(plan="tp2")
 
 
 @pytest.mark.parametrize(

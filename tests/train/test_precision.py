@@ -18,7 +18,7 @@ from minipar.parallel import ddp
 from minipar.train import precision, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.data import IGNORE
-from minipar.train.metrics import read
+from minipar.train.metrics import MEASURED, read
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import (
     COMPUTE_DTYPES,
@@ -646,7 +646,7 @@ def run(tmp_path):
 
 
 def without_times(lines: list[dict]) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):

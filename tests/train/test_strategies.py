@@ -1,4 +1,4 @@
-"""Whole runs with ZeRO and with local methods: what is saved, resumed, validated and reported.
+"""Whole runs on any mesh, and with local methods: what is saved, resumed, validated and reported.
 
 Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the same computation.
 """
@@ -18,6 +18,7 @@ from minipar.comm import timeline
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import PRESETS, Llama
+from minipar.parallel.compose import Plan
 from minipar.parallel.local_sgd import METHODS
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -62,7 +63,7 @@ def run(ranks, text, tmp_path):
     """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
 
     def run(size: int, name: str, start=None, **changes):
-        config = replace(PLAIN, data=str(text), mesh=f"dp={size}", **changes)
+        config = replace(PLAIN, **{"data": str(text), "mesh": f"dp={size}", **changes})
         config.check()
         args = config, str(tmp_path / name), None if start is None else str(start)
         if size == 1:
@@ -93,19 +94,41 @@ def report_of(folder: Path) -> dict:
     return json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
 
 
-# ---------------------------------------------------------------------- ZeRO
+# ---------------------------------------------------------------------- any plan
+PLANS = [
+    "dp=2,zero=3,microbatches=2",
+    *(f"dp=3,zero={zero},microbatches=2" for zero in (1, 2, 3)),
+    "tp=2,sequence_parallel",
+    "dp=2,tp=2,zero=1,microbatches=2",
+    "dp=2,pp=2,schedule=interleaved_1f1b,microbatches=2",
+    "pp=2,tp=2,zero=2,sequence_parallel,schedule=zb_v,microbatches=3",
+    "cp=2,tp=2,zero=3,context=ulysses",
+    "pp=2,cp=2,microbatches=2,checkpointing=full",
+]
+
+
+WHOLE_RUN = dict(steps=4, sample_tokens=5, eval_every=3)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(text, tmp_path_factory):
+    """The folder of a run that a single process has made."""
+    folder = tmp_path_factory.mktemp("one")
+    trainer.train(replace(PLAIN, data=str(text), mesh="dp=1", **WHOLE_RUN), str(folder))
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("size", "zero"),
-    [(2, 3), *(pytest.param(3, zero, marks=pytest.mark.slow) for zero in (1, 2, 3))],
+    "plan", [PLANS[0], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[1:])]
 )
-def test_zero_leaves_what_one_device_would(run, size, zero):
+def test_any_plan_leaves_what_one_device_would(run, on_one_device, plan):
     """Losses, norms, weights, optimizer state, validation and sample: all as of one device.
 
     Mutants: pieces joined in another order; a norm of this rank's pieces only (no `shard_axes`);
-    weights read before they have arrived; only rank 0 in a collective (which would hang).
+    weights read before they have arrived; only rank 0 in a collective (which would hang); moments
+    of one stage; tokens that all ranks of tp count.
     """
-    changes = dict(steps=4, microbatches=2, sample_tokens=5, eval_every=3)
-    one, many = run(1, "one", **changes), run(size, "many", zero=zero, **changes)
+    one, many = on_one_device, run(Plan.parse(plan).num_ranks, "many", plan=plan, **WHOLE_RUN)
     assert any(norm > PLAIN.max_norm for (norm,) in lines_of(one, "grad_norm"))
     assert_same_run(many, one)
     (weights, state), (expected, serial) = saved(many, 4), saved(one, 4)
@@ -129,14 +152,36 @@ def test_zero_leaves_what_one_device_would(run, size, zero):
     assert validated[0][2] and validated[1] == pytest.approx(validated[0], rel=1e-10)
 
 
+CHAINS = {
+    "zero": ["dp=2,zero=2", "dp=3,zero=3", "dp=2,zero=1", "dp=1"],
+    "mesh": ["dp=4", "tp=2,pp=2,microbatches=2", "dp=1", "dp=2,cp=2,zero=1,microbatches=2"],
+}
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_zero_on_other_ranks(run):
-    """A chain. Mutants: moments of one rank saved as if of all; pieces cut as by other ranks."""
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_goes_on_by_another_plan_on_other_ranks(run, chain):
+    """As if nothing had happened: losses, norms, the place in the data, the learning rate.
+
+    Mutants: moments of one rank saved as if of all; pieces cut as by other ranks.
+    """
     whole, start, first = run(1, "whole", steps=8), None, 0
-    for size, zero, stop in [(2, 2, 4), (3, 3, 6), (2, 1, 7), (1, 0, 8)]:
-        folder = run(size, f"zero{zero}", start=start, zero=zero, steps=8, save_every=stop)
+    for plan, stop in zip(CHAINS[chain], (4, 6, 7, 8), strict=True):
+        size = Plan.parse(plan).num_ranks
+        folder = run(size, f"to {stop}", start=start, plan=plan, steps=8, save_every=stop)
         assert_same_run(folder, whole, first)
         start, first = folder / f"checkpoints/step_{stop:06d}", stop
+
+
+@pytest.mark.slow
+def test_a_plan_resumes_to_the_bit(run):
+    """In single precision, on four ranks of two kinds. Mutant: a moment not restored."""
+    changes = dict(plan="dp=2,tp=2,zero=1,sequence_parallel,microbatches=2", dtype="float32")
+    whole = run(4, "whole", **changes)
+    rest = run(4, "rest", start=whole / "checkpoints/step_000003", **changes)
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[3:]
+    ours, theirs = saved(rest, 6)[0], saved(whole, 6)[0]
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow
@@ -161,6 +206,23 @@ def test_zero_resumes_to_the_bit(run, zero):
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
+def test_what_was_kept_back_goes_on_with_the_same_mesh_alone(run, capfd):
+    """Mutant: as many ranks are taken for the same ranks; the first gradient tells."""
+    plan = "dp=2,cp=2,compression=top-k,microbatches=2"
+    changes = dict(plan=plan, dtype="float32")
+    whole = run(4, "whole", **changes)
+    rest = run(4, "rest", start=whole / "checkpoints/step_000003", **changes)
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[3:]
+    assert "nothing kept back" not in capfd.readouterr().out
+    changes = dict(plan="dp=2,pp=2,compression=top-k,schedule=zb_v", dtype="float32")
+    other = run(4, "other", start=whole / "checkpoints/step_000003", **changes)
+    assert "is of 4 ranks, dp=2,cp=2, and this run has 4, pp=2,dp=2" in capfd.readouterr().out
+    loss, norm = lines_of(other, "loss", "grad_norm")[0]
+    assert loss == pytest.approx(lines_of(whole, "loss")[3][0], rel=1e-5)
+    assert norm != pytest.approx(lines_of(whole, "grad_norm")[3][0], rel=1e-2)
+
+
 def test_weights_of_another_model_are_refused_by_shards_too(run):
     """Its pieces are flat; what counts is what they are pieces of."""
     folder = run(1, "one", steps=1)
@@ -181,6 +243,10 @@ def test_sixteen_bits_with_zero(run, precision):
         assert lines_of(found, "loss") != full
         if precision == "fp16":
             assert lines_of(found, "skipped_steps")[-1] == (0,)
+    plan = f"dp=2,pp=2,zero=3,schedule=zb_v,microbatches=2,precision={precision}"
+    for mesh in (plan, f"tp=2,cp=2,sequence_parallel,precision={precision}"):
+        found = run(4, mesh[:4], plan=mesh, **changes)
+        assert lines_of(found, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
     half = run(2, "half", zero=3, reduce_dtype="bfloat16", **changes)
     assert lines_of(half, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
 
@@ -373,14 +439,20 @@ def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [dict(zero=1), dict(zero=2), dict(zero=3), dict(local_method="diloco", local_every=2)],
+    [
+        dict(zero=1),
+        dict(zero=2),
+        dict(zero=3),
+        dict(mesh="tp=2", sequence_parallel=True),
+        dict(mesh="pp=2", microbatches=2, zero=1),
+        dict(local_method="diloco", local_every=2),
+    ],
     ids=str,
 )
 def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(ranks, text, tmp_path, changes):
     """Mutant: the flag is not shared, and where ranks differ in it one of them steps alone."""
-    config = replace(
-        PLAIN, data=str(text), mesh="dp=2", dtype="float32", precision="fp16", **changes
-    )
+    common = dict(data=str(text), mesh="dp=2", dtype="float32", precision="fp16")
+    config = replace(PLAIN, **{**common, **changes})
     config.check()
     found = ranks(2).run(with_an_overflow_on_one_rank, config, str(tmp_path))
     assert found == [(1, True), (1, True)]

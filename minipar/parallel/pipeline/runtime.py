@@ -25,7 +25,7 @@ Use::
     train_step(model, [data, pipeline], ..., run=pipeline.run, shard_axes=(mesh.pp,))
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -66,6 +66,7 @@ def apply(
     *,
     cut: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
+    token_shards: int = 1,
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
@@ -76,6 +77,8 @@ def apply(
         cut: layers per part of the model, such as (3, 4, 4, 3).
         costs: else, cut so that these are balanced: of the embedding, of each layer and of the
             head, as `stages.measure_costs` finds on rank 0. By default, estimated FLOPs.
+        token_shards: into how many pieces activations are cut along the tokens between layers: the
+            ranks of sequence parallelism.
 
     Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
     for other ranks, for a cut that does not fit, for a model that is no plain Llama, and where
@@ -84,7 +87,7 @@ def apply(
     if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
         raise ValueError(
             f"a pipeline cuts a Llama by its names, with the forward it was born with, not this "
-            f"{type(model).__name__} (tensor parallelism with sequence=True changes the forward)"
+            f"{type(model).__name__}"
         )
     validate(schedule)
     schedule = schedule if schedule.is_lowered else lower(schedule)
@@ -112,7 +115,7 @@ def apply(
     if other is not None:
         raise ValueError(f"ranks 0 and {other} of {axis.name} were given different schedules")
     replicate(model, axis)
-    return Pipeline(model, axis, schedule, plans[0][1])
+    return Pipeline(model, axis, schedule, plans[0][1], token_shards)
 
 
 class Pipeline(Strategy):
@@ -123,9 +126,17 @@ class Pipeline(Strategy):
     in pieces, ``pipeline.full_state_dict(other.full_state_dict())``.
     """
 
-    def __init__(self, model: Llama, axis: Axis, schedule: Schedule, cut: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        axis: Axis,
+        schedule: Schedule,
+        cut: tuple[int, ...],
+        token_shards: int = 1,
+    ) -> None:
         super().__init__(model, axis)
         self.schedule, self.cut, self.config = schedule, cut, model.config
+        self.token_shards = token_shards
         row = schedule.actions[axis.rank]
         self.last_gradient = {s: schedule.last_gradient(s) for s in schedule.stages_on(axis.rank)}
         self.put_off = PutOff()
@@ -201,11 +212,13 @@ class Pipeline(Strategy):
             if action.kind == "F":
                 x = inputs if stage.first else given
                 return stage.forward(i, x, context, autocast, finish)
-            if action.kind == "B":
-                return stage.backward(i, given)
-            if action.kind == "I":
-                return stage.input_gradient(i, given)
-            return stage.weight_gradient(i)
+            if action.kind == "W":
+                return stage.weight_gradient(i)
+            backward = stage.backward if action.kind == "B" else stage.input_gradient
+            gradient = backward(i, given)
+            for strategy in strategies:
+                strategy.release()
+            return gradient
 
         def guarded(action: Action, given: Tensor | None) -> Tensor | None:
             with ExitStack() as stack:
@@ -221,17 +234,15 @@ class Pipeline(Strategy):
         return total
 
     def _check_pieces(self) -> None:
-        """Refuse what would go wrong unnoticed: weights that come and go while a stage works."""
+        """Refuse what would go wrong unnoticed: pieces of sums that are not of all ranks."""
         is_flat = any(
             p.ndim != len(getattr(p, "full_shape", p.shape)) for p in self.model.parameters()
         )
-        splits = any(a.kind == "W" for row in self.schedule.actions for a in row)
-        if is_flat and (splits or self._shares):
-            why = "splits the backward" if splits else "has the same weights on several ranks"
+        if is_flat and self._shares:
             raise ValueError(
-                f"fsdp gives weights to a stage for one forward or backward at a time, but the "
-                f"pipeline {self.schedule.name} {why}; use zero or ddp, or one of 1f1b, "
-                f"interleaved_1f1b, looped_bfs and gpipe on a model whose embeddings are not tied"
+                f"fsdp reduces the gradients of one rank of {self.axis.name} at a time, but here "
+                f"several have the same weights, to be summed before; use zero or ddp, or a model "
+                f"whose embeddings are not tied and any schedule but dualpipe"
             )
 
     def _agree(self, shapes: list[tuple[int, ...]]) -> None:
@@ -258,8 +269,9 @@ class Pipeline(Strategy):
         dtype, device = some.dtype, some.device
 
         def buffer(message: Action) -> Tensor:
-            tokens = microbatches[message.microbatch][0]  # [B, T], the same on all ranks
-            return torch.empty((*tokens.shape, self.config.hidden_size), dtype=dtype, device=device)
+            batch, seq_len = microbatches[message.microbatch][0].shape  # the same on all ranks
+            shape = batch, seq_len // self.token_shards, self.config.hidden_size
+            return torch.empty(shape, dtype=dtype, device=device)
 
         # NCCL runs the messages of two ranks one after the other, so that none may overtake; and
         # as it is asynchronous to this list, its turn is early enough.
@@ -369,17 +381,41 @@ class Pipeline(Strategy):
         return outputs
 
     # ------------------------------------------------------------------ the whole model
+    @torch.no_grad()
+    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Collect what each rank has by the names of its parameters: on all ranks, for all names.
+
+        Their gradients, say, or an entry of the optimizer's state; None where nobody has any, or
+        the rank that counts has None. A tied weight has all of its names. A collective.
+        """
+        facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
+        known = all_gather_object(facts, self.axis)
+        device = next(self.model.parameters()).device
+        found: dict[str, Tensor | None] = {}
+        for weight in self.weights:
+            home = weight.ranks[0]
+            name = next((name for name in weight.names if name in known[home]), None)
+            if name is None:
+                found |= dict.fromkeys(weight.names)
+                continue
+            if self.axis.rank == home:
+                value = tensors[name].detach().to(device)
+            else:
+                shape, dtype = known[home][name]
+                value = torch.empty(shape, dtype=dtype, device=device)
+            value = broadcast(value, self.axis, src=home)
+            found |= dict.fromkeys(weight.names, value)
+        return {name: found[name] for name in self.names}
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take what is of this rank's stages out of what `join` returned."""
+        return {name: tensors[name] for name in self.model.state_dict()}
+
     def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """As of the serial model, on all ranks. `own`: whole weights of this rank's layers, from a
         strategy that keeps them in pieces."""
-        found = self.model.state_dict(keep_vars=True) if own is None else own
-        device = next(self.model.parameters()).device
-        state = {}
-        for weight in self.weights:
-            value = next((found[name] for name in weight.names if name in found), None)
-            if value is None:
-                shape = weight.shape if own is None else weight.full_shape
-                value = torch.empty(shape, dtype=weight.dtype, device=device)
-            value = broadcast(value.detach(), self.axis, src=weight.ranks[0])
-            state |= dict.fromkeys(weight.names, value)
-        return {name: state[name] for name in self.names}
+        return self.join(self.model.state_dict(keep_vars=True) if own is None else own)
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over the weights of this rank's stages."""
+        self.model.load_state_dict(self.own(state))

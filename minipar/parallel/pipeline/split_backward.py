@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
+Used = dict[nn.Module, list[Tensor]]
 
 
 class PutOff:
@@ -33,6 +34,24 @@ class PutOff:
     def __init__(self) -> None:
         self._lists: dict[Hashable, list[Job]] = {}
         self._open: list[Job] | None = None
+        self._used: Used | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[Used]:
+        """In the body, note which weights modules use, if `enable` has seen to it.
+
+        They need not be those that a module has at rest: fsdp lends it others for each forward.
+        """
+        self._used = used = {}
+        try:
+            yield used
+        finally:
+            self._used = None
+
+    def note(self, module: nn.Module, *_: Any) -> None:
+        """A hook: `module` has run forward."""
+        if self._used is not None:
+            self._used[module] = weights_in(module)
 
     @contextmanager
     def to(self, *name: Hashable) -> Iterator[None]:
@@ -51,12 +70,17 @@ class PutOff:
         return None
 
     def do(self, *name: Hashable) -> None:
-        """Compute all of a list and add it to the gradients. Frees each input at its turn."""
-        jobs = self._lists.pop(name, [])
-        jobs.reverse()
-        while jobs:
-            weight, job = jobs.pop()
-            torch.autograd.backward(weight, job())
+        """Compute all of a list and add it to the gradients. Frees each input at its turn.
+
+        Weights that came into the graph together, as those of a block from fsdp, get theirs
+        together: whoever lent them out waits for all, and is told once.
+        """
+        groups: dict[Any, list[Job]] = {}
+        for weight, job in self._lists.pop(name, []):
+            groups.setdefault(weight.grad_fn or weight, []).append((weight, job))
+        for key in list(groups):
+            weights, jobs = zip(*groups.pop(key), strict=True)
+            torch.autograd.backward(weights, [job() for job in jobs])
 
     def clear(self) -> None:
         """Forget all of it, after a backward that an exception cut short."""
@@ -66,6 +90,11 @@ class PutOff:
     def waiting(self) -> list[Hashable]:
         """The lists that have not been done. The optimizer must not step before."""
         return list(self._lists)
+
+
+def weights_in(module: nn.Module) -> list[Tensor]:
+    """Weights that `module` itself has now, and that want a gradient."""
+    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
 
 
 # ---------------------------------------------------------------------- layers that can wait
@@ -122,6 +151,8 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
     Others (with a forward of their own) stay as they are: right, only W has less to do.
     """
     for module in model.modules():
+        if module._parameters:
+            module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # somebody else has changed what it does
             continue
         if type(module) is nn.Linear:

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.split_backward import PutOff
+from minipar.parallel.pipeline.split_backward import PutOff, Used, weights_in
 
 
 # ---------------------------------------------------------------------- costs
@@ -154,17 +154,13 @@ class Weight:
     """A parameter or buffer: its names (several if it is tied) and the ranks that have it."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # on this rank, which may have a piece along another axis
-    full_shape: tuple[int, ...]
-    dtype: torch.dtype
     ranks: tuple[int, ...]
 
 
 def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
     """Every weight of the whole model, before it is cut, and the ranks that will have it."""
     names: dict[int, list[str]] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     weights = []
     for own in names.values():
@@ -172,10 +168,7 @@ def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Wei
         ranks = {
             rank for stage, rank in enumerate(schedule.rank_of) if schedule.part(stage) in parts
         }
-        tensor = state[own[0]]
-        full = tuple(getattr(tensor, "full_shape", tensor.shape))
-        shapes = tuple(tensor.shape), full
-        weights.append(Weight(tuple(own), *shapes, tensor.dtype, tuple(sorted(ranks))))
+        weights.append(Weight(tuple(own), tuple(sorted(ranks))))
     return weights
 
 
@@ -183,14 +176,14 @@ def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Wei
 class Stage:
     """Runs forward, and backward whole or in halves, of one part of the model.
 
-    Holds for every microbatch in flight what it was given (`[B, T, D]`, or tokens) and where its
-    backward begins; not the output itself, which the next stage has.
+    Holds for every microbatch in flight what it was given (`[B, T, D]`, or tokens), the weights
+    that it used, and where its backward begins; not the output itself, which the next stage has.
     """
 
     def __init__(self, module: Llama, put_off: PutOff) -> None:
         self.module, self.put_off = module, put_off
         self.first, self.last = module.model.embed_tokens is not None, module.lm_head is not None
-        self._live: dict[int, tuple[Tensor | None, object]] = {}
+        self._live: dict[int, tuple[Tensor | None, Used, object]] = {}
 
     def reset(self) -> None:
         """Forget what a pass that an exception cut short has left."""
@@ -214,36 +207,38 @@ class Stage:
         finish: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """F: x -> hidden states [B, T, D], or of the last stage what `finish` makes of logits."""
+        inputs = x
         if not self.first:
-            x.requires_grad_()
-        with autocast():
-            out = self.module(x, *context)
+            inputs = x.requires_grad_().view_as(x)  # fsdp's hooks cannot be those of a leaf, in I
+        with autocast(), self.put_off.watch() as used:
+            out = self.module(inputs, *context)
             if self.last:
                 out = finish(out)
         root = get_gradient_edge(out) if out.requires_grad else None
-        self._live[microbatch] = (None if self.first else x), root
+        self._live[microbatch] = (None if self.first else x), used, root
         return out.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: of a loss) -> of the input (None: of tokens)."""
-        x, root = self._live.pop(microbatch)
+        x, _, root = self._live.pop(microbatch)
         if root is not None:
             torch.autograd.backward(root, gradient)
         return None if x is None else x.grad
 
     def input_gradient(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `weight_gradient`."""
-        x, root = self._live.pop(microbatch)
+        x, used, root = self._live.pop(microbatch)
         if root is None:
             return None
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        inputs = parameters if x is None else [x, *parameters]
+        modules = self.module.modules()
+        weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
+        inputs = weights if x is None else [x, *weights]
         with self.put_off.to(microbatch, self):
             found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
             grad, *rest = (None, *found) if x is None else found
-            for p, g in zip(parameters, rest, strict=True):
+            for weight, g in zip(weights, rest, strict=True):
                 if g is not None:  # of norms and other layers that cannot put anything off
-                    self.put_off.take(p, lambda g=g: g)
+                    self.put_off.take(weight, lambda g=g: g)
         return grad
 
     def weight_gradient(self, microbatch: int) -> None:

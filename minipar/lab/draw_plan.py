@@ -1,0 +1,192 @@
+"""Pictures of a plan: what each axis does to each parameter, and which axes leave a node."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
+
+from minipar.comm.link import Topology
+from minipar.comm.mesh import groups_along
+from minipar.lab import draw
+from minipar.lab.draw import EXPOSED, GRID, INK, KIND, MUTED, PAPER
+from minipar.parallel.compose import Explanation, Row
+
+PIECE = KIND["forward"]  # what a rank has of a parameter
+
+
+# ---------------------------------------------------------------------- parameters by axis
+@dataclass(frozen=True)
+class Family:
+    """Parameters that a plan treats alike, such as keys and values of all layers."""
+
+    names: tuple[str, ...]  # "k", "v"
+    count: int
+    row: Row  # one of them
+    sent: dict[str, int]  # axis -> bytes of all of them, each on the ranks that have it
+
+    @property
+    def label(self) -> str:
+        """ "8 x k, v"."""
+        return f"{self.count} x {', '.join(self.names)}" if self.count > 1 else self.names[0]
+
+
+def families(explained: Explanation) -> list[Family]:
+    """The rows of an explanation, those with the same shapes, cuts and sums together, in order."""
+    alike: dict[tuple, list[Row]] = {}
+    for row in explained.rows:
+        key = (row.full_shape, row.shape, row.cut_over, tuple(row.summed.items()))
+        alike.setdefault(key, []).append(row)
+    found = []
+    for rows in alike.values():
+        names = tuple(dict.fromkeys(_short(row.name) for row in rows))
+        axes = dict.fromkeys(axis for row in rows for axis in row.sent)
+        sent = {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
+        found.append(Family(names, len(rows), rows[0], sent))
+    return found
+
+
+def _short(name: str) -> str:
+    """model.layers.3.self_attn.k_proj.weight is "k", and any norm is "norm"."""
+    last = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if "norm" in last:
+        return "norm"
+    return {"embed_tokens": "embedding", "lm_head": "head"}.get(last, last.removesuffix("_proj"))
+
+
+def explanation(explained: Explanation, *, title: str = "", note: str = "") -> Figure:
+    """A row per family of parameters, a column per axis: is it cut there, summed, or just a copy?
+
+    A box in the colour of the axis: ranks along it have summands of the gradient, which the verb
+    adds up, with the bytes that a rank sends in one step for all parameters of the family. A frame:
+    each rank has a piece of its own. Grey: all have the same, and nothing is to be done. On the
+    left stands the whole parameter, and in blue what a rank of tp has of it.
+    """
+    kinds = families(explained)
+    columns = _columns(explained)
+    left, wide, row = 2.95, 1.62, 0.46  # inches
+    width = max(left + wide * len(columns) + 0.2, 0.4 + 0.105 * len(title), 5.2)
+    height = 1.22 + row * len(kinds) + (0.12 if note else 0)
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title)
+    top = height - 0.82
+    for i, (axis, size) in enumerate(columns.items()):
+        x = left + wide * (i + 0.5) - 0.06
+        draw._text(ax, x, top + 0.16, f"{axis} ({size} ranks)", ha="center", weight="bold")
+    for i, family in enumerate(kinds):
+        y = top - row * (i + 1)
+        ax.plot([0.15, width - 0.15], [y + row, y + row], color=GRID, lw=0.8)
+        draw._text(ax, 0.15, y + row / 2, family.label, weight="bold")
+        _whole_and_piece(ax, family.row, 1.85, y + row / 2)
+        for j, axis in enumerate(columns):
+            _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
+    legend = [(PIECE, "what a rank has, before dp and cp cut it")]
+    draw._key(figure, draw._flow(legend, width - 0.4), 0.15, 0.14 + (0.12 if note else 0))
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def _columns(explained: Explanation) -> dict[str, int]:
+    """Axes and sizes; dp and cp are one axis to a gradient."""
+    sizes = dict(explained.mesh)
+    if "dp" in sizes and "cp" in sizes:
+        joint = sizes.pop("dp") * sizes.pop("cp")
+        tp = sizes.pop("tp", None)
+        sizes["dp+cp"] = joint
+        sizes |= {"tp": tp} if tp else {}
+    return sizes
+
+
+def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
+    """The parameter around (x, y), a side as the root of its length; the piece of rank 0 in it."""
+    rows, columns = (*row.full_shape, 1)[:2]
+    share = [own / full for own, full in zip(row.shape, row.full_shape, strict=True)]
+    unit = 0.36 / math.sqrt(max(rows, columns))
+    down, across = (max(0.03, unit * math.sqrt(length)) for length in (rows, columns))
+    corner = x - across / 2, y - down / 2
+    ax.add_patch(Rectangle(corner, across, down, fc=PAPER, ec=MUTED, lw=0.8))
+    tall, broad = down * share[0], across * (share[1] if len(share) > 1 else 1)
+    ax.add_patch(Rectangle((corner[0], y + down / 2 - tall), broad, tall, fc=PIECE, lw=0))
+    shape = "×".join(map(str, row.full_shape))
+    draw._text(ax, x + 0.28, y, shape, size=8, color=MUTED)
+
+
+def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, tall: float) -> None:
+    verb, is_cut = family.row.summed.get(axis), axis in family.row.cut_over
+    fill = draw.colour(axis) if verb else PAPER if is_cut else GRID
+    edge = draw.colour(axis) if verb or is_cut else GRID
+    shape = f"round,pad=0,rounding_size={0.2 * tall}"
+    ax.add_patch(FancyBboxPatch((x, y), wide, tall, boxstyle=shape, fc=fill, ec=edge, lw=1.2))
+    text = "the same on all"
+    if is_cut:
+        text = "on one stage" if axis == "pp" else "a piece each"
+    ink = INK if is_cut else MUTED
+    if verb:
+        text, ink = f"{verb}\n{family.sent[axis]:,} bytes", draw._on(fill)
+    draw._text(ax, x + wide / 2, y + tall / 2 - 0.01, text, size=7.5, color=ink, ha="center")
+
+
+# ---------------------------------------------------------------------- axes on nodes
+def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
+    """For each axis of a mesh: does a group along it span nodes?
+
+    Raises `ValueError` where the mesh has not as many ranks as the topology.
+    """
+    ranks, places = math.prod(sizes.values()), topology.nodes * topology.ranks_per_node
+    if ranks != places:
+        raise ValueError(
+            f"mesh {dict(sizes)} has {ranks} ranks, and {topology.nodes} nodes of "
+            f"{topology.ranks_per_node} have {places}; make the two equal"
+        )
+    node = topology.ranks_per_node
+    return {
+        axis: any(len({r // node for r in group}) > 1 for group in groups_along([axis], sizes))
+        for axis in sizes
+    }
+
+
+def placement(
+    sizes: Mapping[str, int], topology: Topology, *, title: str = "", note: str = ""
+) -> Figure:
+    """All ranks in a line per axis, nodes framed: bows join who talks, loud across nodes.
+
+    Raises `ValueError` as `crossing`, or for more than 32 ranks.
+    """
+    crosses = crossing(sizes, topology)
+    ranks, node = math.prod(sizes.values()), topology.ranks_per_node
+    if ranks > 32:
+        raise ValueError(f"{ranks} ranks make no picture that can be read; use at most 32")
+    left, cell, gap = 0.75, min(0.62, 6.6 / ranks), 0.24
+    right = left + cell * ranks + gap * topology.nodes
+    width, row = max(right + 1.5, 0.4 + 0.105 * len(title)), 0.92
+    height = 0.72 + row * len(sizes) + 0.3
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title)
+    centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]
+    for i in range(topology.nodes):
+        x = centre[i * node] - cell / 2 - 0.04
+        box = {"fc": "none", "ec": GRID, "lw": 1.4}
+        ax.add_patch(Rectangle((x, 0.3), cell * node + 0.08, height - 1.02, **box))
+        draw._text(ax, x + 0.05, height - 0.6, f"node {i}", size=8, color=MUTED)
+    side = min(0.3, 0.7 * cell)
+    for i, (axis, out) in enumerate(crosses.items()):
+        y = height - 0.72 - row * (i + 1) + 0.3
+        ink = EXPOSED if out else draw.colour(axis)
+        for group in groups_along([axis], sizes):
+            for a, b in zip(group, group[1:], strict=False):
+                middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
+                tall = min(0.85, 0.35 + 0.12 * wide)
+                ax.add_patch(Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=2))
+        for rank in range(ranks):
+            corner = centre[rank] - side / 2, y - side / 2
+            ax.add_patch(Rectangle(corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3))
+            draw._text(ax, centre[rank], y - 0.01, rank, size=8, ha="center", zorder=4)
+        draw._text(ax, 0.15, y, f"{axis} {sizes[axis]}", weight="bold")
+        says = "leaves the node" if out else "stays inside"
+        draw._text(ax, right + 0.05, y, says, color=EXPOSED if out else MUTED)
+    draw._footnote(figure, note, height)
+    return figure

@@ -1,0 +1,246 @@
+"""Matrices that are cut: whose piece is where, what is still to be summed, and heads by rank."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from minipar.lab import draw
+from minipar.lab.draw import INK, MUTED, PAPER, RANK
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.tensor import by_heads
+
+SAME = "#d5d8e0"  # what all ranks have alike
+LENGTHS = {"T": 0.95, "D": 0.75, "F": 1.5, "V": 1.9}  # inches
+SHEET = 0.13  # inches between the sheets of a pending sum
+CUTS = ("", "rows", "columns")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a formula; `rows` and `columns` are letters, such as T, D and F.
+
+    `cut` says along what ranks have pieces ("rows" or "columns"; "" is all of it on every rank).
+    With `pending` every rank has a summand of full size, and the value is their sum.
+    Raises `ValueError` for another cut, or for a sum of pieces.
+    """
+
+    name: str
+    rows: str
+    columns: str
+    cut: str = ""
+    pending: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cut not in CUTS:
+            raise ValueError(f"cut={self.cut!r} of {self.name}; use one of {CUTS}")
+        if self.cut and self.pending:
+            raise ValueError(f"{self.name} is cut and pending; draw one of the two")
+
+    @property
+    def label(self) -> str:
+        """Its sharding in the usual notation: "h[T, F/tp]", "y[T, D] {partial tp}"."""
+        rows, columns = (
+            letter + "/tp" * (self.cut == dim)
+            for letter, dim in ((self.rows, "rows"), (self.columns, "columns"))
+        )
+        return f"{self.name}[{rows}, {columns}]" + " {partial tp}" * self.pending
+
+
+def formula(
+    parts: Sequence[Matrix | str],
+    size: int = 2,
+    *,
+    lengths: Mapping[str, float] | None = None,
+    title: str = "",
+    note: str = "",
+) -> Figure:
+    """Matrices and what stands between them, on one line: `[x, "·", A, "=", h]`.
+
+    A colour is a rank, grey what all have alike. A pending sum is a pile of sheets of full size,
+    one per rank, marked with Σ. `lengths` gives inches for letters that `LENGTHS` does not know.
+    Raises `ValueError` for an unknown letter, or for more ranks than there are colours.
+    """
+    if not 2 <= size <= len(RANK):
+        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
+    inches = {**LENGTHS, **(lengths or {})}
+    for part in parts:
+        if isinstance(part, Matrix) and not {part.rows, part.columns} <= set(inches):
+            raise ValueError(f"{part.label}: give `lengths` for its letters; known: {set(inches)}")
+    wide = [_width(part, size, inches) for part in parts]
+    tall = max(inches[part.rows] for part in parts if isinstance(part, Matrix))
+    width = max(0.3 + sum(wide), 0.4 + 0.105 * len(title), 5.2)
+    height = tall + SHEET * (size - 1) + 1.42
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title)
+    x, middle = 0.15 + (width - 0.3 - sum(wide)) / 2, 0.74 + tall / 2
+    for part, room in zip(parts, wide, strict=True):
+        centre = x + room / 2
+        if isinstance(part, Matrix):
+            across, down = inches[part.columns], inches[part.rows]
+            _matrix(ax, part, size, centre - across / 2, middle - down / 2, across, down)
+            draw._text(ax, centre, 0.74 - 0.17, part.label, ha="center", size=9)
+        else:
+            draw._text(ax, centre, middle, part, ha="center", size=12 if len(part) < 3 else 9)
+        x += room
+    legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
+    if any(isinstance(part, Matrix) and not part.cut and not part.pending for part in parts):
+        legend.append((SAME, "the same on every rank"))
+    draw._key(figure, draw._flow(legend, width - 0.4), 0.2, 0.2)
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def _width(part: Matrix | str, size: int, inches: Mapping[str, float]) -> float:
+    if isinstance(part, str):
+        return 0.16 + 0.085 * max(2, *map(len, part.split("\n")))
+    sheets = SHEET * (size - 1) if part.pending else 0.0
+    return max(inches[part.columns] + 2 * sheets, 0.073 * len(part.label)) + 0.16
+
+
+def _matrix(
+    ax: Axes, part: Matrix, size: int, x: float, y: float, across: float, down: float
+) -> None:
+    frame = {"ec": INK, "lw": 0.9}
+    if part.pending:
+        for rank in reversed(range(size)):
+            shift = SHEET * rank
+            at = x + shift, y + shift
+            ax.add_patch(Rectangle(at, across, down, fc=RANK[rank], zorder=3 - rank / 10, **frame))
+        box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
+        style = {"size": 12, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
+        draw._text(ax, x + across / 2, y + down / 2, "Σ", **style)
+        return
+    if not part.cut:
+        ax.add_patch(Rectangle((x, y), across, down, fc=SAME, **frame))
+        return
+    for rank in range(size):
+        if part.cut == "columns":
+            at, piece = (x + across * rank / size, y), (across / size, down)
+        else:  # the first rows stand at the top
+            at, piece = (x, y + down * (size - 1 - rank) / size), (across, down / size)
+        ax.add_patch(Rectangle(at, *piece, fc=RANK[rank], **frame))
+
+
+def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
+    """Which rank has which heads, for some numbers of ranks: query heads above key/value heads.
+
+    A head of several colours has a copy on each of these ranks. Raises `ValueError` for more ranks
+    than there are colours.
+    """
+    if not sizes or max(sizes) > len(RANK):
+        raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
+    rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
+    cell, left, panel = 0.42, 1.15, 1.28
+    width, height = max(left + cell * config.num_heads + 1.3, 6.0), 0.95 + panel * len(sizes)
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title)
+    for i, size in enumerate(sizes):
+        top = height - 0.72 - panel * i
+        draw._text(ax, left, top, f"tp = {size}", weight="bold")
+        for row, (name, count) in enumerate(rows.items()):
+            y = top - 0.17 - 0.48 * (row + 1) + 0.06
+            draw._text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
+            spans = by_heads(0, count, 1, size).spans
+            wide = cell * config.num_heads / count
+            for head in range(count):
+                owners = [r for r, (start, stop) in enumerate(spans) if start <= head < stop]
+                for j, rank in enumerate(reversed(owners)):  # the first on top
+                    at = left + wide * head + 0.03, y + 0.36 * j / len(owners)
+                    size_of = wide - 0.06, 0.36 / len(owners)
+                    ax.add_patch(Rectangle(at, *size_of, fc=RANK[rank], lw=0))
+                box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
+                style = {"ha": "center", "weight": "bold", "bbox": box}
+                draw._text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
+    legend = [(RANK[rank], f"rank {rank}") for rank in range(max(sizes))]
+    draw._key(figure, draw._flow(legend), left, 0.16)
+    return figure
+
+
+Grid = list[list[tuple[int, str]]]  # rows of tokens, columns of heads: whose it is, and a number
+
+
+def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> Figure:
+    """Ulysses around attention: blocks of tokens (rows) and heads (columns), before and after.
+
+    A colour is the rank that has a block; a number is the rank that it goes to, or, behind the
+    all-to-all, the one that it came from. A block without a number stays. Key/value heads are
+    repeated where `size` asks for it. Raises `ValueError` for more ranks than there are colours, or
+    a size that does not divide the heads.
+    """
+    if not 2 <= size <= len(RANK) or config.num_heads % size:
+        raise ValueError(
+            f"size={size} for {config.num_heads} heads; use a divisor from 2 to {len(RANK)}"
+        )
+    apart = {name: _tokens_apart(*counts, size) for name, counts in _head_counts(config, size)}
+    whole = {name: _heads_apart(counts[1], size) for name, counts in _head_counts(config, size)}
+    out = [[(row, "") for _ in range(config.num_heads)] for row in range(size)]
+    parts: list[tuple[str, dict[str, Grid]] | str] = [
+        ("tokens apart", apart),
+        "all-to-all\n→",
+        ("heads apart", whole),
+        "attention,\nall-to-all\n→",
+        ("tokens apart", {"out": out}),
+    ]
+    cell, gap, arrow = 0.34, 0.28, 0.95
+    wide = [
+        arrow if isinstance(part, str) else sum(cell * len(g[0]) + gap for g in part[1].values())
+        for part in parts
+    ]
+    width, height = max(0.5 + sum(wide), 0.4 + 0.105 * len(title)), 1.75 + cell * size
+    figure = draw._figure(width, height)
+    ax = draw._canvas(figure, width, height)
+    draw._title(figure, title)
+    x, top = 0.25 + gap / 2, 0.8 + cell * size
+    for part, room in zip(parts, wide, strict=True):
+        if isinstance(part, str):
+            draw._text(ax, x + (room - gap) / 2, top - cell * size / 2, part, ha="center", size=9)
+        else:
+            draw._text(ax, x, top + 0.17, part[0], weight="bold")
+            left = x
+            for name, grid in part[1].items():
+                _blocks(ax, grid, left, top, cell)
+                centre = left + cell * len(grid[0]) / 2
+                draw._text(ax, centre, top - cell * size - 0.16, name, ha="center")
+                left += cell * len(grid[0]) + gap
+        x += room
+    legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
+    draw._key(figure, draw._flow(legend, width - 0.4), 0.25, 0.2)
+    draw._footnote(figure, note, height)
+    return figure
+
+
+def _head_counts(config: LlamaConfig, size: int) -> list[tuple[str, tuple[int, int]]]:
+    """Heads of q, and of k and v: how many there are, and how many go through the all-to-all."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    return [("q", (heads, heads)), ("k, v", (kv_heads, math.lcm(kv_heads, size)))]
+
+
+def _tokens_apart(count: int, sent: int, size: int) -> Grid:
+    per_rank, copies = sent // size, sent // count
+    goes_to = [
+        sorted({copy // per_rank for copy in range(head * copies, (head + 1) * copies)})
+        for head in range(count)
+    ]
+    return [
+        [(row, " ".join(str(rank) for rank in ranks if rank != row)) for ranks in goes_to]
+        for row in range(size)
+    ]
+
+
+def _heads_apart(sent: int, size: int) -> Grid:
+    owners = [head * size // sent for head in range(sent)]
+    return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]
+
+
+def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
+    for i, row in enumerate(grid):
+        for j, (rank, number) in enumerate(row):
+            x, y = left + cell * j, top - cell * (i + 1)
+            ax.add_patch(Rectangle((x, y), cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2))
+            draw._text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)

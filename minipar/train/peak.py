@@ -1,0 +1,100 @@
+"""How fast could this be? The FLOP/s of a device, and the share of them that training makes use of.
+
+Model FLOPs utilisation (MFU) = FLOPs that the model needs per token * tokens/s / peak FLOP/s of all
+devices; recomputation counts as idleness. Source: Chowdhery et al., "PaLM" (arXiv 2204.02311),
+appendix B. The numerator is `LlamaConfig.flops_per_token`.
+
+The peak of a GPU we know is that of its data sheet, for dense matrices: no program reaches it. That
+of a CPU, which depends on its cores, clock and neighbours, is *measured* as the speed of a matrix
+product, on all ranks at the same time as they share the cores: a program that consists of larger
+products than ours may come out above 100 %. `Peak.source` says which of the two a figure is of.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.mesh import Axis
+
+DATA_SHEETS = {  # part of the name of a GPU: FLOP/s in 16 bits, and in float32 without TF32
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of all ranks together, and where the number is from."""
+
+    flops_per_second: float
+    source: str
+
+    def utilisation(self, flops_per_token: int, num_tokens: int, seconds: float) -> float:
+        """Return the MFU of `seconds` in which all ranks together trained on `num_tokens`."""
+        return flops_per_token * num_tokens / seconds / self.flops_per_second
+
+
+def of_ranks(device: torch.device, dtype: torch.dtype, axis: Axis) -> Peak:
+    """Return the peak of the ranks of `axis` for matrix products in `dtype`; a collective.
+
+    A GPU that several ranks share counts once.
+    """
+    sheet, kind, gpu = data_sheet(device, dtype), str(dtype).removeprefix("torch."), None
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    barrier(axis)  # so that those who measure do at the same time, as they will compute
+    own = (gpu, sheet) if sheet else (None, _measured(device, dtype, axis.size))
+    found = all_gather_object(own, axis)
+    measured = sum(rate for gpu, rate in found if gpu is None)
+    promised = sum(dict((gpu, rate) for gpu, rate in found if gpu is not None).values())
+    source = f"a {kind} matrix product, measured on {axis.size} ranks at once"
+    if device.type == "cuda" and sheet:
+        source = f"{torch.cuda.get_device_name(device)} in {kind}, by its data sheet"
+    return Peak(measured + promised, source)
+
+
+def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that the maker of a GPU promises; None where we do not know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    in_16_bits, in_float32 = next((v for k, v in DATA_SHEETS.items() if k in name), (None, None))
+    if dtype == torch.float32:
+        has_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return None if has_tf32 else in_float32
+    return in_16_bits if dtype.itemsize == 2 else None
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype, _: int) -> float:
+    return matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+
+
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, size: int, min_seconds: float = 0.05
+) -> float:
+    """Return the FLOP/s of a large square matrix product: what this device can really do.
+
+    The mean over `min_seconds`, so that others who want the same cores have had their turn.
+    """
+    generator = torch.Generator(device).manual_seed(0)  # the state of the global one is the run's
+    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    a @ b  # warms up
+    synchronise(device)
+    start, count, seconds = time.perf_counter(), 0, 0.0
+    while seconds < min_seconds:
+        a @ b
+        synchronise(device)
+        count, seconds = count + 1, time.perf_counter() - start
+    return 2 * size**3 * count / seconds
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until `device` has done what it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,272 @@
+"""Saving: all ranks write a part of a checkpoint at once, in the background if they are asked to.
+
+Shares. Every rank writes some of the tensors, dealt out by their bytes, and each tensor whole, as
+one device would have it. Pieces as the plan of the run cuts them would save gathering them, but
+would bind the checkpoint to that plan; these files can be read by any other, and by one process.
+
+Atomic. The files are written into a folder of another name and forced to disk. Only when all ranks
+know that all have succeeded does rank 0 write the manifest and rename the folder; a checkpoint that
+is to be deleted is renamed first. So a checkpoint under its final name is complete, at whatever
+moment and whichever process was killed, and the next save clears away the rest. A rank that cannot
+write tells the others: all raise the same error, none waits.
+
+In the background. A rank copies its share to the host, which training has to wait for, and a thread
+writes it. The ranks then agree in `finish`, which the next save calls at the latest. Memory of the
+host: 1/n of weights and optimizer state on each of n ranks.
+
+The layout of the files is that of checkpoint.py; their folder must be one that all ranks see.
+In torch: `torch.distributed.checkpoint`.
+Proved by: tests/train/test_checkpoint.py, tests/train/test_saver.py.
+"""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minipar.comm.collectives import all_gather_object
+from minipar.comm.mesh import Axis
+from minipar.train.checkpoint import (
+    ALONE,
+    FORMAT,
+    Files,
+    available,
+    digest_of,
+    map_tensors,
+    step_of,
+)
+
+Share = dict[str, dict[str, Tensor]]  # "weights" and "state": the tensors of one rank, by name
+_CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)  # torch and safetensors wrap OSError
+_T = TypeVar("_T")
+
+
+def save(
+    folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any], keep: int = 2
+) -> None:
+    """Write a checkpoint by this process alone; see `Saver.save`."""
+    Saver(folder, keep=keep).save(step, weights, state)
+
+
+@dataclass
+class _InProgress:
+    """A checkpoint that is being written."""
+
+    step: int
+    tied: dict[str, str]
+    files: Future[Files]  # those of this rank
+
+
+class Saver:
+    """Writes the checkpoints of a run below `folder`; made and used alike on all ranks of `axis`.
+
+    Of the checkpoints up to the latest one, the newest `keep` stay.
+    """
+
+    def __init__(
+        self, folder: Path, axis: Axis = ALONE, *, keep: int = 2, in_background: bool = False
+    ) -> None:
+        self.folder, self.axis, self.keep, self.in_background = folder, axis, keep, in_background
+        self._writing: _InProgress | None = None
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write checkpoint `step`; in the background, begin to, after the save before is finished.
+
+        `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back,
+        in nested dicts, lists and tuples. Both are equal on all ranks. A collective.
+
+        Raises `OSError` on every rank where one cannot write, such as on a full disk; the
+        checkpoints before are then as they were.
+        """
+        self.finish()
+        tied, of_state = _ties(weights), {}
+        skeleton = _take_tensors(state, of_state)
+        tensors = {("weights", name): t for name, t in weights.items() if name not in tied}
+        tensors |= {("state", name): t for name, t in of_state.items()}
+        mine = deal({key: t.nbytes for key, t in tensors.items()}, self.axis.size)[self.axis.rank]
+        self._together(step, self._clear)
+        share: Share = {"weights": {}, "state": {}}
+        for kind, name in mine:
+            share[kind][name] = _copy_on_host(tensors[kind, name])
+        work = _write_share, self._unfinished(step), self.axis.rank, share
+        executor = ThreadPoolExecutor(1)
+        files = executor.submit(*work, skeleton if self.axis.rank == 0 else None)
+        executor.shutdown(wait=False)  # the thread ends with its task
+        self._writing = _InProgress(step, tied, files)
+        if not self.in_background:
+            self.finish()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a save was begun and not finished, on all ranks."""
+        return self._writing is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its share."""
+        return self._writing is not None and not self._writing.files.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write its share: the next `finish` tells all."""
+        ended = self._writing is not None and self._writing.files.done()
+        return ended and self._writing.files.exception() is not None
+
+    def finish(self) -> None:
+        """Wait for the save in progress, if any, and put its checkpoint in place.
+
+        A collective. Raises `OSError` as `save`.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        shares = self._together(writing.step, writing.files.result)
+        files = {name: digest for share in shares for name, digest in share.items()}
+        self._together(writing.step, lambda: self._publish(writing.step, writing.tied, files))
+
+    def close(self) -> None:
+        """Give up the save in progress, if any: waits for this rank's thread, but for nobody else.
+
+        After an error, when other ranks may not be there any more.
+        """
+        if self._writing is not None:
+            self._writing.files.exception()
+            self._writing = None
+
+    def _together(self, step: int, work: Callable[[], _T]) -> list[_T]:
+        """Do `work` on every rank; return what each returned. If it fails on one, all raise."""
+        result = problem = None
+        try:
+            result = work()
+        except _CANNOT_WRITE as error:
+            problem = str(error)
+        outcomes = all_gather_object((result, problem), self.axis)
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                if self.axis.rank == 0:
+                    shutil.rmtree(self._unfinished(step), ignore_errors=True)
+                who = f"rank {rank} of {self.axis.size}: " if self.axis.size > 1 else ""
+                raise OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
+        return [result for result, _ in outcomes]
+
+    def _clear(self) -> None:
+        """Remove what was left by processes that were killed."""
+        if self.axis.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in (*self.folder.glob(".unfinished_*"), *self.folder.glob(".removed_*")):
+                shutil.rmtree(left)
+
+    def _publish(self, step: int, tied: dict[str, str], files: Files) -> None:
+        """Make the files of all ranks a checkpoint, and remove those that are then too many."""
+        if self.axis.rank > 0:
+            return
+        unfinished, final = self._unfinished(step), self._final(step)
+        manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
+        (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        _force_to_disk(unfinished / "manifest.json")
+        _force_to_disk(unfinished)
+        _remove(final)
+        os.replace(unfinished, final)
+        _force_to_disk(self.folder)
+        up_to_this = [path for path in available(self.folder) if step_of(path) <= step]
+        for old in up_to_this[: -self.keep]:
+            _remove(old)
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f".unfinished_{step:06d}"
+
+
+def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
+    """Share out the keys among `size` ranks so that all get about as many bytes.
+
+    The largest first, each to whoever has the least so far: nobody gets more than the mean plus
+    the largest. Source: Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
+    """
+    shares: list[list[Any]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for key in sorted(num_bytes, key=lambda key: (-num_bytes[key], key)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(key)
+        loads[lightest] += num_bytes[key]
+    return shares
+
+
+# ---------------------------------------------------------------------- tensors
+def _take_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return `state` with meta tensors where it has tensors; these go into `tensors`, by name.
+
+    Scalars stay where they are: they are many, and small.
+    """
+
+    def take(name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return _copy_on_host(tensor)
+        assert name not in tensors, f"two tensors of the state are called {name}"
+        tensors[name] = tensor
+        return torch.empty_like(tensor, device="meta")
+
+    return map_tensors(state, take)
+
+
+def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
+    """Names whose tensor is stored under an earlier name: {"lm_head.weight": "embed..."}."""
+    first: dict[tuple, str] = {}
+    ties = {}
+    for name, tensor in weights.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(key, name) != name:
+            ties[name] = first[key]
+    return ties
+
+
+def _copy_on_host(tensor: Tensor) -> Tensor:
+    """A contiguous copy that shares its storage with nobody: safetensors insists on both."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+# ---------------------------------------------------------------------- files
+def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
+    """Write the files of one rank, down to the disk; return their digests."""
+    folder.mkdir(exist_ok=True)
+    written = []
+    for kind, tensors in share.items():
+        if tensors:
+            written.append(folder / f"{kind}_{rank:05d}.safetensors")
+            save_file(tensors, written[-1])
+    if skeleton is not None:
+        written.append(folder / "state.pt")
+        content = io.BytesIO()  # torch's own writer does not say why it could not write
+        torch.save(skeleton, content)
+        written[-1].write_bytes(content.getbuffer())
+    for path in written:
+        _force_to_disk(path)
+    return {path.name: digest_of(path) for path in written}
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
+    if checkpoint.exists():
+        removed = checkpoint.with_name(f".removed_{checkpoint.name}")
+        os.replace(checkpoint, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def _force_to_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,102 @@
+"""The bench of tensor parallelism: its arithmetic, and that all contenders do the same work."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from minipar.comm import link
+from minipar.comm.mesh import Mesh
+from minipar.lab import bench_tensor as bench
+from minipar.lab import race
+from minipar.lab.bench_tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
+from minipar.lab.race import Measured
+from minipar.model.llama import PRESETS, LlamaConfig
+
+SMALL = TensorConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
+TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
+TIMES = {
+    "plain": Measured([0.010, 0.030, 0.012], [0.008] * 3, [3_000_000] * 3),
+    "slow": Measured([0.020, 0.020, 0.020], [0.001] * 3, [5_000_000] * 3),
+    "fast": Measured([0.010, 0.060, 0.018], [0.010] * 3, [4_000_000] * 3),
+}
+
+
+def test_a_row_compares_round_by_round_with_the_fastest_of_theirs():
+    """Mutants: the ratio of medians to the slowest; to the first one always; bytes of another."""
+    row = race.row(SMALL, "tensor", "1gbe", "plain", ["slow", "fast"], TIMES)
+    assert row["torch"] == "fast" and row["torch_ms"] == pytest.approx(18)
+    assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
+    assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
+    assert row["ratio_high"] == pytest.approx((1 + 12 / 18) / 2)
+    assert row["rivals"] == pytest.approx({"slow": 0.6, "fast": 12 / 18})
+    assert (row["ours_megabytes"], row["torch_megabytes"]) == (3, 4)
+    assert row["link"] == "emulated 1 GbE" and row["processor_ratio"] == pytest.approx(0.8)
+
+
+def test_the_table_says_what_nobody_counted():
+    rows = [race.row(SMALL, "tensor", n, "plain", ["fast"], TIMES) for n in ("1gbe", "gloo")]
+    head, wire, gloo = race.table(rows).splitlines()
+    column = head.index("ratio [quartiles]")
+    assert wire[column:].startswith("0.667") and gloo[column:].startswith("0.667")
+    assert wire[head.index("processor") :].split() == ["0.800", "3.00", "4.00"]
+    assert gloo[head.index("processor") :].split() == ["0.800", "-", "-"]
+
+
+def test_everybody_has_rivals():
+    """A method of ours that is compared with nobody, or one that nobody is compared with."""
+    assert list(RIVALS) == list(OURS)
+    assert {rival for rivals in RIVALS.values() for rival in rivals} == set(THEIRS)
+
+
+def test_check_refuses_what_cannot_work():
+    SMALL.check()
+    for name, value in {"ranks": 3, "seq_len": 17, "rounds": 0, "preset": "x"}.items():
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value}"):
+            replace(SMALL, **{name: value}).check()
+    with pytest.raises(ValueError, match="--ranks 1: .*use one of 2$"):
+        replace(SMALL, ranks=1).check()
+
+
+def _losses():
+    axis = Mesh(tp=2).tp
+    link.use("1gbe")  # slow enough that whoever does not wait is late
+    losses = {}
+    for name in (*OURS, *THEIRS):
+        one = contender(SMALL, axis, name, TOY)
+        losses[name] = [one.step().item() for _ in range(4)]
+    link.use("none")
+    return losses
+
+
+@pytest.mark.slow
+def test_all_contenders_take_the_same_steps(ranks):
+    """Mutants: a plan that leaves a sum out; norm weights whose gradients are those of one rank."""
+    for losses in ranks(2, "link").run(_losses):
+        assert len(losses) == len(OURS) + len(THEIRS)
+        first, *_, last = losses["plain"]
+        assert first - last > 1e-3
+        for name, values in losses.items():
+            assert values == pytest.approx(losses["plain"], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
+    """End to end. The bytes of ours are those that the docstring of tensor.py promises."""
+    path = tmp_path / "rows.json"
+    bench.run(replace(SMALL, json=str(path)))
+    out, _ = capfd.readouterr()
+    rows = json.loads(path.read_text())
+    assert [row["ours"] for row in rows] == list(OURS)
+    shape, tokens = PRESETS["tiny"], SMALL.batch_size * SMALL.seq_len
+    activation = tokens * shape.hidden_size * 4 / 2  # n = 2: a collective sends half of it
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size * 4
+    promised = {"plain": 0, "sequence": norms, "overlap": norms + 2 * shape.num_layers * activation}
+    for row in rows:
+        for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "torch_ms", "torch_megabytes"):
+            assert math.isfinite(row[key]) and row[key] > 0, key
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert f"{row['ratio']:.3f}" in out and row["torch"] in RIVALS[row["ours"]]
+        sent = (8 * shape.num_layers + 4) * activation + 6 * tokens * 4 / 2
+        assert row["ours_megabytes"] == pytest.approx((sent + promised[row["ours"]]) / 1e6)

@@ -1,0 +1,97 @@
+"""Pictures of attention on ranks show the blocks that are multiplied, when, and who waits."""
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from minipar.lab import draw
+from minipar.lab.draw import KIND, RANK
+from minipar.lab.draw_context import mask, orders, pieces, quarters, steps
+from minipar.model.masks import document_mask
+
+CAUSAL = torch.ones(24, 24, dtype=torch.bool).tril()
+
+
+def bars(figure, colour):
+    """x, y, width and height of the rectangles of one colour in a picture, legend left out."""
+    return [
+        (*p.get_xy(), p.get_width(), p.get_height())
+        for p in figure.axes[0].patches
+        if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == colour
+    ]
+
+
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pieces_cover_what_is_visible_exactly_once(size, order):
+    """Mutants: keys of rank + step; positions of the second chunk taken for those of the first."""
+    covered = torch.zeros(24, 24, dtype=torch.int64)
+    for piece in pieces(size, order, CAUSAL):
+        assert (
+            len(piece.queries) == len(piece.keys) == 24 // size // (2 if order == "zigzag" else 1)
+        )
+        assert (piece.queries.diff() == 1).all() and (piece.keys.diff() == 1).all()
+        covered[piece.queries[:, None], piece.keys] += 1
+    assert covered.max() == 1 and (covered[CAUSAL] == 1).all()
+
+
+def test_work_is_counted_in_quarters_of_a_block():
+    """Mutant: a block of "zigzag" counted like one of "plain", which is four times as large."""
+    assert quarters(4, "plain") == [[4.0] * (r + 1) + [0.0] * (3 - r) for r in range(4)]
+    assert quarters(4, "zigzag") == [[3.0, 2.0, 2.0, 2.0]] * 4
+    halves = document_mask(torch.arange(24)[None] // 12)[0, 0]
+    assert quarters(4, "plain", halves) == [[4, 0, 0, 0], [4, 4, 0, 0]] * 2
+
+
+def test_a_triangle_is_coloured_by_the_rank_that_multiplies():
+    """Mutants: coloured by who has the keys; zigzag drawn in the order of the shards."""
+    figure = mask(2, "zigzag", torch.ones(8, 8, dtype=torch.bool).tril())
+    [image] = figure.axes[0].images
+    colours = [[to_hex(cell) for cell in row] for row in image.get_array()]
+    assert [row[0] for row in colours] == [RANK[r] for r in (0, 0, 1, 1, 1, 1, 0, 0)]
+    assert colours[0][7] == KIND["idle"]  # nobody multiplies it
+    assert colours[0][1] not in (RANK[0], KIND["idle"])  # multiplied and masked: pale
+    numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text().isdigit()]
+    assert sorted(numbers) == sorted("0" * 6 + "1" * 4)
+
+
+def test_every_step_lasts_as_long_as_its_slowest_rank():
+    """Mutant: ranks that do not wait for each other, each at its own sum."""
+    figure = steps({"a": [[1.0, 4.0], [3.0, 1.0]]}, unit="ms")
+    (x0, _, first, _), (x1, _, second, _) = bars(figure, RANK[0])
+    (y0, _, own, _), (y1, _, _, _) = bars(figure, RANK[1])
+    assert x0 == y0 and x1 == pytest.approx(y1) == pytest.approx(x0 + own)
+    assert own == pytest.approx(3 * first) and second == pytest.approx(4 * first)
+    assert "7 ms" in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_plain_waits_and_zigzag_does_not():
+    figure = orders(4)
+    said = [text.get_text() for text in figure.axes[0].texts]
+    assert "16 quarters of a block" in said and "9 quarters of a block" in said
+    assert {"plain", "zigzag"} <= set(said)
+
+
+def test_pictures_fit_the_paper():
+    drawn = [mask(6, "plain", title="a", note="b"), orders(4, title="c"), steps({"d": [[1.0]]})]
+    for figure in drawn:
+        width, height = figure.get_size_inches()
+        for patch in figure.axes[0].patches:
+            x, y = patch.get_xy()
+            assert x >= 0 and x + patch.get_width() <= width
+            assert y >= 0 and y + patch.get_height() <= height
+        assert len(draw.png(figure)) < 100_000
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="size=9"):
+        mask(9)
+    with pytest.raises(ValueError, match="size=1"):
+        orders(1)
+    with pytest.raises(ValueError, match=r"\(3, 4\) is no \[T, T\]"):
+        mask(2, "plain", torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="do not divide 25 tokens"):
+        mask(2, "zigzag", torch.ones(25, 25, dtype=torch.bool))
+    with pytest.raises(ValueError, match="0 ranks"):
+        steps({})

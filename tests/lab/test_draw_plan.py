@@ -1,0 +1,114 @@
+"""Pictures of plans say what `explain` says, and which axes leave a node."""
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
+
+from minipar.comm.link import Topology
+from minipar.lab import draw
+from minipar.lab.draw import AXIS, EXPOSED, GRID
+from minipar.lab.draw_plan import PIECE, crossing, explanation, families, placement
+from minipar.model.llama import PRESETS
+from minipar.parallel.compose import Plan
+
+NODES = Topology(2, 4)
+
+
+def explained(text):
+    return Plan.parse(text).explain(PRESETS["tiny"])
+
+
+THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def fills(figure):
+    return [
+        to_hex(p.get_facecolor()) for p in figure.axes[0].patches if isinstance(p, FancyBboxPatch)
+    ]
+
+
+def test_families_have_every_parameter_once_and_all_its_bytes():
+    """Mutants: a family of equal names with other cuts; bytes of the first one only."""
+    found = families(THREE)
+    assert sum(family.count for family in found) == len(THREE.rows)
+    for axis in ("pp", "dp", "tp"):
+        of_rows = sum(row.sent.get(axis, 0) for row in THREE.rows)
+        assert of_rows > 0 and sum(f.sent.get(axis, 0) for f in found) == of_rows
+    labels = [family.label for family in found]
+    assert labels[:2] == ["embedding", "9 x norm"] and "8 x k, v" in labels
+    assert "4 x o" in labels, "o is cut along its columns, q along its rows"
+
+
+def test_a_box_in_the_colour_of_the_axis_is_a_sum():
+    """Mutant: boxes of what is cut in place of what is summed."""
+    figure = explanation(THREE)
+    colours = fills(figure)
+    assert colours.count(AXIS["dp"]) == len(families(THREE))  # of every parameter
+    assert colours.count(AXIS["tp"]) == colours.count(AXIS["pp"]) == 1  # norms; the embedding
+    said = texts(figure)
+    assert "all-reduce\n2,304 bytes" in said  # 9 norms of 128 numbers of 4 bytes, cut over dp = 2
+    assert said.count("a piece each") == len(families(THREE)) - 1
+    assert said.count("on one stage") == len(families(THREE)) - 1
+
+
+def test_copies_that_are_alike_need_nothing():
+    """Without sequence parallelism all ranks of tp have the same gradient of a norm."""
+    figure = explanation(explained("dp=2,tp=2"))
+    assert fills(figure).count(GRID) == 1 and "the same on all" in texts(figure)
+
+
+def test_the_piece_is_as_large_a_part_of_the_picture_as_of_the_matrix():
+    """Mutants: rows and columns exchanged; the piece at the bottom."""
+    figure = explanation(explained("dp=2,tp=4"))
+    frames = [p for p in figure.axes[0].patches if isinstance(p, Rectangle)]
+    pairs = [
+        (a, b)
+        for a, b in zip(frames, frames[1:], strict=False)
+        if to_hex(b.get_facecolor()) == PIECE
+    ]
+    shares = {
+        family.names: (b.get_height() / a.get_height(), b.get_width() / a.get_width())
+        for family, (a, b) in zip(families(explained("dp=2,tp=4")), pairs, strict=True)
+    }
+    assert shares[("embedding",)] == shares[("q",)] == pytest.approx((0.25, 1))
+    assert shares[("o",)] == pytest.approx((1, 0.25)) and shares[("norm",)] == (1, 1)
+    assert shares[("k", "v")] == pytest.approx((0.5, 1))  # two heads of keys for four ranks
+    for a, b in pairs:
+        assert b.get_y() + b.get_height() == pytest.approx(a.get_y() + a.get_height())
+
+
+def test_dp_and_cp_are_one_column():
+    said = texts(explanation(explained("dp=2,cp=2,tp=2")))
+    assert "dp+cp (4 ranks)" in said and not any(text.startswith("dp (") for text in said)
+    assert "all-reduce\n196,608 bytes" in said  # the embedding: 2 (n-1)/n of half of 256 x 128 x 4
+
+
+@pytest.mark.parametrize(
+    "sizes, out",
+    [
+        ({"pp": 2, "dp": 2, "tp": 2}, "pp"),
+        ({"tp": 2, "dp": 2, "pp": 2}, "tp"),
+        ({"dp": 8}, "dp"),
+        ({"dp": 2, "tp": 4}, "dp"),
+    ],
+)
+def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
+    """Mutant: columns of the mesh numbered the other way round."""
+    assert [axis for axis, crosses in crossing(sizes, NODES).items() if crosses] == [out]
+    figure = placement(sizes, NODES)
+    bows = [to_hex(p.get_edgecolor()) for p in figure.axes[0].patches if isinstance(p, Arc)]
+    assert bows.count(EXPOSED) == 8 // sizes[out] * (sizes[out] - 1)
+    assert len(bows) == sum(8 // size * (size - 1) for size in sizes.values())
+    assert texts(figure).count("leaves the node") == 1
+
+
+def test_pictures_are_small_and_what_cannot_be_drawn_is_refused():
+    assert len(draw.png(explanation(THREE, title="a", note="b"))) < 100_000
+    with pytest.raises(ValueError, match="has 4 ranks, and 2 nodes of 4 have 8"):
+        placement({"dp": 4}, NODES)
+    with pytest.raises(ValueError, match="64 ranks"):
+        placement({"dp": 64}, Topology(8, 8))

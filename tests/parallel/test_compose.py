@@ -1,0 +1,249 @@
+"""Plans: read, refused with the nearest that works, explained; parity is in tests/parity/."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minipar.comm import timeline
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import IGNORE_INDEX, PRESETS, LlamaConfig
+from minipar.parallel import compose
+from minipar.parallel.compose import Plan, meshes
+from minipar.train.trainer import forward_backward, train_step
+from tests.parity import models
+from tests.parity.harness import Task, make_optimizer
+from tests.parity.test_compose import Case
+
+TIED = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True)
+UNTIED = replace(TIED, tie_embeddings=False)
+ODD = replace(TIED, vocab_size=61)
+
+
+# ---------------------------------------------------------------------- text
+@pytest.mark.parametrize(
+    "text, plan",
+    [
+        ("dp=2,tp=2", Plan(dp=2, tp=2)),
+        (" pp=2 , schedule=zb_v, microbatches=4", Plan(pp=2, schedule="zb_v", microbatches=4)),
+        ("tp=2,sequence_parallel", Plan(tp=2, sequence_parallel=True)),
+        ("tp=2,sequence-parallel=false,zero=3", Plan(tp=2, zero=3)),
+        ("", Plan()),
+    ],
+)
+def test_a_plan_is_read_and_printed(text, plan):
+    assert Plan.parse(text) == plan
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("text", ["dp", "dp=2,dp=2", "zp=2", "dp=x", "dp=-1", "zero", "schedule"])
+def test_what_is_no_plan_is_refused_and_named(text):
+    with pytest.raises(ValueError, match=text.split(",")[-1]):
+        Plan.parse(text)
+
+
+def test_meshes_are_all_there_are():
+    assert len(list(meshes(4))) == 10 and len(list(meshes(8))) == 20
+    assert {"pp": 1, "dp": 2, "cp": 1, "tp": 3} in list(meshes(6))
+    assert Plan(tp=2, pp=2).mesh_sizes() == {"pp": 2, "tp": 2}  # ranks of tp are neighbours
+    assert Plan().mesh_sizes() == {"dp": 1}
+
+
+# ---------------------------------------------------------------------- what cannot be
+REFUSED = [
+    ("dp=0", TIED, "dp=0 must be 1 or more", "dp=1"),
+    ("tp=3", TIED, "tp=3 does not divide num_heads=4; use one of 1, 2, 4", "dp=3"),
+    ("tp=8", TIED, "tp=8 does not divide num_heads=4", "dp=2,tp=4"),
+    ("dp=2,zero=4", TIED, "zero=4 is not one of 0, 1, 2, 3", "dp=2,zero=3"),
+    ("tp=2,precision=fp8", TIED, "precision=fp8 is not one of float32, bf16, fp16", "tp=2"),
+    ("dp=2,sequence_parallel", TIED, "tp=1 cuts nothing", "dp=2"),
+    ("tp=2,tp_overlap", TIED, "set both", "tp=2"),
+    ("dp=2,context=ulysses", TIED, "there is one: cp=1", "dp=2"),
+    ("cp=4,tp=2,context=ulysses", TIED, "does not divide the num_heads=4 / tp=2", "tp=2,cp=4"),
+    ("dp=2,schedule=zb_v", TIED, "is for a pipeline of several ranks, and pp=1", "dp=2"),
+    ("pp=2,schedule=best", TIED, "no schedule 'best'; use one of naive, gpipe", "pp=2"),
+    ("pp=3,schedule=dualpipe", TIED, "use an even p: 2 or 4", "pp=3"),
+    ("pp=8", TIED, "8 stages, each with a layer, and there are num_layers=4", "dp=2,pp=4"),
+    ("pp=4,schedule=zb_v", TIED, "8 stages, each with a layer", "pp=4"),
+    ("pp=2,schedule=1f1b,stages_per_rank=2", TIED, "1f1b has v=1", "pp=2"),
+    ("dp=2,tp=2,zero=1,sequence_parallel", ODD, "pad the vocabulary to 62 words", "dp=2,tp=2"),
+    ("tp=4,zero=3", ODD, "vocab_size=61", "tp=4"),
+    ("dp=2,pp=2,zero=3", TIED, "the same weights are on several", "dp=2,pp=2,zero=2"),
+    ("dp=2,pp=2,zero=3,schedule=dualpipe", UNTIED, "schedule=dualpipe", "dp=2,pp=2,zero=2"),
+    ("dp=2,compression=gzip", TIED, "compression=gzip is not one of none, ", "dp=2"),
+    ("dp=2,zero=1,compression=int8", TIED, "is for the buckets of ddp", "dp=2,compression=int8"),
+    ("dp=2,tp=2,compression=top-k", TIED, "copies would drift apart", "dp=2,tp=2"),
+    ("dp=2,pp=2,compression=sign", TIED, "ranks of pp=2 hold copies", "dp=2,pp=2"),
+    ("dp=2,precision=fp16,compression=top-k", TIED, "by factors that differ", "dp=2"),
+]
+
+
+@pytest.mark.parametrize("text, config, says, near", REFUSED, ids=[text for text, *_ in REFUSED])
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(text, config, says, near):
+    plan = Plan.parse(text)
+    with pytest.raises(ValueError) as caught:
+        plan.check(config)
+    message = str(caught.value)
+    assert says in message, message
+    nearest = Plan.parse(message.rpartition(" is ")[2])
+    assert nearest.problem(config) is None
+    assert nearest.num_ranks == max(1, plan.num_ranks)
+    assert str(nearest).startswith(near), nearest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=4",
+        "dp=2,tp=2,compression=bf16",
+        "dp=2,pp=2,compression=int8,schedule=zb_v",  # both ends of the V are on one rank
+        "dp=2,tp=2,zero=3,sequence_parallel",
+        "dp=2,pp=2,zero=3,schedule=zb_v",
+        "pp=4,schedule=dualpipe,zero=2,microbatches=8",
+        "dp=2,pp=2,schedule=interleaved_1f1b,stages_per_rank=2",
+    ],
+)
+def test_what_can_be_is_not_refused(text):
+    Plan.parse(text).check(TIED)
+
+
+def test_large_plans_are_checked_in_no_time():
+    config = PRESETS["llama-3-8b"]
+    plan = Plan.parse("dp=64,tp=8,pp=8,schedule=interleaved_1f1b,microbatches=32,zero=3")
+    plan.check(config)
+    with pytest.raises(ValueError, match="nearest plan that works is dp=64,tp=8,pp=8,zero=2"):
+        plan.check(replace(config, tie_embeddings=True))
+
+
+def _refusal(text: str, sizes: dict) -> str:
+    model = models.llama(0, num_layers=4, vocab_size=64)
+    mesh = Mesh(**sizes)
+    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
+        compose.apply(model, mesh, Plan.parse(text), make_optimizer)
+    assert not recorded.spans
+    return str(caught.value)
+
+
+def test_refusals_come_on_every_rank_before_the_first_collective(ranks):
+    for text, sizes, says in [
+        ("tp=2", {"dp": 2}, "is for the mesh {'tp': 2}, not {'dp': 2}"),
+        ("tp=2,tp_overlap", {"tp": 2}, "The nearest plan that works is tp=2"),
+    ]:
+        assert all(says in message for message in ranks(2).run(_refusal, text, sizes))
+
+
+def _sharded(text: str, seq_len: int) -> tuple[torch.Tensor, ...]:
+    plan = Plan.parse(text)
+    model = models.llama(0, num_layers=4, vocab_size=64)
+    composed = compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+    tokens = torch.arange(seq_len).expand(3, seq_len)
+    with pytest.raises(
+        ValueError, match="a multiple of 4 tokens, not 5; .* pad them to 8 yourself"
+    ):
+        composed.shard((tokens[:, :5], tokens[:, :5], torch.arange(5)))
+    return composed.shard((tokens, tokens + 1))
+
+
+def test_sequences_are_padded_with_what_does_not_count(ranks):
+    """Mutants: padding that has a target; positions of the shard, from 0 on every rank."""
+    first, second = ranks(2).run(_sharded, "cp=2", 6)
+    for (inputs, targets, positions), own in ((first, [0, 1, 6, 7]), (second, [2, 3, 4, 5])):
+        assert positions.tolist() == own and inputs.shape == targets.shape == (3, 4)
+        assert inputs[0].tolist() == [n if n < 6 else 0 for n in own]
+        assert targets[2].tolist() == [n + 1 if n < 6 else IGNORE_INDEX for n in own]
+
+
+# ---------------------------------------------------------------------- what comes of it
+def test_a_plan_explains_itself():
+    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sequence_parallel,microbatches=4")
+    explained = plan.explain(TIED)
+    rows = {row.name: row for row in explained.rows}
+    assert list(rows) == [name for name, _ in models.llama(0, num_layers=4).named_parameters()]
+    table = rows["model.embed_tokens.weight"]  # cut by words; on the first and the last stage
+    assert table.full_shape == (64, 16) and table.shape == (32, 16) and table.stage_ranks == (0, 1)
+    assert table.summed == {"dp": "reduce-scatter", "pp": "exchange"}
+    assert table.sent == {"dp": 32 * 16 * 4 // 2, "pp": 32 * 16 * 4}
+    norm = rows["model.layers.3.input_layernorm.weight"]
+    assert norm.shape == (16,) and norm.stage_ranks == (1,) and norm.cut_over == ("pp",)
+    assert norm.summed == {"dp": "reduce-scatter", "tp": "all-reduce"}
+    assert norm.sent == {"dp": 32, "tp": 32}  # of its 64 bytes; half of it, there and back
+    assert norm.num_bytes == {"weights": 64, "gradients": 64, "optimizer": 64}
+    down = rows["model.layers.0.mlp.down_proj.weight"]
+    assert down.shape == (16, 12) and down.cut_over == ("tp", "pp") and set(down.summed) == {"dp"}
+    assert explained.mesh == {"pp": 2, "dp": 2, "tp": 2}
+    lines = str(explained).splitlines()
+    assert lines[0].startswith(str(plan)) and len(lines) == 2 + 1 + 9 + 9 + 1  # per stage, a layer
+    assert "model.layers.2-3.self_attn.q_proj.weight" in str(explained)
+    assert "dp (reduce-scatter), tp (all-reduce)" in str(explained)
+    with pytest.raises(ValueError, match="nearest plan"):
+        replace(plan, tp=3).explain(TIED)
+
+
+def test_the_state_of_a_large_model_is_counted_without_allocating_it():
+    """Llama 3 8B in fp32, 16 bytes per parameter; mutants: tied or replicated weights lost."""
+    config = PRESETS["llama-3-8b"]
+    whole = sum(Plan().explain(config).bytes_on().values())
+    assert whole == 16 * config.num_parameters
+    for text in ("dp=8,zero=3", "tp=8", "dp=2,tp=2,pp=2,zero=3"):
+        plan = Plan.parse(text)
+        explained = plan.explain(config)
+        on_ranks = sum(sum(explained.bytes_on(stage).values()) for stage in range(plan.pp))
+        assert on_ranks * plan.num_ranks / plan.pp == pytest.approx(whole, rel=1e-3)
+
+
+def _by_rank(text: str, tied: bool) -> tuple[int, dict, dict, list]:
+    """What a rank has, and what it sends in the second step."""
+    plan = Plan.parse(text)
+    task = Task(Case(plan, tied).build, num_sequences=12, microbatches=plan.microbatches)
+    mesh = Mesh(**plan.mesh_sizes())
+    model = task.build(mesh.rank).double()
+    composed = compose.apply(model, mesh, plan, make_optimizer)
+    has = {
+        name: (tuple(p.shape), tuple(axis.name for axis in getattr(p, "shard_axes", ())))
+        for name, p in model.named_parameters()
+    }
+    for step in range(2):
+        batch = [composed.shard(m) for m in task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)]
+        options = dict(shard_axes=composed.shard_axes, run=composed.run or forward_backward)
+        with timeline.record() as recorded:
+            args = model, [composed], composed.optimizer, batch, composed.axis
+            train_step(*args, **options)
+            if hasattr(composed.optimizer, "synchronize"):
+                composed.optimizer.synchronize()
+    spans = [(span.axis, span.num_bytes) for span in recorded.spans if span.kind == "comm"]
+    return mesh.pp.rank, has, recorded.bytes_by_axis(), spans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text, tied",
+    [
+        ("dp=2,tp=2,sequence_parallel", True),
+        ("dp=2,pp=2,microbatches=3", True),
+        ("dp=2,pp=2,zero=1,microbatches=3,schedule=zb_h1", False),
+        ("dp=2,tp=2,zero=2,microbatches=3", False),
+        ("tp=4", False),
+    ],
+)
+def test_trap_17_a_plan_says_what_ranks_hold_and_send(ranks, text, tied):
+    """Mutants: gradients that are reduced after every microbatch; copies counted as pieces."""
+    plan = Plan.parse(text)
+    config = replace(TIED, tie_embeddings=tied)
+    explained = plan.explain(config, torch.float64)
+    rows = {row.name: row for row in explained.rows}
+    for stage, has, sent, spans in ranks(4).run(_by_rank, text, tied):
+        own = {name for name, row in rows.items() if stage in row.stage_ranks}
+        for name, (shape, axes) in has.items():
+            name = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+            own.remove(name)
+            assert axes == rows[name].cut_over, name
+            assert plan.tp > 1 or shape == rows[name].shape, name
+        assert not own
+        promised = explained.sent_by(stage)
+        for axis in ("tp", "pp"):  # among all that is sent there for other reasons
+            if axis in promised:
+                assert (axis, promised[axis]) in spans
+        if "dp" in promised:
+            weights = sum(row.num_bytes["weights"] for row in rows.values() if row.name in has)
+            expected = promised["dp"] + (weights // 2 if plan.zero else 0)
+            assert expected <= sent["dp"] <= 1.12 * expected, text

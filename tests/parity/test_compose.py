@@ -1,0 +1,478 @@
+"""All strategies together equal one device, on the meshes of four and of eight ranks.
+
+`legal_plans` lists what may be trained: `make test` takes a sample of it in which every two
+features meet, `make test-all` all of it.
+"""
+
+import copy
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import Llama, LlamaConfig
+from minipar.parallel import compose, fsdp, tensor
+from minipar.parallel.compose import Composed, Plan, meshes
+from minipar.parallel.pipeline import runtime
+from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.train.trainer import forward_backward, train_step
+from tests.parity import models
+from tests.parity.harness import (
+    Outcome,
+    Task,
+    assert_parity,
+    gradients_of,
+    make_optimizer,
+    parallel,
+    serial,
+)
+from tests.parity.test_zero import gradients as gradients_of_zero
+
+
+# ---------------------------------------------------------------------- what there is
+@dataclass(frozen=True)
+class Case:
+    """A plan, and a model: tied or not, with a vocabulary that tp cuts evenly or not.
+
+    `backwards`: ranks that are neighbours in a mesh are far from each other in this one.
+    """
+
+    plan: Plan
+    tied: bool = True
+    vocab_size: int = 64
+    backwards: bool = False
+
+    def __str__(self) -> str:
+        order = "-".join(self.mesh_sizes())
+        return f"{self.plan} {'tied' if self.tied else 'untied'} V={self.vocab_size} {order}"
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Axes in the order of the plan, or in the other."""
+        sizes = self.plan.mesh_sizes()
+        return dict(reversed(sizes.items())) if self.backwards else sizes
+
+    @property
+    def build(self) -> partial:
+        """seed -> model. Four heads on two of keys: with tp=4, two ranks share each."""
+        shape = dict(tie_embeddings=self.tied, vocab_size=self.vocab_size, num_layers=4)
+        return partial(models.llama, **shape)
+
+    @property
+    def config(self) -> LlamaConfig:
+        return _config(self.tied, self.vocab_size)
+
+    @property
+    def task(self) -> Task:
+        """Five sequences of 7 tokens, very uneven ones: nothing divides anything."""
+        return Task(self.build, num_sequences=5, steps=2, microbatches=self.plan.microbatches)
+
+    def pairs(self) -> set[tuple]:
+        """Every two features that meet here, and the schedule by its name.
+
+        To others a schedule is how many stages a rank has, which of them meet, and what it splits.
+        """
+        features = {field.name: getattr(self.plan, field.name) for field in fields(Plan)}
+        features |= {"tied": self.tied, "vocab_size": self.vocab_size}
+        name = "schedule", features.pop("schedule")
+        if self.plan.pp > 1:
+            schedule = self.plan.make_schedule()
+            layout = len(schedule.stages_on(0)), schedule.rank_of[-1] == 0, schedule.copies
+            splits = any(a.kind == "W" for row in schedule.actions for a in row)
+            features |= {"layout": layout, "splits": splits}
+        return {name, *itertools.combinations(features.items(), 2)}
+
+
+@cache
+def _config(tied: bool, vocab_size: int) -> LlamaConfig:
+    return Case(Plan(), tied, vocab_size).build(0).config
+
+
+def legal_plans(num_ranks: int, seed: int = 0) -> Iterator[Case]:
+    """Every mesh of `num_ranks` with every zero, schedule, context and use of tp, tied and untied.
+
+    What is left (accumulation, checkpointing, vocabulary, order of axes) is drawn by lot for each.
+    """
+    lot = random.Random(seed)
+    modes = [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_overlap": True}]
+    for sizes in meshes(num_ranks):
+        for stage, mode, where, schedule, tied in itertools.product(
+            range(4),
+            modes if sizes["tp"] > 1 else modes[:1],
+            ("ring", "gather", "ulysses") if sizes["cp"] > 1 else ("ring",),
+            SCHEDULES if sizes["pp"] > 1 else ("1f1b",),
+            (True, False),
+        ):
+            plan = Plan(**sizes, **mode, zero=stage, context=where, schedule=schedule)
+            plan = replace(
+                plan,
+                microbatches=lot.choice((1, 3)),
+                checkpointing=lot.choice(("none", "none", "full", "selective")),
+            )
+            case = Case(plan, tied, lot.choice((61, 64)), lot.choice((True, False)))
+            if plan.problem(case.config) is None:
+                yield case
+
+
+def sample(cases: list[Case], seed: int = 0) -> list[Case]:
+    """Few of `cases`, in which all pairs of features meet that meet in any."""
+    pairs = {case: case.pairs() for case in random.Random(seed).sample(cases, len(cases))}
+    missing = set().union(*pairs.values())
+    chosen: list[Case] = []
+    while missing:
+        chosen.append(max(pairs, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+# ---------------------------------------------------------------------- training by a plan
+def attach(model: Llama, mesh: Mesh, plan: Plan) -> list[Composed]:
+    model.composed = compose.apply(model, mesh, plan, make_optimizer, bucket_mb=0.004)
+    return [model.composed]
+
+
+def gradients(model: Llama) -> dict[str, Tensor | None]:
+    """Of all ranks together, by their names in the serial model; a collective."""
+    data = model.composed.parts.data
+    if isinstance(data, fsdp.FullySharded):
+        own = data.full_gradients()
+    elif model.composed.plan.zero:
+        model.zero = data
+        own = gradients_of_zero(model)
+    else:
+        own = gradients_of(model)
+    whole = model.composed.join(own)
+    if model.config.tie_embeddings:
+        whole.pop("lm_head.weight", None)
+    return whole
+
+
+@cache
+def reference(case: Case) -> Outcome:
+    return serial(case.task)
+
+
+def expected_of(case: Case) -> Outcome:
+    """That of one device, for which the plan does not matter."""
+    return reference(Case(Plan(), case.tied, case.vocab_size))
+
+
+def one(case: Case, copies: bool = True) -> Outcome:
+    """Train by `case`; `copies`: every rank's must be what the whole model has."""
+    held: list[Llama] = []
+
+    def plug(model: Llama, mesh: Mesh) -> list[Composed]:
+        held.append(model)
+        return attach(model, mesh, case.plan)
+
+    outcome = parallel(case.task, case.mesh_sizes(), plug, gradients=gradients)
+    composed = held[0].composed
+    mine = composed.parts.data.full_state_dict()
+    for name, theirs in composed.own(outcome.after).items():
+        difference = (mine[name] - theirs).abs().max().item()
+        assert not copies or difference < 1e-12, (
+            f"this rank's copy of {name} is off by {difference:g}"
+        )
+    return outcome
+
+
+def many(cases: list[Case], expected: list[Outcome]) -> list[tuple]:
+    """For each of them: what was wrong, what this rank reports, and the seconds; on each rank."""
+    found = []
+    for case, truth in zip(cases, expected, strict=True):
+        start, wrong, reported = time.perf_counter(), None, None
+        try:
+            outcome = one(case)
+            reported = outcome.losses, outcome.num_tokens, outcome.norms
+            assert_parity(outcome, truth)
+        except AssertionError as error:
+            wrong = str(error)
+        found.append((wrong, reported, time.perf_counter() - start))
+    return found
+
+
+def check(ranks, cases: list[Case]) -> list[str]:
+    """Train by all of `cases`, and return a table of them; raise `AssertionError` if any is wrong.
+
+    What ranks report (loss, tokens, norm, and so the factor that clips) is the same to the bit.
+    """
+    lines, failures = [], []
+    found = ranks(cases[0].plan.num_ranks).run(many, cases, [expected_of(c) for c in cases])
+    for case, results in zip(cases, zip(*found, strict=True), strict=True):
+        wrongs = sorted({wrong for wrong, _, _ in results if wrong})
+        if len({str(reported) for _, reported, _ in results}) > 1:
+            wrongs.append(f"ranks report {[reported for _, reported, _ in results]}")
+        lines.append(f"{'wrong' if wrongs else 'equal'}  {results[0][2]:5.2f} s  {case}")
+        failures += [f"{case}: {wrong}" for wrong in wrongs]
+    assert not failures, "\n".join(failures)
+    return lines
+
+
+def case(text: str, tied: bool = True, vocab_size: int = 64) -> Case:
+    found = Case(Plan.parse(text), tied, vocab_size)
+    found.plan.check(found.config)
+    return found
+
+
+# ---------------------------------------------------------------------- equal to one device
+def test_trap_12_norms_are_summed_over_tp_wherever_their_gradients_lie(ranks):
+    """In pieces of the optimizer, and in shards. Mutant: a sum over what is not there."""
+    check(ranks, [case(f"dp=2,tp=2,sequence_parallel,zero={stage}") for stage in (1, 3)])
+
+
+@cache
+def sampled() -> list[Case]:
+    return sample(list(legal_plans(4)))
+
+
+CHUNKS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_two_features_together_equal_one_device(ranks, chunk):
+    """Losses, tokens, norms to the bit on all ranks; gradients, weights; copies that stay equal."""
+    check(ranks, sampled()[chunk::CHUNKS])
+
+
+EIGHT = [
+    case("dp=2,tp=2,pp=2,zero=1,sequence_parallel,microbatches=3"),
+    case("pp=2,cp=2,tp=2,sequence_parallel,schedule=zb_v", tied=False),
+    case("dp=2,cp=2,tp=2,zero=3,checkpointing=full", vocab_size=61),
+    case("pp=4,cp=2,zero=2,schedule=dualpipe,microbatches=4"),
+]
+
+
+@pytest.mark.slow
+def test_eight_ranks_equal_one_device(ranks):
+    check(ranks, EIGHT)
+
+
+ALL_CHUNKS = 12
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("chunk", range(ALL_CHUNKS))
+def test_all_legal_plans_equal_one_device(ranks, num_ranks, chunk, capsys):
+    cases = list(legal_plans(num_ranks))[chunk::ALL_CHUNKS]
+    for start in range(0, len(cases), 10):
+        table = check(ranks, cases[start : start + 10])
+        with capsys.disabled():
+            print("", *table, sep="\n", end="", flush=True)
+
+
+def test_the_sample_has_all_that_there_is():
+    """Mutants: a rule that refuses too much; a sample without a schedule, or a mesh."""
+    seen = set().union(*(found.pairs() for found in sampled()))
+    assert {name for kind, name in (p for p in seen if p[0] == "schedule")} == set(SCHEDULES)
+    for axis in ("dp", "tp", "pp", "cp"):
+        for stage in range(4):
+            assert ((axis, 4), ("zero", stage)) in seen and ((axis, 2), ("zero", stage)) in seen
+    assert (("sequence_parallel", True), ("tied", True)) in seen
+    assert len(sampled()) <= 60
+
+
+# ---------------------------------------------------------------------- mutants
+def _no_sums(self) -> None:
+    """Instead of `TensorParallel.finish_backward`."""
+
+
+def _own_alone(pipeline, stand_ins) -> None:
+    for p, stand_in in stand_ins.items():
+        p.grad = stand_in.grad
+
+
+_mark = runtime.Pipeline._mark_parameters
+
+
+def _no_copies(pipeline) -> dict:
+    twins = _mark(pipeline)
+    for p in pipeline.model.parameters():
+        p.is_copy = False
+    return twins
+
+
+_cut = tensor.TensorParallel._cut
+
+
+def _all_count(self, name, pieces) -> None:
+    _cut(self, name, pieces)
+    self.model.get_parameter(name).is_copy = False
+
+
+_joint = Mesh.joint
+
+
+def _over_dp_alone(mesh, *names):
+    return mesh.dp if set(names) == {"dp", "cp"} else _joint(mesh, *names)
+
+
+_init = Composed.__init__
+
+
+def _tensor_first(self, *args) -> None:
+    _init(self, *args)
+    self.strategies = self.strategies[::-1]
+
+
+_shard = Composed.shard
+
+
+def _without_positions(self, microbatch):
+    return _shard(self, microbatch)[:2]
+
+
+MUTANTS = {
+    "test_trap_09_copies_over_pp": (
+        "dp=2,pp=2,zero=1",
+        (runtime.Pipeline, "_mark_parameters", _no_copies),
+        "gradient norm of step 0",
+    ),
+    "test_trap_09_copies_over_tp": (
+        "tp=4,zero=1",
+        (tensor.TensorParallel, "_cut", _all_count),
+        "gradient norm of step 0",
+    ),
+    "test_trap_10_tokens_over_dp_alone": (
+        "dp=2,cp=2,zero=1",
+        (Mesh, "joint", _over_dp_alone),
+        "15, 7|initial weights",  # which half of the ranks then has alone
+    ),
+    "test_trap_12_no_sum_over_tp": (
+        "dp=2,tp=2,sequence_parallel,zero=3",
+        (tensor.TensorParallel, "finish_backward", _no_sums),
+        "gradient norm of step 0",
+    ),
+    "test_trap_12_a_sum_too_early": (
+        "dp=2,tp=2,sequence_parallel,zero=2",
+        (Composed, "__init__", _tensor_first),
+        "gradient norm of step 0",
+    ),
+    "test_trap_15_tied_embeddings_apart": (
+        "dp=2,pp=2,zero=2",
+        (runtime.Pipeline, "_add_twins", _own_alone),
+        "gradient norm of step 0",
+    ),
+    "test_trap_19_positions_of_a_shard": (
+        "pp=2,cp=2,tp=2,sequence_parallel",
+        (Composed, "shard", _without_positions),
+        "loss of step 0",
+    ),
+}
+IN_A_HURRY = "test_trap_09_copies_over_tp", "test_trap_12_a_sum_too_early"
+
+
+def _mutant(case: Case, target, attribute: str, replacement) -> Outcome:
+    with mock.patch.object(target, attribute, replacement):
+        return one(case, copies=False)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in IN_A_HURRY else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS]
+)
+def test_parity_notices_what_is_left_out(ranks, name):
+    text, how, says = MUTANTS[name]
+    chosen = case(text)
+    for found in ranks(chosen.plan.num_ranks).run(_mutant, chosen, *how):
+        with pytest.raises(AssertionError, match=says):
+            assert_parity(found, expected_of(chosen))
+
+
+# ---------------------------------------------------------------------- from plan to plan
+JOURNEY = [
+    "dp=4",
+    "tp=2,pp=2,schedule=zb_v,microbatches=2",
+    "dp=1",
+    "dp=2,cp=2,zero=3",
+    "dp=2,tp=2,zero=1,sequence_parallel",
+    "dp=2,pp=2,zero=2,schedule=interleaved_1f1b,microbatches=2",
+    "tp=4",
+    "dp=1,zero=3",
+]
+
+
+def leg(plan: Plan, task: Task, step: int, state: dict | None) -> dict:
+    """One step by `plan`, from what another plan has left; what this one leaves."""
+    mesh = Mesh(**plan.mesh_sizes())
+    torch.manual_seed(1000 + mesh.rank)
+    model = task.build(mesh.rank).double()
+    composed = compose.apply(model, mesh, plan, make_optimizer)
+    if state is not None:
+        composed.load_full_state_dict(state["weights"])
+        composed.load_full_optimizer_state(state["optimizer"])
+    whole = task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)
+    result = train_step(
+        model,
+        [composed],
+        composed.optimizer,
+        [composed.shard(microbatch) for microbatch in whole],
+        composed.axis,
+        max_norm=task.max_norm,
+        shard_axes=composed.shard_axes,
+        run=composed.run or forward_backward,
+    )
+    return {
+        "weights": composed.full_state_dict(),
+        "optimizer": composed.full_optimizer_state(),
+        "loss": result.loss.item(),
+        "norm": result.grad_norm.item(),
+    }
+
+
+def serial_states(task: Task, steps: int) -> list[dict]:
+    """The state of torch's own optimizer on one device, after each step."""
+    model = task.build(0).double()
+    optimizer, states = make_optimizer(model), []
+    for step in range(steps):
+        batch = task.microbatches_of(step, 0, 1)
+        result = train_step(model, [], optimizer, batch, Mesh().dp, max_norm=task.max_norm)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = {"weights": weights, "optimizer": copy.deepcopy(optimizer.state_dict())}
+        states.append(state | {"loss": result.loss.item(), "norm": result.grad_norm.item()})
+    return states
+
+
+def assert_same_state(found: dict, expected: dict) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-10)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-10)
+    assert list(found["weights"]) == list(expected["weights"])
+    for name, theirs in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], theirs, rtol=1e-9, atol=1e-11)
+    ours, theirs = found["optimizer"], expected["optimizer"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for i, entries in theirs["state"].items():
+        assert ours["state"][i].keys() == entries.keys()
+        for key, value in entries.items():
+            torch.testing.assert_close(ours["state"][i][key], value, rtol=1e-8, atol=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run_goes_on_under_any_other_plan(ranks, tied):
+    """A step by each of many plans is as many steps on one device; after each, weights and state of
+    the optimizer are what torch's own would have.
+
+    Mutants: moments of one stage only; a piece that another rank cut; moments of tied embeddings
+    under two names; a count of steps that starts anew, which Adam's bias correction shows.
+    """
+    state = None
+    for step, expected in enumerate(serial_states(Case(Plan(), tied).task, len(JOURNEY))):
+        found = case(JOURNEY[step], tied)
+        plan, task = found.plan, found.task
+        if plan.num_ranks == 1:
+            states = [leg(plan, task, step, state)]
+        else:
+            states = ranks(plan.num_ranks).run(leg, plan, task, step, state)
+        for state in states:
+            assert_same_state(state, expected)

@@ -1,0 +1,496 @@
+"""Random faults: the run ends or goes on within a bound, says what happened, and loses nothing.
+
+A standing group of two ranks trains a tiny Llama, and is hit again and again: each time it takes up
+the run from its newest checkpoint, until a fault hits it again a few steps later. In the end all
+steps are compared, to the bit, with those of a run that nothing ever happened to.
+"""
+
+import math
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar import cli
+from minipar.comm.launch import RankError, Ranks
+from minipar.train import checkpoint, saver, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
+from minipar.train.trainer import Trainer
+
+SAVE_EVERY = 2  # steps
+TIMEOUT = 6.0  # seconds until a collective fails; more than a step takes on a busy machine
+STALL = 1.0  # seconds in a collective until the watchdog speaks
+BOUND = 40.0  # seconds in which an attempt must have ended, the longest being a timeout and a kill
+PATIENCE = 100.0  # seconds that a process of its own may take to get going on a busy machine
+CONFIG = TrainConfig(
+    mesh="dp=2",
+    batch_size=4,
+    seq_len=32,
+    eval_batches=1,
+    sample_tokens=0,
+    save_every=SAVE_EVERY,
+    record_every=10_000,
+    timeout=TIMEOUT,
+    stall_seconds=STALL,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run."""
+
+    kind: str
+    rank: int
+    after: int  # steps of this attempt that are done before
+    moment: float  # from 0 to 1: when exactly, or where
+
+
+# ---------------------------------------------------------------------- on the ranks
+def train_and_be_hit(
+    faults: Sequence[Fault], config: TrainConfig, folder: str, start: str | None
+) -> None:
+    """Train as usual, but for `faults`."""
+    usual_rate, usual_save = Trainer.learning_rate, Trainer.save
+    first_step = 0 if start is None else checkpoint.step_of(Path(start))
+
+    def learning_rate(self: Trainer) -> float:  # called once per step, before it
+        for fault in faults:
+            if self.step - first_step == fault.after:
+                hit_in_step(fault, self, undo)
+        return usual_rate(self)
+
+    def save(self: Trainer, *args, **kwargs):
+        with ExitStack() as saving:
+            for fault in faults:
+                if self.step - first_step > fault.after:
+                    hit_in_save(fault, saving)
+            return usual_save(self, *args, **kwargs)
+
+    with ExitStack() as undo:  # the ranks will go on with something else
+        undo.enter_context(patch.object(Trainer, "learning_rate", learning_rate))
+        undo.enter_context(patch.object(Trainer, "save", save))
+        trainer.train(config, folder, start)
+
+
+def hit_in_step(fault: Fault, trainer: Trainer, undo: ExitStack) -> None:
+    """Let happen what happens in the coming step."""
+    mine = dist.get_rank() == fault.rank
+    if fault.kind == "all killed" or (mine and fault.kind == "killed"):
+        kill_soon(0.05 * fault.moment)
+    elif mine and fault.kind == "killed in a collective":
+        left = int(3 * fault.moment)
+        usual = dist.all_reduce
+
+        def all_reduce(*args):
+            nonlocal left
+            left -= 1
+            work = usual(*args[:-1], True) if left < 0 else usual(*args)
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)  # begun, and not done
+            return work
+
+        undo.enter_context(patch.object(dist, "all_reduce", all_reduce))
+    elif mine and fault.kind == "no number":
+        parameters = list(trainer.model.parameters())
+        unlucky = parameters[int(fault.moment * len(parameters))]
+        unlucky.register_hook(lambda gradient: gradient * math.nan)
+    elif mine and fault.kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif mine and fault.kind == "stopped for a while":
+        wake = f"sleep {0.5 * fault.moment}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hit_in_save(fault: Fault, saving: ExitStack) -> None:
+    """Let happen what happens while a checkpoint is being written."""
+    if dist.get_rank() != fault.rank:
+        return
+    if fault.kind == "killed in a save":
+        kill_soon(0.06 * fault.moment)
+    elif fault.kind == "disk full":
+        saving.enter_context(no_file_longer_than(int(500_000 * fault.moment)))
+
+
+def kill_soon(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """The system refuses to write on, whoever writes: Python, torch's C++, or safetensors' Rust."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+# ---------------------------------------------------------------------- what must be said
+def says_who_died(fault: Fault, error: RankError, heard: str) -> None:
+    died = {rank: f for rank, f in error.failures.items() if f.kind == "Died"}
+    assert died.keys() == error.failures.keys()  # nobody's consequences
+    if fault.kind != "all killed":
+        assert list(died) == [fault.rank]
+    for rank, failure in died.items():
+        assert failure.label == f"rank {rank} of 2"
+        assert failure.message == "the process ended by signal 9 (SIGKILL)"
+
+
+def says_which_step(fault: Fault, error: RankError, heard: str) -> None:
+    assert len(error.failures) == 2  # all, and alike
+    assert {failure.kind for failure in error.failures.values()} == {"FloatingPointError"}
+    assert "gradient norm nan; checkpoints are untouched" in str(error)
+
+
+def says_which_file(fault: Fault, error: RankError, heard: str) -> None:
+    assert {failure.kind for failure in error.failures.values()} == {"OSError"}
+    assert re.search(r"cannot write checkpoint \S*step_\d{6}: ", str(error))
+
+
+def says_who_waits_for_whom(fault: Fault, error: RankError, heard: str) -> None:
+    other = 1 - fault.rank
+    assert list(error.failures) == [other] and error.failures[other].broken
+    missing = rf"rank {fault.rank} of 2 \(dp={fault.rank}\) has not reached \w+ #\d+ on dp .*, in "
+    assert re.search(missing + rf"which rank {other} of 2 \(dp={other}\) has waited for", heard)
+    assert re.search(
+        r"its process \d+ was stopped by a signal; kill -CONT \d+ lets it go on", heard
+    )
+    assert heard.count("minipar: stalled") == 1
+
+
+KINDS: dict[str, tuple[int, Callable | None]] = {
+    # of 100 faults how many are of that kind, and what must be said where it ends the attempt
+    "killed": (16, says_who_died),
+    "all killed": (10, says_who_died),
+    "killed in a collective": (16, says_who_died),
+    "killed in a save": (20, says_who_died),
+    "disk full": (12, says_which_file),
+    "no number": (8, says_which_step),
+    "stopped for a while": (8, None),
+    "stopped": (4, says_who_waits_for_whom),
+    "launcher killed": (6, None),
+}
+
+
+def draw(count: int, seed: int) -> list[Fault]:
+    """Return `count` random faults, each kind among them."""
+    dice = random.Random(seed)
+    kinds = [*KINDS, *dice.choices([*KINDS], [share for share, _ in KINDS.values()], k=count)]
+    kinds = kinds[:count]
+    dice.shuffle(kinds)
+    return [Fault(kind, dice.randrange(2), dice.randrange(4), dice.random()) for kind in kinds]
+
+
+# ---------------------------------------------------------------------- the run
+class Run:
+    """A run that is hit, taken up again, and hit again."""
+
+    def __init__(self, pool: Ranks | None, config: TrainConfig, folder: Path) -> None:
+        self.pool, self.config, self.folder = pool, config, folder
+        self.heard: list[str] = []
+        self.torn = 0  # how often a fault left a checkpoint half written
+        if pool is not None:
+            pool.sink = lambda rank, stream, text: self.heard.append(text)
+
+    @property
+    def newest(self) -> Path | None:
+        saved = checkpoint.available(self.folder / "checkpoints")
+        return saved[-1] if saved else None
+
+    @property
+    def steps_done(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        return len(read(metrics)) if metrics.exists() else 0
+
+    def attempt(self, faults: Sequence[Fault]) -> None:
+        """Train on from the newest checkpoint, with `faults`, the last of which may end it."""
+        before, start = self.pool.pids, self.newest
+        self.heard.clear()
+        begin, error = time.monotonic(), None
+        try:
+            args = self.config, str(self.folder), None if start is None else str(start)
+            self.pool.run(train_and_be_hit, faults, *args)
+        except RankError as caught:
+            error = caught
+        assert time.monotonic() - begin < BOUND
+        says = KINDS[faults[-1].kind][1] if faults else None
+        assert (error is None) == (says is None), error
+        if says is not None:
+            says(faults[-1], error, "".join(self.heard))
+            self.check_what_is_left()
+        for pid in set(before) - set(self.pool.pids):
+            assert not psutil.pid_exists(pid)
+
+    def check_what_is_left(self, save_every: int = SAVE_EVERY) -> None:
+        """No step is lost that a finished save has seen, and what is there can be read."""
+        done, newest = self.steps_done, self.newest
+        self.torn += any(self.folder.glob("checkpoints/.unfinished_*"))
+        saved = 0 if newest is None else checkpoint.step_of(newest)
+        # The save after the last step may have been the one that was hit.
+        assert saved >= save_every * ((done - 1) // save_every)
+        if newest is not None:
+            assert checkpoint.load(newest)[1]["step"] == saved
+
+    def kill_launcher(self, fault: Fault, temporary: Path) -> None:
+        """Go on with `minipar train --resume`, and kill that process."""
+        if self.newest is None:  # there is nothing to resume yet
+            self.attempt([replace(fault, kind="killed", after=2 * SAVE_EVERY)])
+        first = checkpoint.step_of(self.newest)
+        temporary.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "minipar", "train", "--resume", str(self.folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=environment, **silent)
+        deadline = time.monotonic() + PATIENCE
+        # Lines of up to SAVE_EVERY steps may be there that will be done again.
+        while self.steps_done <= first + SAVE_EVERY + fault.after:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 3  # two ranks, and whoever started them
+        time.sleep(0.05 * fault.moment)
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(children, timeout=10)[1]
+        self.check_what_is_left()
+
+    def curve(self) -> list[tuple]:
+        keys = "step", "loss", "lr", "grad_norm", "tokens"
+        return [tuple(line[key] for key in keys) for line in read(self.folder / "metrics.jsonl")]
+
+
+def attempts(faults: Sequence[Fault]) -> Iterator[list[Fault]]:
+    """What happens in the same attempt: faults that end nothing, and then one that ends it."""
+    together: list[Fault] = []
+    for fault in faults:
+        if fault.kind == "launcher killed":
+            yield [fault]
+            continue
+        steps_before = together[-1].after + 1 if together else 0
+        together.append(replace(fault, after=steps_before + fault.after))
+        if KINDS[fault.kind][1] is not None:
+            yield together
+            together = []
+    yield together
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
+    path = tmp_path / "a.txt"
+    path.write_text("".join(words[i * i % 9] for i in range(1500)))
+    return path
+
+
+def survive(faults: Sequence[Fault], text: Path, folder: Path) -> Run:
+    """Let `faults` happen to a run; check that its steps are those of an undisturbed one."""
+    # More than are done before the last fault.
+    steps = 8 + sum(
+        fault.after + (20 if fault.kind == "launcher killed" else 2) for fault in faults
+    )
+    config = replace(CONFIG, data=str(text), steps=steps)
+    mine = set(psutil.Process().children(recursive=True))
+    preload = ("minipar.train.trainer", "tests.train.test_faults")
+    with Ranks(2, timeout=TIMEOUT, grace=0.3, preload=preload) as pool:
+        whole, broken = (Run(pool, config, folder / name) for name in ("whole", "broken"))
+        whole.attempt([])
+        for together in attempts(faults):
+            begin = time.monotonic()  # the table is shown where the test fails, or with -s
+            if together and together[0].kind == "launcher killed":
+                broken.kill_launcher(together[0], folder / "temporary")
+            else:
+                broken.attempt(together)
+            seconds = time.monotonic() - begin
+            print(f"step {broken.steps_done:4}, {seconds:4.1f} s:", *(f.kind for f in together))
+    left = set(psutil.Process().children(recursive=True)) - mine
+    assert not psutil.wait_procs(left, timeout=10)[1]
+    assert broken.steps_done == steps
+    assert broken.curve() == whole.curve()  # to the last bit; no step is missing or there twice
+    ours, theirs = (checkpoint.load(run.newest)[0] for run in (broken, whole))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    return broken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_dozen_random_faults(text, tmp_path):
+    """Mutants: a save in place; a place in the text or moments of Adam not resumed; a rank
+    that a killed one leaves waiting; a pool that takes its own kills for failures of ranks.
+    """
+    faults = draw(12, seed=0)
+    assert {fault.kind for fault in faults} == KINDS.keys()
+    survive(faults, text, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_random_faults(text, tmp_path):
+    """75 s on two quiet cores. The default suite has the dozen above, with one of each kind."""
+    broken = survive(draw(50, seed=1), text, tmp_path)
+    assert broken.torn > 0  # else no kill has hit a save
+
+
+# ---------------------------------------------------------------------- started by a command
+SHORT = ["--mesh", "dp=2", "--steps", "40", "--save-every", "5", "--seq-len", "32"]
+SHORT += ["--batch-size", "4", "--sample-tokens", "0", "--eval-batches", "1"]
+
+
+@contextmanager
+def started(launcher: Sequence[str], text: Path, out: Path, *flags: str):
+    """Run `minipar train` in processes of its own, which end with the body; its output in files."""
+    command = [sys.executable, "-m", *launcher, "train", *SHORT, *flags]
+    command += ["--data", str(text), "--out", str(out)]
+    out.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (out / "stdout").open("w") as stdout, (out / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
+    try:
+        yield process
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def a_rank_of(process: subprocess.Popen) -> psutil.Process:
+    """One of the processes that train, once there are six lines of metrics."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    parents = {child.ppid() for child in children}
+    leaves = [child for child in children if child.pid not in parents]
+    assert len(leaves) == 2
+    return leaves[1]
+
+
+def says_who_was_stopped(text: str, pid: int) -> bool:
+    """Before a collective, or inside of one."""
+    where = r"has not reached \w+ #\d+ on \w+ .*, in which rank \d of 2|which all have reached"
+    who = rf"\nrank (\d) of 2 \(dp=\1\): its last was .*; its process {pid} was stopped by a signal"
+    return bool(re.search(where, text) and re.search(who, text))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_stalls_is_named_and_the_timeout_ends_the_job(text, tmp_path):
+    out = tmp_path / "out"
+    flags = "--timeout", str(TIMEOUT), "--stall-seconds", str(STALL), "--steps", "100000"
+    with started(["minipar"], text, out, *flags) as process:
+        run = Run(None, CONFIG, out / "tiny-dp2")
+        wait_until(lambda: run.steps_done > 6, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        victim = a_rank_of(process)
+        victim.suspend()
+        begin = time.monotonic()
+        assert process.wait(timeout=PATIENCE) == 1
+        assert TIMEOUT - 1 < time.monotonic() - begin < BOUND
+        assert not psutil.wait_procs(children, timeout=10)[1]
+    errors = (out / "stderr").read_text()
+    assert says_who_was_stopped(errors, victim.pid), errors
+    gave_up = re.search("Timed out|timeout caused", errors)  # gloo has words of its own
+    assert errors.index("minipar: stalled") < gave_up.start()
+    assert f"minipar train --resume {run.folder}" in errors
+    run.check_what_is_left(save_every=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_takes_up_the_run_again_by_itself(text, tmp_path):
+    """A rank stops, which the watchdog reports; then it is killed."""
+    whole = Run(None, CONFIG, tmp_path / "whole")
+    _, config = cli.parse(["train", *SHORT, "--data", str(text)])
+    with Ranks(2) as pool:
+        pool.run(trainer.train, config, str(whole.folder))
+    out = tmp_path / "out"
+    run = Run(None, CONFIG, out / "tiny-dp2")
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    launcher += ["--monitor-interval", "0.1", "-m", "minipar"]
+    with started(launcher, text, out, "--stall-seconds", str(STALL)) as process:
+        wait_until(lambda: run.steps_done > 6, process)
+        victim = a_rank_of(process)
+        victim.suspend()
+        errors = out / "stderr"
+        wait_until(lambda: says_who_was_stopped(errors.read_text(), victim.pid), process)
+        victim.kill()
+        assert process.wait(timeout=2 * PATIENCE) == 0, errors.read_text()
+    said = (out / "stdout").read_text()
+    assert said.count("Training tiny") == 1
+    assert re.search(rf"^Resuming {run.folder}/checkpoints/step_0000\d\d with", said, re.M)
+    assert [path.name for path in out.iterdir() if path.is_dir()] == ["tiny-dp2"]
+    assert run.curve() == whole.curve()  # to the bit
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """``job(restarts)``: as if torchrun had started us, and restarted us so often."""
+    store = dist.HashStore()
+    monkeypatch.setattr(cli.backends, "job_store", lambda: store)
+    return lambda restarts: monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+
+
+def save(folder: Path, step: int) -> str:
+    saver.save(folder / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=9)
+    return str(folder / f"checkpoints/step_{step:06d}")
+
+
+def test_a_restart_finds_the_folder_and_what_was_saved_in_it(job, tmp_path):
+    """A restart before the first save begins again, in the folder that is there."""
+    config, folder = TrainConfig(out=str(tmp_path), name="mine"), tmp_path / "mine"
+    job(0)
+    assert cli._place_under_torchrun(config, None, None) == (folder, None)
+    job(1)
+    assert cli._place_under_torchrun(config, None, None) == (folder, None)
+    saved = save(folder, 5)
+    job(2)
+    assert cli._place_under_torchrun(config, None, None) == (folder, saved)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
+    """Resumed from step 3 of 9: what was saved in the life before is of another story."""
+    start = save(tmp_path, 3)
+    save(tmp_path, 9)
+    job(0)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    job(1)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    newer = save(tmp_path, 6)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
+    again = save(tmp_path, 9)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
+
+
+def test_another_job_finds_nothing_of_ours(job, tmp_path, monkeypatch):
+    config = TrainConfig(out=str(tmp_path), name="mine")
+    job(0)
+    cli._place_under_torchrun(config, None, None)
+    monkeypatch.setattr(cli.backends, "job_store", lambda: None)  # such as a store of the ranks
+    job(1)
+    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-2", None)

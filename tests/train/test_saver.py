@@ -1,0 +1,301 @@
+"""Several ranks write one checkpoint: all of it or nothing, in the background as well."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.comm.launch import RankError, Ranks
+from minipar.comm.mesh import Axis, Mesh
+from minipar.train import checkpoint, saver
+from minipar.train.checkpoint import CheckpointError, available, load, step_of
+from minipar.train.saver import Saver, deal
+
+
+def some(step: int, scale: int = 1) -> tuple[dict, dict]:
+    """Weights and state, equal on all ranks, from which one can tell the step that they are of."""
+    weights = {f"w{i}": torch.full((40 * scale, i), float(step + i)) for i in range(1, 7)}
+    moments = {
+        name: {"exp_avg": w + 0.5, "step": torch.tensor(step)} for name, w in weights.items()
+    }
+    return {**weights, "tied": weights["w2"]}, {"step": step, "optimizer": moments}
+
+
+def assert_is(folder: Path, step: int, scale: int = 1) -> None:
+    (weights, state), (expected, _) = load(folder), some(step, scale)
+    assert state["step"] == step == step_of(folder)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weights[name].equal(weight)
+        moments = state["optimizer"].get(name, state["optimizer"]["w2"])
+        assert moments["exp_avg"].equal(weight + 0.5) and moments["step"] == step
+    assert weights["tied"] is weights["w2"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------- who writes what
+@given(st.dictionaries(st.text(), st.integers(0, 1000)), st.integers(1, 9))
+def test_all_write_about_as_many_bytes(num_bytes, size):
+    """Mutants: dealt out in turn, whatever the size; a name left out or there twice."""
+    shares = deal(num_bytes, size)
+    assert len(shares) == size and sorted(n for s in shares for n in s) == sorted(num_bytes)
+    loads = [sum(num_bytes[name] for name in share) for share in shares]
+    assert max(loads) <= sum(loads) / size + max(num_bytes.values(), default=0)
+    assert shares == deal(dict(reversed(num_bytes.items())), size)  # on all ranks alike
+
+
+def world() -> Axis:
+    return Mesh(dp=dist.get_world_size()).world
+
+
+def save_together(folder: Path, step: int, scale: int = 1, **options) -> None:
+    Saver(folder, world(), **options).save(step, *some(step, scale))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_writes_a_share_and_one_process_reads_all(ranks, tmp_path, size):
+    """Mutants: rank 0 writes everything; a tensor is written twice; the manifest lacks a rank."""
+    for step in (1, 2, 3):
+        ranks(size).run(save_together, tmp_path, step)
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+    folder = tmp_path / "step_000003"
+    assert_is(folder, 3)
+    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    for rank in range(size):
+        own = [files.get(f"{kind}_{rank:05d}.safetensors", 0) for kind in ("weights", "state")]
+        assert sum(own) > sum(files.values()) / size / 2
+    assert sum(files.values()) < 1.5 * sum(2 * 4 * 40 * i for i in range(1, 7))  # all once
+    together = ranks(size).run(load_together, folder)
+    for weights, _ in together:
+        assert all(weights[name].equal(value) for name, value in some(3)[0].items())
+
+
+def load_together(folder: Path) -> tuple[dict, dict]:
+    return load(folder, world())
+
+
+def test_damage_is_told_on_all_ranks_alike(ranks, tmp_path):
+    """Each file is looked into by one rank only. Mutant: that one raises, and the others hang."""
+    ranks(2).run(save_together, tmp_path, 1)
+    for path in (tmp_path / "step_000001").iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        if path.suffix != ".json":
+            with pytest.raises(RankError) as caught:
+                ranks(2).run(load_together, tmp_path / "step_000001")
+            failures = caught.value.failures.values()
+            assert [failure.kind for failure in failures] == ["CheckpointError"] * 2
+            assert len({failure.message for failure in failures}) == 1
+            assert f"contents of {path.name}" in next(iter(failures)).message
+        path.write_bytes(whole)
+    assert_is(tmp_path / "step_000001", 1)
+
+
+# ---------------------------------------------------------------------- a rank that cannot write
+def save_with_little_room(folder: Path, step: int, victim: int, num_bytes: int, **options) -> str:
+    """Save where the files of one rank cannot grow beyond so many bytes; return the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    axis = world()
+    if axis.rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        own = Saver(folder, axis, **options)
+        own.save(step, *some(step, scale=20))
+        own.finish()
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_rank_that_cannot_write_tells_all(ranks, tmp_path, in_background):
+    """At any byte of any file. Mutants: the others go on, or wait; a part stays behind."""
+    ranks(3).run(save_together, tmp_path, 1, 20)
+    generator = random.Random(3)
+    for attempt in range(9):
+        room = generator.randrange(8000)
+        errors = ranks(3).run(
+            save_with_little_room, tmp_path, 2, attempt % 3, room, in_background=in_background
+        )
+        assert len(set(errors)) == 1
+        assert errors[0].startswith(
+            f"cannot write checkpoint {tmp_path}/step_000002: rank {attempt % 3} of 3: "
+        )
+        assert "File too large" in errors[0]
+        assert names(tmp_path) == ["step_000001"]
+    assert_is(tmp_path / "step_000001", 1, 20)
+    assert ranks(3).run(save_with_little_room, tmp_path, 2, 0, 10**7) == [""] * 3
+    assert_is(tmp_path / "step_000002", 2, 20)
+
+
+# ---------------------------------------------------------------------- in the background
+@pytest.fixture
+def gate(monkeypatch):
+    """The disk waits until the event is set."""
+    gate, write = threading.Event(), saver._write_share
+
+    def late(*args):
+        assert gate.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(saver, "_write_share", late)
+    yield gate
+    gate.set()
+
+
+def test_training_goes_on_while_the_thread_writes(tmp_path, gate):
+    """Mutants: waits for the disk; no copies, so that what training changes meanwhile is written;
+    the checkpoint appears before it is finished."""
+    own = Saver(tmp_path, in_background=True)
+    assert not own.in_progress
+    weights, state = some(1)
+    own.save(1, weights, state)
+    assert own.in_progress and own.is_writing and not own.has_failed
+    for tensor in torch.utils._pytree.tree_leaves((weights, state)):
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    state["step"] = 99
+    assert available(tmp_path) == []
+    gate.set()
+    wait_until(lambda: not own.is_writing)
+    assert available(tmp_path) == []  # written, but nobody has put it in place
+    own.finish()
+    assert not own.in_progress and names(tmp_path) == ["step_000001"]
+    assert_is(tmp_path / "step_000001", 1)
+    own.finish()  # nothing to do
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, gate):
+    own = Saver(tmp_path, in_background=True)
+    own.save(1, *some(1))
+    threading.Timer(0.2, gate.set).start()
+    start = time.monotonic()
+    own.save(2, *some(2))
+    assert time.monotonic() - start > 0.15
+    assert [step_of(path) for path in available(tmp_path)] == [1]
+    own.close()  # the run fails: what all have written is not put in place any more
+    assert [step_of(path) for path in available(tmp_path)] == [1]
+    save = Saver(tmp_path).save
+    save(3, *some(3))
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+
+
+def test_an_error_of_the_thread_is_noticed_and_raised(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    own = Saver(tmp_path, in_background=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "save_file", full)
+        own.save(1, *some(1))
+        wait_until(lambda: own.has_failed)
+    with pytest.raises(OSError, match="cannot write checkpoint .*step_000001: .*No space left"):
+        own.finish()
+    assert not own.has_failed and names(tmp_path) == []
+    own.save(2, *some(2))
+    own.finish()
+    assert_is(tmp_path / "step_000002", 2)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------------- a rank that is killed
+def save_and_die(folder: Path, step: int, victim: int, num_bytes: int) -> None:
+    """Save; the kernel kills one rank when a file of it would grow beyond so many bytes."""
+    if world().rank == victim:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    save_together(folder, step, 20)
+
+
+@pytest.mark.slow
+def test_kill_of_any_rank_at_any_byte(tmp_path):
+    """The others are told by the launcher, and the checkpoint before is loadable.
+
+    Byte 0 is before any file; the last victim dies late, when its files are there.
+    """
+    generator = random.Random(11)
+    with Ranks(3, grace=0.3) as ranks:
+        ranks.run(save_together, tmp_path, 1, 20)
+        for attempt in range(6):
+            room = 0 if attempt < 2 else generator.randrange(9000)
+            with pytest.raises(RankError, match="SIGXFSZ") as caught:
+                ranks.run(save_and_die, tmp_path, 2, attempt % 3, room)
+            assert list(caught.value.failures) == [attempt % 3]
+            assert [step_of(path) for path in available(tmp_path)] == [1]
+            assert_is(available(tmp_path)[0], 1, 20)
+        assert list(tmp_path.glob(".unfinished_*"))  # which the next save clears away
+        ranks.run(save_together, tmp_path, 2, 20)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert_is(tmp_path / "step_000002", 2, 20)
+
+
+@pytest.mark.slow
+def test_kill_9_while_all_wait_for_each_other(tmp_path):
+    """Rank 1 dies before each of the three agreements of a save. Mutant: rename before the last."""
+    with Ranks(2, grace=0.3) as ranks:
+        ranks.run(save_together, tmp_path, 1, 20)
+        for number in range(3):
+            with pytest.raises(RankError, match="SIGKILL"):
+                ranks.run(save_until, tmp_path, 2, number)
+            found = [step_of(path) for path in available(tmp_path)]
+            assert found == ([1] if number < 2 else [1, 2])  # the last is after the rename
+            for path in available(tmp_path):
+                assert_is(path, step_of(path), 20)
+            shutil.rmtree(tmp_path / "step_000002", ignore_errors=True)
+
+
+def save_until(folder: Path, step: int, number: int) -> None:
+    """Save; rank 1 is killed at agreement `number`."""
+    agree, count = saver.all_gather_object, iter(range(9))
+
+    def dies(outcome, axis):
+        if next(count) == number and axis.rank == 1:
+            wait_until_quiet(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(outcome, axis)
+
+    saver.all_gather_object = dies
+    try:
+        save_together(folder, step, 20)
+    finally:
+        saver.all_gather_object = agree
+
+
+def wait_until_quiet(folder: Path) -> None:
+    """Until the other rank has written what it can without this one."""
+    seen = None
+    while seen != (seen := sorted(folder.rglob("*"))):
+        time.sleep(0.2)
+
+
+# ---------------------------------------------------------------------- names of the optimizer
+def test_the_optimizer_is_stored_by_name():
+    optimizer = {"state": {0: {"a": 1}, 2: {"a": 3}}, "param_groups": [{"params": [0, 1, 2]}]}
+    named = checkpoint.by_name(optimizer, ["x", "y", "z"])
+    assert named["state"] == {"x": {"a": 1}, "z": {"a": 3}}
+    assert checkpoint.by_number(named, ["x", "y", "z"]) == optimizer
+    assert checkpoint.by_number(named, ["z", "x", "y"])["state"] == {1: {"a": 1}, 0: {"a": 3}}
+    with pytest.raises(CheckpointError, match="optimizer is of another model: it has 'z'"):
+        checkpoint.by_number(named, ["x", "y"])

@@ -1,0 +1,120 @@
+"""A graceful stop: whoever gets the signal, all ranks save after the same step and end."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipar.train import checkpoint, stop, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
+from minipar.train.stop import StopRequest, pass_on
+
+CONFIG = TrainConfig(
+    steps=6,
+    batch_size=4,
+    seq_len=16,
+    warmup_steps=2,
+    eval_batches=1,
+    sample_tokens=0,
+    save_every=100,
+    record_every=100,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_text("".join(f"step {i * i % 97} of many, " for i in range(400)))
+    return path
+
+
+# ---------------------------------------------------------------------- one process
+@pytest.mark.parametrize("number", stop.SIGNALS)
+def test_a_signal_is_noted_and_nothing_else(number):
+    before = signal.getsignal(number)
+    with StopRequest() as request:
+        assert not request.came
+        os.kill(os.getpid(), number)
+        assert request.came
+        os.kill(os.getpid(), number)  # an echo: this process lives on
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_the_process():
+    """Mutant: it is noted, too, and a run that hangs can only be killed."""
+    pid = os.fork()
+    if pid == 0:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            request.since -= 2 * stop.ECHO_SECONDS
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+
+
+def test_a_launcher_passes_a_signal_on_once(monkeypatch):
+    got = []
+    with monkeypatch.context() as patched, pass_on([11, 12]):
+        clock = patched.setattr
+        clock(stop.time, "monotonic", lambda: 100.0)
+        own, kill = os.getpid(), os.kill
+        clock(os, "kill", lambda pid, number: got.append((pid, number)))
+        for _ in range(2):
+            kill(own, signal.SIGUSR1)
+        assert got == [(11, signal.SIGUSR1), (12, signal.SIGUSR1)]
+        clock(stop.time, "monotonic", lambda: 100.0 + 2 * stop.ECHO_SECONDS)
+        with pytest.raises(SystemExit) as caught:
+            kill(own, signal.SIGTERM)
+        assert caught.value.code == 143
+
+
+# ---------------------------------------------------------------------- whole runs
+def train(config: TrainConfig, folder: str, start: str | None, signalled: dict[int, int]):
+    """Train on this rank; it gets SIGUSR1 in the middle of the step that `signalled` has for it."""
+    learning_rate = trainer.Trainer.learning_rate
+
+    def interrupted(self):
+        if signalled.get(self.mesh.rank) == self.step + 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return learning_rate(self)
+
+    trainer.Trainer.learning_rate = interrupted
+    try:
+        return trainer.train(config, folder, start)
+    finally:
+        trainer.Trainer.learning_rate = learning_rate
+
+
+def curve(folder: Path) -> list[tuple]:
+    lines = read(folder / "metrics.jsonl")
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize("changes", [{}, {"async_save": True, "save_every": 2}])
+def test_all_stop_after_the_same_step_and_go_on_to_the_bit(ranks, text, tmp_path, changes):
+    """Rank 1 alone is signalled; then rank 0. Mutants: each rank for itself (which would hang);
+    stop without a save; a save in the background that is given up."""
+    config = replace(CONFIG, data=str(text), mesh="dp=2", **changes)
+    assert all(ranks(2).run(train, config, str(tmp_path / "whole"), None, {}))
+    folder = tmp_path / "parts"
+    for start, step, signalled in ((None, 3, {1: 3}), (3, 5, {0: 5}), (5, 6, {})):
+        start = start and str(folder / f"checkpoints/step_{start:06d}")
+        reports = ranks(2).run(train, config, str(folder), start, signalled)
+        assert [report is None for report in reports] == [bool(signalled)] * 2
+        assert checkpoint.step_of(checkpoint.available(folder / "checkpoints")[-1]) == step
+        assert [line[0] for line in curve(folder)] == [*range(1, step + 1)]
+    assert curve(folder) == curve(tmp_path / "whole")
+    last = "checkpoints/step_000006"
+    ours, theirs = checkpoint.load(folder / last)[0], checkpoint.load(tmp_path / "whole" / last)[0]
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(text, tmp_path):
+    torch.set_num_threads(1)
+    config = replace(CONFIG, data=str(text), mesh="dp=1", steps=2)
+    report = train(config, str(tmp_path), None, {0: 2})
+    assert report.steps == 2 and (tmp_path / "report.json").exists()
