@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -145,19 +145,31 @@ def _state_to_host(optimizer: torch.optim.Optimizer, copies: HostCopy) -> None:
                 memory.tag("optimizer", state[key], on_host=True)
 
 
-def _around_steps(owner: Any, before: Callable, after: Callable) -> None:
-    """Call ``before(owner, optimizer)`` and `after` around all steps, as long as `owner` lives."""
-    alive = weakref.ref(owner)
-    for register, method in (
-        (register_optimizer_step_pre_hook, before),
-        (register_optimizer_step_post_hook, after),
-    ):
+# Two hooks for good: one that was removed when its owner is collected could be so while torch goes
+# through its hooks.
+_owners: "weakref.WeakSet[Offloaded | HostShards]" = weakref.WeakSet()
 
-        def hook(optimizer: Any, *_: Any, method: Callable = method) -> None:
-            if (owner := alive()) is not None:
-                method(owner, optimizer)
 
-        weakref.finalize(owner, register(hook).remove)
+def _before_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for owner in list(_owners):
+        owner._before_step(optimizer)
+
+
+def _after_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for owner in list(_owners):
+        owner._after_step(optimizer)
+
+
+def _around_steps(owner: "Offloaded | HostShards") -> None:
+    """Call its `_before_step` and `_after_step` around all steps, as long as `owner` lives."""
+    _listen()
+    _owners.add(owner)
+
+
+@cache
+def _listen() -> None:
+    register_optimizer_step_pre_hook(_before_steps)
+    register_optimizer_step_post_hook(_after_steps)
 
 
 # ---------------------------------------------------------------------- 2. while computing goes on
@@ -225,7 +237,7 @@ class Offloaded(Strategy):
         self.returning: dict[int, Copy] = {}
         self.region = ExitStack()
         self._hook_model()
-        _around_steps(self, Offloaded._before_step, Offloaded._after_step)
+        _around_steps(self)
         self._rest()
 
     def _hook_model(self) -> None:
@@ -394,7 +406,7 @@ class HostShards:
             self._move(flat)
         self.parameters = {p for flat in strategy.flats for p in flat.parameters}
         strategy.finish_backward = partial(self._finish_backward, strategy.finish_backward)
-        _around_steps(self, HostShards._before_step, HostShards._after_step)
+        _around_steps(self)
 
     def _move(self, flat: Any) -> None:
         device = flat.shard.device

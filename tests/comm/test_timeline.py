@@ -286,17 +286,21 @@ def test_recording_changes_no_gradient_and_leaves_no_hook():
     model(x).sum().backward()
     plain = [p.grad.clone() for p in model.parameters()]
     functions = torch.autograd.backward, torch.autograd.grad
+    hooks = [
+        getattr(optimizer_module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")
+    ]
+    before = [len(of_steps) for of_steps in hooks]
     model.zero_grad()
     with record(model) as t:
         model(x).sum().backward()
         assert torch.autograd.backward is not functions[0]
+        assert [len(of_steps) for of_steps in hooks] == [count + 1 for count in before]
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
     assert any(g.abs().sum() > 0 for g in plain) and in_order(t, "backward")
     assert (torch.autograd.backward, torch.autograd.grad) == functions
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
-    assert not optimizer_module._global_optimizer_pre_hooks
-    assert not optimizer_module._global_optimizer_post_hooks
+    assert [len(of_steps) for of_steps in hooks] == before
 
 
 def test_a_graph_that_outlives_the_recording_runs_without_it():

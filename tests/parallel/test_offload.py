@@ -1,6 +1,7 @@
 """Offloading by itself: where the bytes are, when they travel, and what users may do meanwhile."""
 
 import gc
+import math
 import weakref
 from functools import partial
 
@@ -391,14 +392,33 @@ def test_a_step_without_finish_backward_is_right_all_the_same():
 
 def test_nothing_stays_behind_when_it_goes():
     gc.collect()
+    owners = len(offload._owners)
+    models = [llama(1), llama(1)]
+    gone = [weakref.ref(offloaded(model)) for model in models]
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    model = llama(1)
-    gone = weakref.ref(offloaded(model))
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1
-    del model
+    assert len(offload._owners) == owners + 2 and hooks == 1
+    del models[:]
     gc.collect()
-    assert gone() is None
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+    assert [reference() for reference in gone] == [None, None]
+    assert len(offload._owners) == owners
+
+
+def test_a_strategy_may_be_collected_in_the_middle_of_a_step():
+    """Mutant: hooks that go with it, while torch goes through them."""
+    models: list[Llama] = []
+
+    def forget(*_) -> None:
+        del models[1:]
+        gc.collect()
+
+    handle = torch_optimizer.register_optimizer_step_pre_hook(forget)  # others come after it
+    try:
+        models += [llama(2), llama(2)]
+        gone = [weakref.ref(offloaded(model)) for model in models][1]
+        optimizer = torch.optim.AdamW(models[0].parameters(), lr=0.01)
+        assert math.isfinite(step(models[0], optimizer)) and gone() is None
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------- refusals
