@@ -364,7 +364,7 @@ def _spied(names: list[str], m: int) -> list:
     return results
 
 
-_stage_forward = stages.Stage.forward
+_stage_forward, _stage_backward = stages.Stage.forward, stages.Stage.backward
 
 
 def test_trap_17_gradients_are_synchronised_once_at_the_last_backward(ranks):
@@ -394,15 +394,26 @@ def test_trap_17_gradients_are_synchronised_once_at_the_last_backward(ranks):
 
 
 def _overlap(schedule) -> list:
-    """The second step, recorded: when gradients were sent, and when ranks computed."""
+    """The second step, recorded: when gradients were sent, and when ranks computed.
+
+    Backward takes 20 ms at least: a sender that waits for its turn is still early enough.
+    """
     mesh = Mesh(dp=2, pp=2)
     link.use("1gbe")
     model = TASK.build(0)
+
+    def backward(stage, *args):
+        time.sleep(0.02)
+        return _stage_backward(stage, *args)
+
     pipeline = runtime.apply(model, mesh.pp, schedule)
     data = ddp.apply(model, mesh.dp, average=False, bucket_mb=0.004)
     for _ in range(2):
         barrier(mesh.world)
-        with timeline.record() as recorded:
+        with (
+            timeline.record() as recorded,
+            mock.patch.object(stages.Stage, "backward", backward),
+        ):
             pipeline.run(model, [data, pipeline], microbatches(schedule.num_microbatches))
             for strategy in (data, pipeline):
                 strategy.finish_backward()
