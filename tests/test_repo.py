@@ -178,6 +178,7 @@ def test_the_layers_contract_allows_what_is_legal(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, line, contract",
     [

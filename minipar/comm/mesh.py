@@ -19,6 +19,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -102,8 +103,8 @@ class Axis:
 class Mesh:
     """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
 
-    Making a mesh is a collective: all ranks make the same one. `Mesh()` is one device, and needs
-    no `torch.distributed`; so does any mesh whose sizes are all 1.
+    Making a mesh is a collective: all ranks make the same one; made again, it costs nothing.
+    `Mesh()` is one device, and needs no `torch.distributed`; so does one whose sizes are all 1.
 
     Raises `ValueError` on every rank when the sizes do not multiply to the number of ranks.
     """
@@ -143,19 +144,9 @@ class Mesh:
             groups = groups_along(names, self.sizes)
             mine = next(group for group in groups if self.rank in group)
             axis_name = "+".join(names) or "none"
-            self._joint[names] = Axis(
-                axis_name, mine.index(self.rank), len(mine), mine, self._group(groups)
-            )
+            group = _shared_group(axis_name, tuple(groups), self.rank)
+            self._joint[names] = Axis(axis_name, mine.index(self.rank), len(mine), mine, group)
         return self._joint[names]
-
-    def _group(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Make all `groups`, in the same order on every rank; return the one of this rank."""
-        if len(groups[0]) == 1:
-            return None
-        if len(groups) == 1:
-            return dist.group.WORLD
-        made = [dist.new_group(list(ranks), timeout=group_timeout()) for ranks in groups]
-        return next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks)
 
     def __getattr__(self, name: str) -> Axis:
         # Reached only for names that are no attributes: the axes.
@@ -175,6 +166,30 @@ class Mesh:
     def __repr__(self) -> str:
         asked = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"Mesh({asked})  # {self.label}"
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
+"""The process groups of axes, by name and ranks, for as long as the default group exists."""
+
+
+def _shared_group(
+    name: str, groups: tuple[tuple[int, ...], ...], rank: int
+) -> dist.ProcessGroup | None:
+    """Make all `groups`, in the same order on every rank; return the one that `rank` is in.
+
+    A group costs threads and connections, so equal axes of several meshes share one.
+    """
+    if len(groups[0]) == 1:
+        return None
+    if len(groups) == 1:
+        return dist.group.WORLD
+    made = _made.setdefault(dist.group.WORLD, {})
+    if (name, groups) not in made:
+        every = [dist.new_group(list(ranks), timeout=group_timeout()) for ranks in groups]
+        made[name, groups] = next(
+            group for group, ranks in zip(every, groups, strict=True) if rank in ranks
+        )
+    return made[name, groups]
 
 
 def group_timeout() -> datetime.timedelta | None:

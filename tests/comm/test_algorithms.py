@@ -72,7 +72,9 @@ def check_all_reduce(size: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_all_reduce_equals_the_backends(ranks, size):
     """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
     count = len(plans.ALL_REDUCE) * (len(SHAPES) + 3 + 3)
@@ -374,6 +376,7 @@ def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
     assert large["ring"][0] < 0.9 * large["double_tree"][0]
 
 
+@pytest.mark.slow
 def test_chunks_hide_each_others_latency(ranks):
     """2 x 8 messages of 30 ms each: one after the other 0.48 s; in flight together far less.
 

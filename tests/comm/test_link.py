@@ -183,6 +183,7 @@ VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 VERBS += ["broadcast", "reduce", "scatter", "gather"]
 
 
+@pytest.mark.slow
 def test_time_follows_the_model_from_1kb_to_64mb(ranks):
     """Catches a term missing from the wait, and waits that add up over what gloo takes itself."""
     sizes = [1_000, 64_000, 1_000_000, 8_000_000, 64_000_000]

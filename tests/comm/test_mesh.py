@@ -215,3 +215,25 @@ def test_subgroups_have_the_timeout_of_the_world(ranks):
 
     for found in ranks(4).run(timeouts):
         assert found == [datetime.timedelta(seconds=20)] * 3
+
+
+def test_equal_axes_share_a_group_for_as_long_as_the_world_lives(ranks):
+    def shared() -> list[bool]:
+        one, two, other = Mesh(dp=2, tp=2), Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
+        assert total(two.tp) == sum(two.tp.ranks)
+        return [a.group is b.group for a, b in ((one.tp, two.tp), (one.dp, two.dp))] + [
+            one.tp.group is other.tp.group
+        ]
+
+    def break_down() -> None:
+        if dist.get_rank() == 1:
+            raise OSError("gone")
+        total(Mesh(dp=2, tp=2).tp)
+
+    pool = ranks(4)
+    assert pool.run(shared) == [[True, True, False]] * 4
+    before = pool.remade
+    with pytest.raises(RankError, match="gone"):
+        pool.run(break_down)
+    assert pool.remade > before
+    assert pool.run(shared) == [[True, True, False]] * 4

@@ -119,6 +119,7 @@ def dawdle(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "record", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "recording"]
 )

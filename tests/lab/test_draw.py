@@ -392,6 +392,7 @@ def test_files_are_small_and_equal_every_time(tmp_path, name):
         draw.save(FIGURES[name](), tmp_path / "x.gif")
 
 
+@pytest.mark.slow
 def test_everything_is_inside_of_the_picture():
     """Catches labels cut off at the edge: the outermost pixels of every figure are paper."""
     wide = {"a rather long name of a curve": ([1, 2], [3, 4])}
@@ -411,6 +412,7 @@ def test_everything_is_inside_of_the_picture():
         assert all((line == 255).all() for line in edge), name
 
 
+@pytest.mark.slow
 def test_no_global_state_is_touched():
     """In a fresh process: neither pyplot nor IPython is imported by drawing."""
     code = (

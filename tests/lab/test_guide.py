@@ -34,6 +34,7 @@ def test_what_was_not_measured_is_not_drawn():
             guide.guide({**ROWS, name: []})
 
 
+@pytest.mark.slow
 def test_the_committed_figure_is_the_one_of_the_committed_measurements(tmp_path):
     """Mutant: measured again, but not drawn again."""
     out = tmp_path / "guide.png"

@@ -121,6 +121,7 @@ def test_memory_that_comes_and_goes_inside_of_one_tensor(kind):
 
 
 # ---------------------------------------------------------------------- a budget
+@pytest.mark.slow
 def test_a_model_that_does_not_fit():
     """In the optimizer step, where Adam's state comes; a little more room, and it fits."""
     model = llama()

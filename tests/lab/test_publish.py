@@ -135,6 +135,7 @@ def test_paths_of_packages_become_short():
     assert publish.without_paths(f"File {file}:1", Path("/nowhere")) == "File torch/__init__.py:1"
 
 
+@pytest.mark.slow
 def test_publishing_runs_the_notebook_and_writes_it(tmp_path, capsys):
     folder = tmp_path / "notebooks"
     folder.mkdir()

@@ -562,6 +562,7 @@ def _follow_signs(feedback: bool, steps=400) -> float:
     return ((point.sum().abs() / 10) + (point[0] - point[1]).abs()).item()
 
 
+@pytest.mark.slow
 def test_signs_alone_go_nowhere(ranks):
     """Without feedback x + y never changes; with feedback it shrinks. Mutant: feedback ignored."""
     with_feedback = ranks(2).run(_follow_signs, True)

@@ -667,6 +667,7 @@ def _on_meta(size):
     return found
 
 
+@pytest.mark.slow
 def test_traffic_on_512_ranks_without_values():
     """The formula of the docstring, from the real code on tensors without values.
 
@@ -744,6 +745,7 @@ def _timed(version, bucket_seconds, steps=3):
         link.check_calls(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_seconds", [0.03, 0.07], ids=["compute-bound", "link-bound"])
 def test_overlap_hides_all_but_the_last_bucket(ranks, bucket_seconds):
     """Mutants: buckets sent after backward; waiting for each bucket before going on."""

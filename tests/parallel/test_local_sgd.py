@@ -343,6 +343,7 @@ def _timed(method: str, comm_seconds: float, steps: int, **options) -> tuple[flo
         link.check_calls(True)
 
 
+@pytest.mark.slow
 def test_delayed_diloco_hides_its_all_reduce(ranks):
     """It takes two and a half steps. Mutants: waiting at once; the group of the axis, where the
     count of tokens would queue behind it and the loss wait for that."""
@@ -353,6 +354,7 @@ def test_delayed_diloco_hides_its_all_reduce(ranks):
         assert hidden > 0.75
 
 
+@pytest.mark.slow
 def test_delayed_gradients_hide_behind_the_next_step(ranks):
     """Mutant: waiting for the gradients of this step, as if they were late."""
     run = partial(ranks(2, "link").run, _timed, comm_seconds=0.08, steps=5)

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm import collectives, timeline
@@ -113,24 +112,9 @@ def parallel(
     `shard_axes`: the names of axes over which the strategies cut gradients into pieces. `cut` takes
     this rank's tokens out of whole sequences. Ranks of `dp` and of `cp` hold different tokens.
     """
-    mesh = _shared_mesh(**sizes)
+    mesh = Mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
     return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes, cut)
-
-
-_meshes: dict[tuple, Mesh] = {}
-
-
-def _shared_mesh(**sizes: int) -> Mesh:
-    """A mesh costs threads and connections, and ranks outlive many tests: one mesh for all."""
-    world = dist.group.WORLD if dist.is_initialized() else None  # anew after a fault
-    if any(mesh.world.group not in (None, world) for mesh in _meshes.values()):
-        _meshes.clear()
-    key = (dist.get_world_size() if world else 1, *sizes.items())
-    if key not in _meshes:
-        _meshes[key] = Mesh(**sizes)
-    Mesh.label = _meshes[key].label
-    return _meshes[key]
 
 
 def _train(

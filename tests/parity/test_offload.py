@@ -60,6 +60,7 @@ def fsdp_gradients(model):
     return attach_fsdp.strategy.full_gradients()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "accumulating", "foreign", "recomputing"])
 def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):

@@ -207,6 +207,7 @@ def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
     assert newest == ({1, 2} if again else {2, 3})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 def test_kill_at_any_byte_leaves_a_loadable_checkpoint(tmp_path):
     """The kernel ends the child in the middle of a write: at a random byte of a random file.

@@ -603,6 +603,7 @@ def test_fp8_recomputes_to_the_same_bits(recompute):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.slow
 def test_fp8_learns_like_bf16_and_only_because_it_scales(in_float32, monkeypatch):
     _, in_bf16 = learn("bf16")
     _, in_fp8 = learn("bf16", fp8=True)
@@ -649,6 +650,7 @@ def without_times(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
     """Mutants: a scaler that is not saved; a run that takes a skipped step for a disaster."""
 
