@@ -6,8 +6,8 @@ whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`wire_bytes`), and when it started and ended. When nobody records, that costs one comparison. The
-watchdog, where there is one, learns from the same place what this rank has called and waits for.
+(`spans.wire_bytes`), and when it started and ended. When nobody records, that costs one comparison.
+The watchdog, where there is one, learns from the same place what this rank has called and waits for.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from minipar.comm import timeline, watchdog
 from minipar.comm.mesh import Axis
+from minipar.comm.spans import wire_bytes
 
 Op = Literal["sum", "avg", "max", "min"]
 _OPS = {
@@ -34,33 +35,6 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-
-
-def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
-    """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
-
-    `num_bytes` is the size of the whole tensor: what an all-gather returns, a reduce-scatter is
-    given, and every rank holds before and after an all-reduce. A ring moves 1/n of it per round:
-    n-1 rounds to reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank has a
-    part of its own (scatter, gather, broadcast, reduce) all are charged alike, as in nccl-tests.
-    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
-    """
-    rounds = {
-        "all_reduce": 2 * (size - 1),
-        "all_gather": size - 1,
-        "reduce_scatter": size - 1,
-        "all_to_all": size - 1,
-        "scatter": size - 1,
-        "gather": size - 1,
-        "broadcast": size,
-        "reduce": size,
-        "send": size,
-        "recv": 0,  # the sender pays: a message is counted once
-        "barrier": 0,
-    }
-    if size == 1:
-        return 0
-    return num_bytes * rounds[verb] // size
 
 
 class Pending:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minipar.comm.spans import Interval, Span, moved, read_json, subtract, union
+from minipar.comm.spans import Interval, Span, moved, read_json, subtract, union, wire_bytes
 
 _VERBS = {  # as Kineto, NCCL's kernels and gloo spell them, without punctuation -> as we do
     "allreduce": "all_reduce",
@@ -130,8 +130,6 @@ def _host_context(events: list[dict[str, Any]]) -> Callable[[Any, float], str]:
 
 def _collective(event: dict[str, Any], rank: int) -> Span:
     """A kernel of NCCL as a span; newer Kineto writes group and message size into its args."""
-    from minipar.comm.collectives import wire_bytes  # it imports this file
-
     args = event.get("args", {})
     name = _verb(str(args.get("Collective name") or event["name"]))
     axis = _axis_name(args.get("Process Group Description") or args.get("Process Group Name") or "")

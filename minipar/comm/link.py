@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minipar.comm.collectives import wire_bytes
+from minipar.comm.spans import wire_bytes
 
 
 # ---------------------------------------------------------------------- links
@@ -148,7 +148,7 @@ _STEPS: dict[str, Callable[[int], int]] = {
 def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
     """Return how long `verb` takes among `size` ranks; `num_bytes` is the whole tensor's.
 
-    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send.
+    Bytes as in `spans.wire_bytes`, except that a receive takes as long as the send.
     Source: Thakur, Rabenseifner & Gropp 2005, section 4 (ring, pairwise); Chan et al. 2007,
     table 1 (bounds that pipelined trees approach).
     """

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
 from minipar.comm import link
-from minipar.comm.collectives import wire_bytes
+from minipar.comm.spans import wire_bytes
 
 
 def register() -> None:
@@ -51,7 +51,7 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
-    `num_bytes`, what this rank sends, are those of `collectives.wire_bytes`.
+    `num_bytes`, what this rank sends, are those of `spans.wire_bytes`.
     """
 
     peer: int | None = None  # of a message: the group's rank at the other end

@@ -20,9 +20,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import backends, link
-from minipar.comm.collectives import all_gather_object, barrier, wire_bytes
+from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
+from minipar.comm.spans import wire_bytes
 from minipar.model.llama import PRESETS, Llama, token_loss
 from minipar.parallel import ddp
 from minipar.train.report import peak_memory

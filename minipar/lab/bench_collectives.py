@@ -20,9 +20,9 @@ import torch
 
 from minipar.comm import algorithms, link, plans
 from minipar.comm import collectives as comm
-from minipar.comm.collectives import wire_bytes
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.spans import wire_bytes
 from minipar.lab.bench import aligned, quartiles
 
 BACKEND = "backend"

@@ -40,7 +40,7 @@ from minipar.parallel import local_sgd
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
-from minipar.train.trainer import evaluate, train_step
+from minipar.train.step import evaluate, train_step
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator
 from PIL import Image
 
-from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Mesh, coordinates, groups_along
-from minipar.comm.spans import NOT_COMPUTE, Span, intersect, subtract, union
+from minipar.comm.spans import NOT_COMPUTE, Span, intersect, subtract, union, wire_bytes
 from minipar.comm.timeline import Timeline
 
 INK, MUTED, GRID, PAPER = "#1f2430", "#6f7688", "#e9ebf1", "#ffffff"

@@ -31,7 +31,7 @@ from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp
 from minipar.train.data import share
 from minipar.train.peak import matmul_rate, synchronise
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 
 NUM_TARGETS = 128  # of the whole batch in the parity check: 4 sequences of 32
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}

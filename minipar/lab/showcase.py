@@ -19,7 +19,7 @@ from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import ddp
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 
 
 @dataclass(frozen=True)

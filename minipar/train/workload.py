@@ -5,7 +5,7 @@ hold, each for itself. What is decided here depends on reduced or gathered numbe
 ranks decide alike.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +22,8 @@ from minipar.train.batch_size import (
 )
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches
+from minipar.train.step import StepResult
 from minipar.train.straggler import Pace, parse_slow
-
-if TYPE_CHECKING:  # which imports this file
-    from minipar.train.trainer import StepResult
 
 
 class Workload:
@@ -68,7 +66,7 @@ class Workload:
         """What to multiply the learning rate by that belongs to the batch at the beginning."""
         return lr_factor(self.config.batch_lr, batches.batch_size, self.config.batch_size)
 
-    def learn(self, result: "StepResult", batches: Batches) -> dict[str, Any]:
+    def learn(self, result: StepResult, batches: Batches) -> dict[str, Any]:
         """Take in a step that was dealt; return what belongs into its metrics. A collective."""
         line: dict[str, Any] = {}
         if self.ramp or self.growth is not None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from minipar.comm import collectives as comm
 from minipar.comm import timeline, worker
-from minipar.comm.collectives import Pending, wire_bytes
+from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.spans import wire_bytes
 
 SHAPE = (12, 24, 36)  # 2, 3 and 4 divide every dim, and no two dims are alike
 REDUCTIONS = {

@@ -10,7 +10,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.compose import Plan, meshes
-from minipar.train.trainer import forward_backward, train_step
+from minipar.train.step import forward_backward, train_step
 from tests.parity import models
 from tests.parity.harness import Task, make_optimizer
 from tests.parity.test_compose import Case

@@ -26,7 +26,7 @@ from minipar.parallel.local_sgd import METHODS, DelayedGradients
 from minipar.parallel.strategy import Strategy
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 from tests.parallel.test_compression import VOCABULARY, _text
 from tests.parity import models
 

@@ -26,7 +26,7 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel.compose import Composed
 from minipar.parallel.strategy import Strategy
 from minipar.train.data import IGNORE, share
-from minipar.train.trainer import Microbatch, forward_backward, train_step
+from minipar.train.step import Microbatch, forward_backward, train_step
 
 Attach = Callable[[nn.Module, Mesh], Sequence[Strategy]]
 Cut = Callable[[Microbatch, Mesh], Microbatch]

@@ -23,7 +23,7 @@ from minipar.parallel import compose, fsdp, tensor
 from minipar.parallel.compose import Composed, Plan, meshes
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.train.trainer import forward_backward, train_step
+from minipar.train.step import forward_backward, train_step
 from tests.parity import models
 from tests.parity.harness import (
     Outcome,

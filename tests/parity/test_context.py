@@ -16,7 +16,7 @@ from minipar.model.masks import document_mask, document_positions
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
 from minipar.train.data import IGNORE
-from minipar.train.trainer import Microbatch, train_step
+from minipar.train.step import Microbatch, train_step
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.test_zero import gradients as gradients_of_zero

@@ -18,7 +18,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import token_loss
 from minipar.parallel import local_sgd
 from minipar.train.data import IGNORE
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 from tests.parity import models
 from tests.parity.harness import Task, muted
 

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from minipar.comm import timeline
-from minipar.comm.collectives import all_gather_object, wire_bytes
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
+from minipar.comm.spans import wire_bytes
 from minipar.model.llama import generate, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pipeline import runtime, split_backward
 from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make
 from minipar.train.data import IGNORE
-from minipar.train.trainer import evaluate
+from minipar.train.step import evaluate
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, gradients_of, parallel, serial
 

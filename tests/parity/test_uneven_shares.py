@@ -10,10 +10,10 @@ from torch import Tensor
 
 from minipar.model.llama import token_loss
 from minipar.parallel import ddp
-from minipar.train import trainer
+from minipar.train import step
 from minipar.train.balance import pack, packed_batch, rank_loads
 from minipar.train.data import IGNORE, share
-from minipar.train.trainer import Microbatch
+from minipar.train.step import Microbatch
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
@@ -94,7 +94,7 @@ def _mean_of_means(task: Uneven) -> Outcome:
         mean = token_loss(logits, targets) / (targets != IGNORE).sum().clamp(min=1)
         return mean / mine / size * num_tokens  # train_step divides by the last
 
-    with mock.patch.object(trainer, "loss_of", lambda model: loss):
+    with mock.patch.object(step, "loss_of", lambda model: loss):
         return parallel(task, {"dp": size}, partial(attach, version="overlapped"))
 
 

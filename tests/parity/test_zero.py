@@ -12,7 +12,7 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, zero
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.data import share
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 from tests.parity.harness import Outcome, assert_parity, make_optimizer, parallel
 from tests.parity.test_ddp import TASKS, reference
 

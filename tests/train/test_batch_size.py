@@ -23,7 +23,7 @@ from minipar.train.batch_size import (
 )
 from minipar.train.data import IGNORE, Batches, Sequences
 from minipar.train.precision import LossScaler, Precision
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 
 # ---------------------------------------------------------------------- by a plan
 

@@ -30,7 +30,7 @@ from minipar.train.precision import (
     reduce_in,
     use_fp8,
 )
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -9,8 +9,8 @@ from torch import nn
 from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
+from minipar.train.step import train_step
 from minipar.train.straggler import Pace, parse_slow
-from minipar.train.trainer import train_step
 
 SLOW = "slowed on purpose"
 WORK = 0.02  # seconds of forward, and of backward

@@ -27,7 +27,7 @@ from minipar.train.corpus import ByteTokenizer, load_corpus
 from minipar.train.data import IGNORE, Sequences
 from minipar.train.metrics import Metrics, read
 from minipar.train.report import StepRecorder, training_figures
-from minipar.train.trainer import train_step
+from minipar.train.step import train_step
 
 PLAIN = TrainConfig(
     steps=6,

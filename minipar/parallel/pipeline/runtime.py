@@ -178,7 +178,7 @@ class Pipeline(Strategy):
         weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Forward and backward of all microbatches: in place of `trainer.forward_backward`.
+        """Forward and backward of all microbatches: in place of `step.forward_backward`.
 
         Gradients add up in ``p.grad``. The other `strategies` synchronise those of a stage during
         its last backward and no earlier one, while stages that are not as far still compute.

@@ -1,0 +1,134 @@
+"""One training step, the same for every strategy: they change what the model does inside of it."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import all_reduce
+from minipar.comm.mesh import Axis
+from minipar.model.llama import loss_of
+from minipar.parallel.strategy import Strategy
+from minipar.train.batch_size import NoiseScale
+from minipar.train.data import IGNORE
+from minipar.train.optim import clip_grad_norm
+from minipar.train.precision import FULL, Precision
+
+# inputs [B, T], targets [B, T], and what else the model takes, such as positions and mask
+Microbatch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step reports: scalars of the whole batch, equal on all ranks."""
+
+    loss: Tensor  # nats per token, over all tokens of all ranks
+    num_tokens: Tensor  # targets that counted
+    grad_norm: Tensor  # before clipping
+    noise: Tensor  # sums over the ranks of the `own_numbers` of a NoiseScale; or empty
+
+
+def forward_backward(
+    model: nn.Module,
+    strategies: Sequence[Strategy],
+    microbatches: Sequence[Microbatch],
+    *,
+    weigh: Callable[[Tensor], Tensor],
+    autocast: Callable[[], AbstractContextManager],
+) -> Tensor:
+    """Add up the gradients of `weigh(loss)` over microbatches, one after the other.
+
+    Returns the sum of their losses, float64.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for i, (inputs, targets, *context) in enumerate(microbatches):
+        with ExitStack() as stack:
+            if i < len(microbatches) - 1:
+                for strategy in strategies:
+                    stack.enter_context(strategy.no_sync())
+            with autocast():
+                loss = loss_of(model)(model(inputs, *context), targets)
+            weigh(loss).backward()
+            total += loss.detach()
+    return total
+
+
+def train_step(
+    model: nn.Module,
+    strategies: Sequence[Strategy],
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Microbatch],
+    data_axis: Axis,
+    *,
+    max_norm: float = math.inf,
+    shard_axes: Sequence[Axis] = (),
+    precision: Precision = FULL,
+    noise: NoiseScale | None = None,
+    run: Callable[..., Tensor] = forward_backward,
+) -> StepResult:
+    """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
+
+    Ranks may have different numbers of microbatches; one without any takes part all the same.
+    `run` takes the place of `forward_backward`: the method of that name of a pipeline.
+
+    The loss is the sum over targets divided by their number *in the whole batch*, over all
+    microbatches and all ranks of `data_axis`: a mean of the ranks' means would weigh the tokens of
+    a rank with little to do more than those of the others. So strategies sum gradients here, they
+    do not average them.
+    """
+    device = next(model.parameters()).device
+    own_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    for _, targets, *_ in microbatches:
+        own_tokens += (targets != IGNORE).sum()
+    counting = all_reduce(own_tokens, data_axis, async_op=True)  # hidden behind the first forward
+    optimizer.zero_grad(set_to_none=True)
+
+    def weigh(loss: Tensor) -> Tensor:
+        return precision.scale(loss / counting.wait().clamp(min=1))
+
+    own_loss = run(model, strategies, microbatches, weigh=weigh, autocast=precision.autocast)
+    num_tokens = counting.wait().clamp(min=1)
+    for strategy in strategies:
+        strategy.finish_backward()
+    own = own_loss[None]
+    if noise is not None:
+        loss_scale = precision.scale(torch.ones_like(own_loss))
+        own = torch.cat([own, noise.own_numbers(own_tokens, num_tokens, loss_scale)])
+    adding = all_reduce(own, data_axis, async_op=True)  # hidden behind the optimizer
+    # Gradients lie where backward put them, or where an optimizer that shards them keeps its part.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters += model.parameters()  # those in both count once
+    precision.unscale(parameters, shard_axes)
+    grad_norm = clip_grad_norm(parameters, max_norm, shard_axes)
+    precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
+    sums = adding.wait()
+    return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Sequence[Microbatch]],
+    data_axis: Axis,
+    run: Callable[[Sequence[Microbatch]], Tensor] | None = None,
+) -> float:
+    """Return the loss in nats per token over `batches`, each target counted once over all ranks.
+
+    `run` takes the place of one forward after the other, and returns the sum of the losses.
+    """
+
+    def one_by_one(batch: Sequence[Microbatch]) -> Tensor:
+        return sum(loss_of(model)(model(x, *rest), y).double() for x, y, *rest in batch)
+
+    totals = None
+    for batch in batches:
+        num_tokens = sum((targets != IGNORE).sum() for _, targets, *_ in batch)
+        sums = torch.stack([(run or one_by_one)(batch), num_tokens])
+        totals = sums if totals is None else totals + sums
+    if totals is None:
+        raise ValueError("there are no batches to validate on")
+    loss, num_tokens = all_reduce(totals, data_axis).tolist()
+    return loss / max(num_tokens, 1)
