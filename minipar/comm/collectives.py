@@ -7,7 +7,7 @@ whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
 (`spans.wire_bytes`), and when it started and ended. When nobody records, that costs one comparison.
-The watchdog, where there is one, learns from the same place what this rank has called and waits for.
+The watchdog, where there is one, learns from here what this rank has called and waits for.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.

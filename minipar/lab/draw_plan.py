@@ -12,7 +12,7 @@ from minipar.comm.link import Topology
 from minipar.comm.mesh import groups_along
 from minipar.lab import draw
 from minipar.lab.draw import EXPOSED, GRID, INK, KIND, MUTED, PAPER
-from minipar.parallel.compose import Explanation, Row
+from minipar.parallel.plan import Explanation, Row
 
 PIECE = KIND["forward"]  # what a rank has of a parameter
 

@@ -13,9 +13,9 @@ from minipar.comm import link
 from minipar.comm.mesh import AXES
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.parallel.compose import MESH, Plan
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
+from minipar.parallel.plan import MESH, Plan
 from minipar.train.batch_size import parse_ramp
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, load_tokenizer
 from minipar.train.metrics import summary_writer

@@ -3,7 +3,7 @@
 `make` returns one of two set-ups. They differ in what a rank holds, and so in what a checkpoint
 needs from it; to the training loop they are the same:
 
-    Planned   ranks train one model together      (`--mesh`, `--zero` ...: a plan of compose.py)
+    Planned   ranks train one model together      (`--mesh`, `--zero` ...: a plan of plan.py)
     Local     every rank has a model of its own   (`--local-method`)
 
 What a checkpoint says of weights and optimizer is what one device would have, so a run of the first

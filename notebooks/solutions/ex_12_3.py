@@ -12,7 +12,7 @@ import torch
 
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.compose import Explanation, Plan
+from minipar.parallel.plan import Explanation, Plan
 
 LEVEL, MINUTES = "medium", 25
 GOOD = "fits at every place of the pipeline, no earlier plan of the list does; None where none fits"

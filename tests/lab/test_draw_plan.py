@@ -9,7 +9,7 @@ from minipar.lab import draw
 from minipar.lab.draw import AXIS, EXPOSED, GRID
 from minipar.lab.draw_plan import PIECE, crossing, explanation, families, placement
 from minipar.model.llama import PRESETS
-from minipar.parallel.compose import Plan
+from minipar.parallel.plan import Plan
 
 NODES = Topology(2, 4)
 

@@ -9,7 +9,7 @@ from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, LlamaConfig
 from minipar.parallel import compose
-from minipar.parallel.compose import Plan, meshes
+from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import forward_backward, train_step
 from tests.parity import models
 from tests.parity.harness import Task, make_optimizer

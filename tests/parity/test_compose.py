@@ -20,9 +20,10 @@ from torch import Tensor
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose, fsdp, tensor
-from minipar.parallel.compose import Composed, Plan, meshes
+from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import forward_backward, train_step
 from tests.parity import models
 from tests.parity.harness import (

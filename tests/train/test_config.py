@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.parallel.compose import Plan
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
+from minipar.parallel.plan import Plan
 from minipar.train.config import TrainConfig
 
 

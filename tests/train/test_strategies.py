@@ -18,8 +18,8 @@ from minipar.comm import timeline
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import PRESETS, Llama
-from minipar.parallel.compose import Plan
 from minipar.parallel.local_sgd import METHODS
+from minipar.parallel.plan import Plan
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

@@ -1,0 +1,410 @@
+"""A plan: which strategies on which mesh; what cannot be, and what comes of it, known beforehand.
+
+Every strategy works along an axis of its own, so a plan is little more than a size for each axis.
+But not all go together: `Plan.problem` names the rule that is broken, `Plan.nearest` the plan that
+changes least and works. `Plan.explain` says of every parameter who has which part of it, over which
+axes its gradient is summed, and how many bytes that sends; compose.py does it.
+
+Use::
+
+    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
+    plan.check(config)  # ValueError: why not, and how
+    print(plan.explain(config))
+
+Proved by tests/parallel/test_compose.py: what is said, beside what ranks do.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from minipar.comm.mesh import Axis
+from minipar.model.llama import Llama, LlamaConfig
+from minipar.parallel import tensor
+from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.pipeline import runtime, schedules, simulate, stages
+from minipar.parallel.pipeline.actions import Schedule
+
+MESH = ("pp", "dp", "cp", "tp")  # from the axis that needs the least of a link to the one in a node
+EACH_NUMBER_ALONE = ("none", "fp16", "bf16")
+"""Compression that rounds a number without a look at its neighbours in the bucket."""
+
+
+# ---------------------------------------------------------------------- 1. the plan
+@dataclass(frozen=True)
+class Plan:
+    """How a Llama is trained on several ranks: the size of each axis, and what happens along it."""
+
+    dp: int = 1
+    """Ranks with sequences of their own."""
+    tp: int = 1
+    """Ranks among which every matrix is cut."""
+    pp: int = 1
+    """Ranks with layers of their own."""
+    cp: int = 1
+    """Ranks among which every sequence is cut."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Cut over dp and cp: nothing (ddp), optimizer state, also gradients, also weights (fsdp)."""
+    sequence_parallel: bool = False
+    """Over tp, cut norms and residual stream along the tokens."""
+    tp_overlap: bool = False
+    """Over tp, send pieces of products while others are computed."""
+    context: Literal["ring", "gather", "ulysses"] = "ring"
+    """Over cp, how attention sees all tokens."""
+    schedule: str = "1f1b"
+    """Over pp, who runs forward and backward of which microbatch when: see `schedules.py`."""
+    stages_per_rank: int = 0
+    """Over pp, of schedules that leave it open; 0: as many as the schedule has."""
+    microbatches: int = 1
+    """Per step, of every rank of dp."""
+    compression: str = "none"
+    """Over dp and cp, how gradients are sent: see `compression.py`."""
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    """Of matrix products."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Which activations are computed again in backward."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """Read "dp=2, tp=2, zero=1, sequence_parallel"; raise `ValueError` where it is not that."""
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, equals, value = part.partition("=")
+            name = name.replace("-", "_")
+            if name not in kinds or name in values:
+                raise ValueError(f"plan {text!r}: {part!r} is not one of {', '.join(kinds)}, once")
+            if kinds[name] is bool and value.lower() in ("", "true", "false"):
+                values[name] = value.lower() != "false"
+            elif kinds[name] is int and value.isdecimal():
+                values[name] = int(value)
+            elif kinds[name] is str and equals:
+                values[name] = value
+            else:
+                like = {bool: "true", int: "2", str: getattr(cls, name)}[kinds[name]]
+                raise ValueError(f"plan {text!r}: cannot read {part!r}; try {name}={like}")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What `parse` reads: all that is not as usual."""
+        given = {n: v for n, v in asdict(self).items() if v != getattr(Plan, n)} or {"dp": 1}
+        return ",".join(
+            name if value is True else f"{name}={value}" for name, value in given.items()
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole mesh."""
+        return math.prod(getattr(self, axis) for axis in MESH)
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Return the axes of a `Mesh` with more than one rank; those of tp are neighbours."""
+        sizes = {axis: getattr(self, axis) for axis in MESH if getattr(self, axis) != 1}
+        return sizes or {"dp": 1}
+
+    def make_schedule(self) -> Schedule:
+        """The schedule of the pipeline. Raises `ValueError` where there is none."""
+        return _schedule(self.schedule, self.pp, self.microbatches, self.stages_per_rank or None)
+
+    # ------------------------------------------------------------------ what cannot be
+    def check(self, config: LlamaConfig) -> None:
+        """Raise `ValueError` unless a Llama of this shape can be trained so: why not, and how."""
+        problem = self.problem(config)
+        if problem is not None:
+            raise ValueError(
+                f"plan {self}: {problem}. The nearest plan that works is {self.nearest(config)}"
+            )
+
+    def problem(self, config: LlamaConfig) -> str | None:
+        """Say which rule is broken, with its numbers; None if all is well."""
+        try:
+            return next(self._problems(config), None)
+        except ValueError as error:  # of a part that knows its own limits
+            return str(error)
+
+    def _problems(self, config: LlamaConfig) -> Iterator[str]:
+        for name in (*MESH, "microbatches"):
+            if getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} must be 1 or more"
+        for field in fields(self):
+            allowed, value = get_args(field.type), getattr(self, field.name)
+            if allowed and value not in allowed:
+                yield f"{field.name}={value} is not one of {', '.join(map(str, allowed))}"
+        if self.compression not in ("none", *COMPRESSORS):
+            yield f"compression={self.compression} is not one of none, {', '.join(COMPRESSORS)}"
+        yield from self._problems_of_axes(config)
+        yield from self._problems_of_gradients(config)
+
+    def _problems_of_axes(self, config: LlamaConfig) -> Iterator[str]:
+        """Each axis for itself."""
+        tensor.check_sizes(config, self.tp)
+        if self.sequence_parallel and self.tp == 1:
+            yield "sequence_parallel cuts what tensor parallelism leaves whole; tp=1 cuts nothing"
+        if self.tp_overlap and not self.sequence_parallel:
+            yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
+        if self.context != "ring" and self.cp == 1:
+            yield f"context={self.context} says how ranks of cp share keys, and there is one: cp=1"
+        if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
+            yield (
+                f"ulysses hands whole heads around: cp={self.cp} does not divide the "
+                f"num_heads={config.num_heads} / tp={self.tp} of a rank"
+            )
+        if self.pp == 1:
+            if self.schedule != "1f1b" or self.stages_per_rank:
+                yield f"schedule={self.schedule} is for a pipeline of several ranks, and pp=1"
+            return
+        num_stages = self.make_schedule().num_stages
+        if num_stages > config.num_layers:
+            yield (
+                f"schedule={self.schedule} on pp={self.pp} cuts the model into {num_stages} "
+                f"stages, each with a layer, and there are num_layers={config.num_layers}"
+            )
+
+    def _problems_of_gradients(self, config: LlamaConfig) -> Iterator[str]:
+        """What does not go together, because a gradient would be wrong without a word."""
+        is_tp_sum = self.sequence_parallel or self.tp > config.num_kv_heads
+        if self.zero and is_tp_sum and config.vocab_size % self.tp:
+            yield (
+                f"zero={self.zero} cuts all parameters of a rank in a row, and tensor parallelism "
+                f"adds up gradients piece by piece; but with vocab_size={config.vocab_size}, which "
+                f"tp={self.tp} does not divide, pieces begin elsewhere on every rank; pad the "
+                f"vocabulary to {-(-config.vocab_size // self.tp) * self.tp} words"
+            )
+        shares = self._shares(config)
+        if self.zero == 3 and shares:
+            yield (
+                f"zero=3 reduces the gradients of one rank of pp at a time, but with "
+                f"schedule={self.schedule}, tie_embeddings={config.tie_embeddings} the same "
+                f"weights are on several, to be summed before"
+            )
+        if self.compression == "none":
+            return
+        if self.zero:
+            yield (
+                f"compression={self.compression} is for the buckets of ddp, and zero={self.zero} "
+                f"has others"
+            )
+        if self.compression not in EACH_NUMBER_ALONE and (self.tp > 1 or shares):
+            where = f"tp={self.tp}" if self.tp > 1 else f"pp={self.pp}"
+            yield (
+                f"compression={self.compression} rounds a number by its neighbours in a bucket; "
+                f"ranks of {where} hold copies of the same parameters beside different ones, and "
+                f"copies would drift apart"
+            )
+        if self.precision == "fp16" and COMPRESSORS[self.compression]().feedback:
+            yield (
+                f"compression={self.compression} adds to a step what the last one left out, and "
+                f"precision=fp16 scales the two by factors that differ"
+            )
+
+    def _shares(self, config: LlamaConfig) -> bool:
+        """Whether several ranks of the pipeline hold the same parameter."""
+        if self.pp == 1:
+            return False
+        schedule = self.make_schedule()
+        ends = schedule.rank_of[0], schedule.rank_of[schedule.num_stages - 1]
+        return schedule.copies > 1 or (config.tie_embeddings and ends[0] != ends[1])
+
+    def nearest(self, config: LlamaConfig) -> "Plan":
+        """The plan for as many ranks that works and changes the least; options before axes."""
+        changes = []
+        for field in fields(self):
+            if field.name in MESH:
+                continue
+            own = getattr(self, field.name)
+            values = get_args(field.type) or (field.default,)
+            if field.name == "schedule":
+                values = tuple(schedules.SCHEDULES)
+            if isinstance(own, int):
+                values = sorted(values, key=lambda value, own=own: abs(value - own))
+            changes.append([{field.name: value} for value in values if value != own])
+        changes.append(sorted(meshes(max(1, self.num_ranks)), key=self._distance))
+        for count in range(1, 4):
+            for kinds in itertools.combinations(changes, count):
+                for chosen in itertools.product(*kinds):
+                    plan = replace(self, **{k: v for change in chosen for k, v in change.items()})
+                    if plan.problem(config) is None:
+                        return plan
+        return Plan(dp=max(1, self.num_ranks))
+
+    def _distance(self, sizes: Mapping[str, int]) -> tuple[float, int]:
+        """How far a mesh is from ours; of two that are as far, more of dp is nearer."""
+        ratios = (n / max(1, getattr(self, axis)) for axis, n in sizes.items())
+        return round(sum(abs(math.log(ratio)) for ratio in ratios), 6), -sizes["dp"]
+
+    # ------------------------------------------------------------------ what comes of it
+    def explain(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> "Explanation":
+        """Say of every parameter who has which part of it, and where its gradient travels.
+
+        Computed by the very code that cuts a model, on tensors without data. Raises `ValueError`
+        for a plan that does not work.
+        """
+        self.check(config)
+        return Explanation(self, tuple(_rows(self, config, dtype)))
+
+
+def meshes(num_ranks: int) -> Iterator[dict[str, int]]:
+    """Every way to spread `num_ranks` over pp, dp, cp and tp."""
+
+    def spread(left: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: left}
+            return
+        for size in (n for n in range(1, left + 1) if left % n == 0):
+            for rest in spread(left // size, axes[1:]):
+                yield {axes[0]: size, **rest}
+
+    return spread(num_ranks, MESH)
+
+
+@cache
+def _schedule(name: str, p: int, m: int, v: int | None) -> Schedule:
+    return schedules.make(name, p, m, v)
+
+
+# ---------------------------------------------------------------------- 2. what comes of it
+@dataclass(frozen=True)
+class Row:
+    """One parameter: what a rank has of it, and where its gradient travels."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    shape: tuple[int, ...]  # on the first rank of tp, before dp and cp cut it
+    stage_ranks: tuple[int, ...]  # the ranks of pp that have it
+    cut_over: tuple[str, ...]  # axes over which the weight is cut, or of whose ranks few have it
+    summed: dict[str, str]  # axis -> the collective that adds up its gradient there
+    sent: dict[str, int]  # axis -> bytes of its gradient that a rank sends per step
+    num_bytes: dict[str, int]  # "weights", "gradients", "optimizer": on a rank between two steps
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `Plan.explain` found; prints as a table, in which layers that are alike are one line."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes."""
+        return self.plan.mesh_sizes()
+
+    def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
+        """Weights, gradients and optimizer state that the ranks of a place on pp hold."""
+        rows = [row for row in self.rows if stage_rank in row.stage_ranks]
+        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in _STATE}
+
+    def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
+        """Bytes of gradients along each axis that the ranks of a place on pp send per step."""
+        rows = [row for row in self.rows if stage_rank in row.stage_ranks]
+        axes = dict.fromkeys(axis for row in rows for axis in row.sent)
+        return {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")
+        alike: dict[tuple[str, ...], list[str]] = {}  # what layers have in common -> their numbers
+        for row in self.rows:
+            before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", row.name).groups()
+            shapes = ("x".join(map(str, shape)) for shape in (row.full_shape, row.shape))
+            summed = [f"{axis} ({verb})" for axis, verb in row.summed.items()]
+            sent = [f"{axis} {num_bytes:,}" for axis, num_bytes in row.sent.items()]
+            cells = (map(str, row.stage_ranks), row.cut_over, summed, sent)
+            cells = (before, after, *shapes, *(", ".join(cell) or "-" for cell in cells))
+            alike.setdefault(cells, []).append(number)
+        lines = [header]
+        for (before, after, *cells), numbers in alike.items():
+            lines.append((f"{before}{_runs(numbers)}{after}", *cells))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        return "\n".join([f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *table])
+
+
+def _runs(numbers: list[str]) -> str:
+    """ "0", "1", "2", "5" -> "0-2,5"."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and number and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+_STATE = ("weights", "gradients", "optimizer")
+
+
+def _rows(plan: Plan, config: LlamaConfig, dtype: torch.dtype) -> Iterator[Row]:
+    found: dict[str, Row] = {}
+    for stage_rank in range(plan.pp):
+        with torch.device("meta"):
+            model = Llama(config).to(dtype)
+        cut = _cut_without_values(model, plan, stage_rank)
+        for name, p in model.named_parameters():
+            if config.tie_embeddings and name == "lm_head.weight":
+                name = "model.embed_tokens.weight"
+            row = _row(plan, *cut, name, p)
+            if name not in found:
+                found[name] = row
+    with torch.device("meta"):
+        order = [name for name, _ in Llama(config).named_parameters()]
+    yield from (found[name] for name in order)
+
+
+def _cut_without_values(
+    model: Llama, plan: Plan, stage_rank: int
+) -> tuple[tensor.TensorParallel | None, runtime.Pipeline | None]:
+    """Tensor and pipeline parallelism on a model on "meta", as on one of the ranks."""
+    by_tensor = pipeline = None
+    if plan.tp > 1:
+        axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
+        border = tensor.Border(axis, plan.sequence_parallel)
+        by_tensor = tensor.TensorParallel(model, border, plan.tp_overlap, 0.0)
+    if plan.pp > 1:
+        axis = Axis("pp", stage_rank, plan.pp, tuple(range(plan.pp)))
+        schedule = simulate.lower(plan.make_schedule())
+        cut = stages.balance(stages.estimate_costs(model.config), schedule.num_stages)
+        pipeline = runtime.Pipeline(model, axis, schedule, cut)
+    return by_tensor, pipeline
+
+
+def _row(
+    plan: Plan,
+    by_tensor: tensor.TensorParallel | None,
+    pipeline: runtime.Pipeline | None,
+    name: str,
+    p: nn.Parameter,
+) -> Row:
+    n, t, num_bytes = plan.dp * plan.cp, plan.tp, p.nbytes
+    data = "dp+cp" if plan.dp > 1 and plan.cp > 1 else "cp" if plan.cp > 1 else "dp"
+    cut = [axis.name for axis in getattr(p, "shard_axes", ())]
+    stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
+    summed, sent = {}, {}
+    if n > 1:
+        # ZeRO 2 and 3 reduce every microbatch: they keep no whole gradients.
+        times = plan.microbatches if plan.zero > 1 else 1 if plan.zero else 2
+        summed[data] = "reduce-scatter" if plan.zero else "all-reduce"
+        sent[data] = times * num_bytes * (n - 1) // n
+        if plan.zero == 3:
+            cut.append(data)
+    if by_tensor is not None and name in (*by_tensor.whole, *by_tensor.shared):
+        rows = by_tensor.num_kv_heads if name in by_tensor.shared else 1
+        summed["tp"] = "all-reduce"
+        sent["tp"] = 2 * rows * num_bytes * (t - 1) // t // (n if plan.zero else 1)
+    if len(stage_ranks) > 1:
+        summed["pp"] = "exchange"
+        sent["pp"] = num_bytes * (len(stage_ranks) - 1)
+    parts_of = {"weights": 3, "gradients": 2, "optimizer": 1}
+    state = {
+        kind: num_bytes * (2 if kind == "optimizer" else 1) // (n if plan.zero >= stage else 1)
+        for kind, stage in parts_of.items()
+    }
+    full = tuple(getattr(p, "full_shape", p.shape))
+    return Row(name, full, tuple(p.shape), stage_ranks, tuple(cut), summed, sent, state)
