@@ -27,22 +27,8 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
-from minipar.lab import (
-    bench,
-    bench_collectives,
-    bench_compression,
-    bench_context,
-    bench_fsdp,
-    bench_pipeline,
-    bench_tensor,
-    draw,
-)
-from minipar.lab.bench_collectives import CollectivesConfig
-from minipar.lab.bench_compression import CompressionConfig
-from minipar.lab.bench_context import ContextConfig
-from minipar.lab.bench_fsdp import ShardingConfig
-from minipar.lab.bench_pipeline import PipelineConfig
-from minipar.lab.bench_tensor import TensorConfig
+from minipar.lab import draw
+from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -74,13 +60,13 @@ class Overlap:
 
 Command = (
     TrainConfig
-    | bench.BenchConfig
-    | CollectivesConfig
-    | CompressionConfig
-    | ShardingConfig
-    | TensorConfig
-    | ContextConfig
-    | PipelineConfig
+    | ddp.DdpConfig
+    | collectives.CollectivesConfig
+    | compression.CompressionConfig
+    | fsdp.ShardingConfig
+    | tensor.TensorConfig
+    | context.ContextConfig
+    | pipeline.PipelineConfig
     | Export
     | Overlap
 )
@@ -463,24 +449,36 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "train": _Command(TrainConfig, train, "train a Llama on several ranks"),
-    "bench ddp": _Command(bench.BenchConfig, bench.run, "our data parallel beside PyTorch's own"),
+    "bench ddp": _Command(ddp.DdpConfig, ddp.run, "our data parallel beside PyTorch's own"),
     "bench collectives": _Command(
-        CollectivesConfig, bench_collectives.run, "our all-reduce algorithms beside the backend's"
+        collectives.CollectivesConfig,
+        collectives.run,
+        "our all-reduce algorithms beside the backend's",
     ),
     "bench compression": _Command(
-        CompressionConfig, bench_compression.run, "every way to send less: what it saves, and costs"
+        compression.CompressionConfig,
+        compression.run,
+        "every way to send less: what it saves, and costs",
     ),
     "bench fsdp": _Command(
-        ShardingConfig, bench_fsdp.run, "our ZeRO and FSDP beside PyTorch's own"
+        fsdp.ShardingConfig,
+        fsdp.run,
+        "our ZeRO and FSDP beside PyTorch's own",
     ),
     "bench tensor": _Command(
-        TensorConfig, bench_tensor.run, "our tensor parallelism beside PyTorch's own"
+        tensor.TensorConfig,
+        tensor.run,
+        "our tensor parallelism beside PyTorch's own",
     ),
     "bench context": _Command(
-        ContextConfig, bench_context.run, "our context parallelism beside PyTorch's; zigzag or not"
+        context.ContextConfig,
+        context.run,
+        "our context parallelism beside PyTorch's; zigzag or not",
     ),
     "bench pipeline": _Command(
-        PipelineConfig, bench_pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
+        pipeline.PipelineConfig,
+        pipeline.run,
+        "our pipeline beside PyTorch's, and how idle ranks are",
     ),
     "export": _Command(Export, export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _Command(Overlap, overlap, "how much communication do these traces hide?"),

@@ -22,15 +22,7 @@ import pytest
 import torch
 
 from minipar import cli
-from minipar.lab import (
-    bench,
-    bench_collectives,
-    bench_compression,
-    bench_context,
-    bench_fsdp,
-    bench_pipeline,
-    bench_tensor,
-)
+from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
 from minipar.model.llama import PRESETS
 from minipar.train import checkpoint, saver, trainer
 from minipar.train.config import TrainConfig
@@ -204,13 +196,8 @@ def no_ranks(monkeypatch):
         pytest.fail("ranks were started for a call that cannot work")
 
     monkeypatch.setattr(cli, "Ranks", started)
-    monkeypatch.setattr(bench, "Ranks", started)
-    monkeypatch.setattr(bench_collectives, "Ranks", started)
-    monkeypatch.setattr(bench_compression, "Ranks", started)
-    monkeypatch.setattr(bench_fsdp, "Ranks", started)
-    monkeypatch.setattr(bench_pipeline, "Ranks", started)
-    monkeypatch.setattr(bench_tensor, "Ranks", started)
-    monkeypatch.setattr(bench_context, "Ranks", started)
+    for bench in (ddp, collectives, compression, fsdp, tensor, context, pipeline):
+        monkeypatch.setattr(bench, "Ranks", started)
 
 
 def assert_one_line(code: int, out: str, err: str, says: str) -> None:

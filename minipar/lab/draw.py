@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, MaxNLocator
 from PIL import Image
 
 from minipar.comm.mesh import Mesh, coordinates, groups_along
@@ -585,7 +585,10 @@ def curves(
     for logarithmic, axis in ((logx, ax.xaxis), (logy, ax.yaxis)):
         values = [v for xy in lines.values() for v in xy[axis is ax.yaxis]]
         if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # powers of ten are too few
+            doubles = axis is ax.xaxis and all(math.log2(v).is_integer() for v in values)
+            # Powers of ten are too few.
+            ticks = FixedLocator(values) if doubles else LogLocator(subs=(1, 2, 5))
+            axis.set_major_locator(ticks)
             axis.set_major_formatter(FormatStrFormatter("%g"))
     seen = {name: xy for name, xy in lines.items() if name not in points}
     if logy and all(v > 0 for _, y in seen.values() for v in y):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from minipar.comm.algorithms import Tuning
-from minipar.lab import bench_collectives as bench
-from minipar.lab.bench_collectives import CollectivesConfig, Measured, table
+from minipar.lab.bench import collectives as bench
+from minipar.lab.bench.collectives import CollectivesConfig, Measured, table
 
 SMALL = CollectivesConfig(ranks=2, sizes=(1024, 4096), algorithms=("ring", "direct"), rounds=3)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minipar.lab import bench_compression as bench
 from minipar.lab import draw, draw_compression
-from minipar.lab.bench_compression import (
+from minipar.lab.bench import compression as bench
+from minipar.lab.bench.compression import (
     CHANCE,
     METHODS,
     CompressionConfig,

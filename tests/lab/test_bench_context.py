@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from minipar.comm import link
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab import bench_context as bench
-from minipar.lab.bench_context import OURS, THEIRS, WHAT, ContextConfig
+from minipar.lab.bench import context as bench
+from minipar.lab.bench.context import OURS, THEIRS, WHAT, ContextConfig
 from minipar.model.llama import LlamaConfig, dense_core
 from minipar.parallel import context
 

@@ -10,9 +10,9 @@ import torch
 from minipar.comm.mesh import Mesh
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.lab import bench_pipeline as bench
-from minipar.lab import pipeline_idle
-from minipar.lab.bench_pipeline import RIVALS, Contender, PipelineConfig, batch
+from minipar.lab.bench import pipeline as bench
+from minipar.lab.bench import pipeline_idle
+from minipar.lab.bench.pipeline import RIVALS, Contender, PipelineConfig, batch
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import bubble, simulate

@@ -8,10 +8,10 @@ import pytest
 
 from minipar.comm import link
 from minipar.comm.mesh import Mesh
-from minipar.lab import bench_tensor as bench
-from minipar.lab import race
-from minipar.lab.bench_tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
-from minipar.lab.race import Measured
+from minipar.lab.bench import race
+from minipar.lab.bench import tensor as bench
+from minipar.lab.bench.race import Measured
+from minipar.lab.bench.tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
 from minipar.model.llama import PRESETS, LlamaConfig
 
 SMALL = TensorConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=("1gbe",))

@@ -466,6 +466,8 @@ def test_a_short_logarithmic_axis_has_enough_ticks():
     assert shown == [5, 10, 20, 50]
     assert ax.xaxis.get_major_formatter()(20) == "20"
     assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
+    ranks = {"a": ([2, 4, 8], [1, 2, 3]), "b": ([4, 16], [1, 2])}  # doubled: each is a tick
+    assert sorted(set(draw.curves(ranks, logx=True).axes[0].get_xticks())) == [2, 4, 8, 16]
 
 
 def test_on_a_logarithmic_axis_lines_far_apart_are_equally_thin():

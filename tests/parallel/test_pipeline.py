@@ -17,7 +17,7 @@ from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab import pipeline_idle
+from minipar.lab.bench import pipeline_idle
 from minipar.model.llama import PRESETS, loss_of
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp

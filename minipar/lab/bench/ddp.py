@@ -8,10 +8,9 @@ of the resident set grows while a contender trains.
 
 import gc
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,54 +23,21 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.spans import wire_bytes
+from minipar.lab.bench.race import (
+    StepConfig,
+    aligned,
+    hidden_share,
+    in_turns,
+    percent,
+    quartiles,
+)
 from minipar.model.llama import PRESETS, Llama, token_loss
 from minipar.parallel import ddp
 from minipar.train.report import peak_memory
 
 
 @dataclass(frozen=True)
-class StepConfig:
-    """What every comparison of training steps can be told."""
-
-    ranks: int = 2
-    """Number of ranks."""
-    preset: str = "small"
-    """The model."""
-    batch_size: int = 2
-    """Sequences per rank and step."""
-    seq_len: int = 128
-    """Tokens per sequence."""
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
-    """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
-    times."""
-    rounds: int = 15
-    """Steps of each contender per link."""
-    json: str = ""
-    """Also write the rows to this file."""
-
-    def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
-        if self.preset not in PRESETS:
-            raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        for name in ("ranks", "batch_size", "seq_len", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be >= 1")
-        if not self.links:
-            raise ValueError("--links needs at least one value")
-        for name in self.links:
-            if name != "gloo":
-                link.parse(name)
-        longest = PRESETS[self.preset].max_seq_len
-        if self.seq_len > longest:
-            raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
-            )
-        if self.json and not Path(self.json).parent.is_dir():
-            raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
-
-
-@dataclass(frozen=True)
-class BenchConfig(StepConfig):
+class DdpConfig(StepConfig):
     """Compare our data parallel with PyTorch's own, in interleaved steps on one model and link."""
 
     buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
@@ -83,7 +49,7 @@ class BenchConfig(StepConfig):
             raise ValueError("--buckets needs at least one value, buckets above 0")
 
 
-def run(config: BenchConfig) -> list[dict[str, Any]]:
+def run(config: DdpConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return the rows."""
     config.check()
     memory = {name: _memory(config, name) for name in ("ours", "torch")}
@@ -108,7 +74,7 @@ class Contender:
     step: Callable[[], None]
 
 
-def contenders(config: BenchConfig, mesh: Mesh) -> dict[str, Callable[[], Contender]]:
+def contenders(config: DdpConfig, mesh: Mesh) -> dict[str, Callable[[], Contender]]:
     """Ours, PyTorch's with every bucket size, and one that does not communicate at all."""
     torch.manual_seed(mesh.rank)
     shape = PRESETS[config.preset]
@@ -165,7 +131,7 @@ class Measured:
     gradient_bytes: int
 
 
-def measure(config: BenchConfig, link_name: str) -> Measured:
+def measure(config: DdpConfig, link_name: str) -> Measured:
     """Let all contenders take turns; called on every rank."""
     mesh = Mesh(dp=config.ranks)
     if link_name != "gloo":
@@ -190,13 +156,13 @@ def measure(config: BenchConfig, link_name: str) -> Measured:
     return Measured(slowest, num_bytes)
 
 
-def _memory(config: BenchConfig, name: str) -> float:
+def _memory(config: DdpConfig, name: str) -> float:
     """Return by how many bytes training lets a rank grow, in processes that did nothing before."""
     with Ranks(config.ranks, sink=None) as ranks:
         return statistics.median(ranks.run(_growth, config, name))
 
 
-def _growth(config: BenchConfig, name: str) -> int:
+def _growth(config: DdpConfig, name: str) -> int:
     mesh = Mesh(dp=config.ranks)
     field = contenders(config, mesh)
     before = peak_memory(backends.device_of(mesh.rank))
@@ -208,7 +174,7 @@ def _growth(config: BenchConfig, name: str) -> int:
 
 # ---------------------------------------------------------------------- the table
 def _row(
-    config: BenchConfig, name: str, measured: Measured, memory: dict[str, float]
+    config: DdpConfig, name: str, measured: Measured, memory: dict[str, float]
 ) -> dict[str, Any]:
     typical = {k: statistics.median(times) for k, times in measured.seconds.items()}
     best = min((k for k in typical if k.startswith("torch")), key=typical.get)
@@ -243,25 +209,6 @@ def _row(
     }
 
 
-def hidden_share(step: float, compute: float, communication: float) -> float:
-    """Return the part of the communication that does not show in the time of a step.
-
-    Judged from outside, alike for every contender: a step longer than computing alone by as much
-    as the link is busy hides nothing. All in seconds; nan where nobody knows how long that is.
-    """
-    if not communication:
-        return math.nan
-    return min(max(1 - (step - compute) / communication, 0.0), 1.0)
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text; ratios are ours over PyTorch's, below 1 where ours is faster."""
     head = ("link", "ours", "torch (best bucket)", "ratio [quartiles]", "compute", "on the wire")
@@ -282,25 +229,3 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             )
         )
     return aligned(lines)
-
-
-def percent(share: float) -> str:
-    """Return 0.5 as "50%", and what nobody knows as "-"."""
-    return "-" if math.isnan(share) else f"{share:.0%}"
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as text, in columns."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield all names `rounds` times, beginning with another one in every round."""
-    stride = max(1, len(names) // rounds)
-    for turn in range(rounds):
-        shift = turn * stride % len(names)
-        yield from [*names[shift:], *names[:shift]]

@@ -30,8 +30,8 @@ from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.lab.bench import StepConfig, aligned, hidden_share, in_turns, percent, quartiles
-from minipar.lab.sharding_methods import ALONE, FAMILIES, METHODS, RIVALS
+from minipar.lab.bench.race import StepConfig, aligned, hidden_share, in_turns, percent, quartiles
+from minipar.lab.bench.sharding_methods import ALONE, FAMILIES, METHODS, RIVALS
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.train.report import peak_memory
 

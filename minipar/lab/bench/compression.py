@@ -33,8 +33,8 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw, draw_compression
-from minipar.lab.bench import aligned, in_turns, quartiles
-from minipar.lab.compression_methods import CHANCE, METHODS, REFERENCE, TURN
+from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
+from minipar.lab.bench.race import aligned, in_turns, quartiles
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus

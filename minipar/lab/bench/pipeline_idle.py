@@ -25,7 +25,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw, draw_pipeline
-from minipar.lab.bench import aligned
+from minipar.lab.bench.race import aligned
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.actions import Action, Schedule

@@ -20,9 +20,8 @@ from torch import Tensor
 from minipar.comm import backends
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab import pipeline_idle
-from minipar.lab.bench import StepConfig
-from minipar.lab.race import Measured, race, row, save, table
+from minipar.lab.bench import pipeline_idle
+from minipar.lab.bench.race import Measured, StepConfig, race, row, save, table
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.actions import Schedule

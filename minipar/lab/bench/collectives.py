@@ -23,7 +23,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
-from minipar.lab.bench import aligned, quartiles
+from minipar.lab.bench.race import aligned, quartiles
 
 BACKEND = "backend"
 

@@ -1,4 +1,4 @@
-"""Contenders take turns: what `minipar bench tensor` and `minipar bench context` have in common.
+"""Contenders take turns: what all comparisons of training steps have in common.
 
 Machines drift, so contenders that do the same work take turns step by step, in changing order. What
 counts is the ratio within a round of turns: ours over theirs, as the median of all rounds with its
@@ -9,9 +9,10 @@ are those of the emulated link, which sees what anybody sends; on bare gloo nobo
 
 import gc
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,56 @@ from typing import Any
 from minipar.comm import link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
-from minipar.lab.bench import StepConfig, aligned, in_turns, quartiles
+from minipar.model.llama import PRESETS
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What every comparison of training steps can be told."""
+
+    ranks: int = 2
+    """Number of ranks."""
+    preset: str = "small"
+    """The model."""
+    batch_size: int = 2
+    """Sequences per rank and step."""
+    seq_len: int = 128
+    """Tokens per sequence."""
+    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
+    """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
+    times."""
+    rounds: int = 15
+    """Steps of each contender per link."""
+    json: str = ""
+    """Also write the rows to this file."""
+
+    def check(self) -> None:
+        """Raise `ValueError` for values that cannot work."""
+        if self.preset not in PRESETS:
+            raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
+        for name in ("ranks", "batch_size", "seq_len", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be >= 1")
+        if not self.links:
+            raise ValueError("--links needs at least one value")
+        for name in self.links:
+            if name != "gloo":
+                link.parse(name)
+        longest = PRESETS[self.preset].max_seq_len
+        if self.seq_len > longest:
+            raise ValueError(
+                f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
+            )
+        if self.json and not Path(self.json).parent.is_dir():
+            raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
+
+
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield all names `rounds` times, beginning with another one in every round."""
+    stride = max(1, len(names) // rounds)
+    for turn in range(rounds):
+        shift = turn * stride % len(names)
+        yield from [*names[shift:], *names[:shift]]
 
 
 @dataclass
@@ -117,6 +167,25 @@ def row(
     }
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def hidden_share(step: float, compute: float, communication: float) -> float:
+    """Return the part of the communication that does not show in the time of a step.
+
+    Judged from outside, alike for every contender: a step longer than computing alone by as much
+    as the link is busy hides nothing. All in seconds; nan where nobody knows how long that is.
+    """
+    if not communication:
+        return math.nan
+    return min(max(1 - (step - compute) / communication, 0.0), 1.0)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as text; ratios are ours over PyTorch's, below 1 where ours is faster."""
     head = ("link", "ours", "step", "PyTorch's fastest of its kind", "step", "ratio [quartiles]")
@@ -138,6 +207,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _MEGABYTES = ("ours_megabytes", "torch_megabytes")
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text, in columns."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def percent(share: float) -> str:
+    """Return 0.5 as "50%", and what nobody knows as "-"."""
+    return "-" if math.isnan(share) else f"{share:.0%}"
 
 
 def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from minipar import cli
-from minipar.lab import bench
-from minipar.lab.bench import BenchConfig, Measured, hidden_share, quartiles, table
+from minipar.lab.bench import ddp as bench
+from minipar.lab.bench.ddp import DdpConfig, Measured, table
+from minipar.lab.bench.race import hidden_share, quartiles
 
-SMALL = BenchConfig(preset="tiny", seq_len=32, rounds=2, links=("1gbe",), buckets=(25.0,))
+SMALL = DdpConfig(preset="tiny", seq_len=32, rounds=2, links=("1gbe",), buckets=(25.0,))
 
 
 def test_quartiles():

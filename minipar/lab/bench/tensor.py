@@ -23,8 +23,8 @@ from torch import Tensor
 from minipar.comm import backends
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab import race
-from minipar.lab.bench import StepConfig
+from minipar.lab.bench import race
+from minipar.lab.bench.race import StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
 from minipar.parallel import tensor
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from minipar.comm import backends
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab import race
-from minipar.lab.bench import StepConfig, aligned
+from minipar.lab.bench import race
+from minipar.lab.bench.race import StepConfig, aligned
 from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig, loss_of
 from minipar.parallel import context, ddp, ulysses
 from minipar.parallel.sequences import CutSequences
