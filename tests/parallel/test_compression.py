@@ -6,7 +6,6 @@ That sums are right when nothing is left out is proved by tests/parity/test_comp
 import copy
 import io
 import math
-import time
 from functools import cache, partial
 
 import numpy as np
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import link, timeline
-from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm import timeline
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel import ddp
@@ -38,10 +37,10 @@ from tests.parallel.test_ddp import (
     NUM_LAYERS,
     SLACK,
     Layers,
-    SlowLayers,
     data,
     loss_of,
 )
+from tests.parallel.timed import SlowLayer, fastest, slow_model
 
 ALL = {
     **COMPRESSORS,
@@ -383,32 +382,23 @@ def test_another_compressor_takes_over():
     assert start.shape == (model[0].in_features, 3)
 
 
-def _timed(bucket_seconds, version, steps=3):
-    """Return (seconds, hidden fraction) of the fastest of a few steps."""
+def _timed(bucket_seconds, version, count=3):
     mesh = Mesh(dp=2)
-    model, x = SlowLayers(), torch.ones(2, 64)
-    num_bytes = model.weights[0].nbytes
-    link.check_calls(False)
-    try:
-        strategy = ddp.apply(
-            model, mesh.dp, version=version, bucket_mb=num_bytes / 1e6, reduce=Compressed(Half())
-        )
-        results = []
-        for step in range(1 + steps):  # the first one is a rehearsal
-            rate = num_bytes / 2 / bucket_seconds
-            link.use(link.Link("test", 0.0, rate) if step else "none")
-            model.zero_grad()
-            barrier(mesh.dp)
-            with timeline.record() as recorded:
-                start = time.monotonic()
-                model(x).sum().backward()
-                strategy.finish_backward()
-                seconds = time.monotonic() - start
-            results.append((seconds, recorded.hidden_fraction))
-        return min(results[1:])
-    finally:
-        link.use("none")
-        link.check_calls(True)
+    model, x = slow_model(NUM_LAYERS, FORWARD, BACKWARD), torch.ones(2, 64)
+    strategy = ddp.apply(
+        model,
+        mesh.dp,
+        version=version,
+        bucket_mb=SlowLayer.NUM_BYTES / 1e6,
+        reduce=Compressed(Half()),
+    )
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+        strategy.finish_backward()
+
+    return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / 2 / bucket_seconds, count=count)
 
 
 @pytest.mark.slow

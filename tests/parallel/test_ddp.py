@@ -21,6 +21,7 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
+from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
 VERSIONS = list(ddp.VERSIONS)
@@ -690,59 +691,17 @@ NUM_LAYERS, FORWARD, BACKWARD = 6, 0.01, 0.04  # seconds per layer
 SLACK = 0.1  # seconds that a busy machine may add to a step
 
 
-class Slow(torch.autograd.Function):
-    """A product that takes its time, and leaves the processor alone as a GPU would."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with timeline.span("forward", "layer"):
-            time.sleep(FORWARD)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        with timeline.span("backward", "layer"):
-            time.sleep(BACKWARD)
-        return grad @ weight.mT, x.mT @ grad
-
-
-class SlowLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        weights = [torch.randn(64, 64) / 8 for _ in range(NUM_LAYERS)]
-        self.weights = nn.ParameterList(weights)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = Slow.apply(x, weight)
-        return x
-
-
-def _timed(version, bucket_seconds, steps=3):
-    """Return (seconds, hidden fraction) of the fastest of a few steps."""
+def _timed(version, bucket_seconds, count=3):
     mesh = Mesh(dp=2)
-    model, x = SlowLayers(), torch.ones(2, 64)
-    num_bytes = model.weights[0].nbytes
-    link.check_calls(False)
-    try:
-        strategy = ddp.apply(model, mesh.dp, version=version, bucket_mb=num_bytes / 1e6)
-        results = []
-        for step in range(1 + steps):  # the first one is a rehearsal
-            link.use(link.Link("test", 0.0, num_bytes / bucket_seconds) if step else "none")
-            model.zero_grad()
-            barrier(mesh.dp)
-            with timeline.record() as recorded:
-                start = time.monotonic()
-                model(x).sum().backward()
-                strategy.finish_backward()
-                seconds = time.monotonic() - start
-            results.append((seconds, recorded.hidden_fraction))
-        return min(results[1:])
-    finally:
-        link.use("none")
-        link.check_calls(True)
+    model, x = slow_model(NUM_LAYERS, FORWARD, BACKWARD), torch.ones(2, 64)
+    strategy = ddp.apply(model, mesh.dp, version=version, bucket_mb=SlowLayer.NUM_BYTES / 1e6)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+        strategy.finish_backward()
+
+    return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / bucket_seconds, count=count)
 
 
 @pytest.mark.slow

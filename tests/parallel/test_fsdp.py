@@ -5,7 +5,6 @@ That training equals one device is proved by tests/parity/test_fsdp.py.
 
 import copy
 import math
-import time
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm import link, timeline
-from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm import timeline
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_weight
 from minipar.parallel import compression, fsdp
 from minipar.train.optim import make_optimizer
+from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
 NUM_BLOCKS, WIDTH = 16, 32
@@ -699,56 +699,17 @@ def test_bad_options_are_refused_before_the_first_collective(ranks):
 FORWARD, BACKWARD, COLLECTIVE = 0.02, 0.04, 0.015  # seconds per block
 
 
-class Slow(torch.autograd.Function):
-    """A product that takes its time, and leaves the processor alone as a GPU would."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with timeline.span("forward", "block"):
-            time.sleep(FORWARD)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        with timeline.span("backward", "block"):
-            time.sleep(BACKWARD)
-        return grad @ weight.mT, x.mT @ grad
-
-
-class SlowBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Slow.apply(x, self.weight)
-
-
-def _timed(prefetch, num_blocks, steps=3, reshard=True):
-    """Return (seconds, hidden fraction) of the fastest of a few steps."""
+def _timed(prefetch, num_blocks, reshard=True):
     mesh = Mesh(dp=2)
-    model = nn.Sequential(*(SlowBlock() for _ in range(num_blocks)))
-    num_bytes = 64 * 64 * 4
-    link.check_calls(False)
-    try:
-        strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch, reshard_after_forward=reshard)
-        results = []
-        for step in range(1 + steps):  # the first one learns the order
-            link.use(link.Link("test", 0.0, num_bytes / 2 / COLLECTIVE) if step else "none")
-            model.zero_grad()
-            barrier(mesh.dp)
-            with timeline.record() as recorded:
-                start = time.monotonic()
-                model(torch.ones(2, 64)).sum().backward()
-                strategy.finish_backward()
-                seconds = time.monotonic() - start
-            results.append((seconds, recorded.hidden_fraction))
-        return min(results[1:])
-    finally:
-        link.use("none")
-        link.check_calls(True)
+    model, x = slow_model(num_blocks, FORWARD, BACKWARD), torch.ones(2, 64)
+    strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch, reshard_after_forward=reshard)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+        strategy.finish_backward()
+
+    return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / 2 / COLLECTIVE)
 
 
 @pytest.mark.slow

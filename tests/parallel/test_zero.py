@@ -6,7 +6,6 @@ model and of the optimizer computes on every rank what all ranks together should
 
 import copy
 import math
-import time
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from minipar.parallel import zero
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.precision import LossScaler
 from tests.parallel.test_ddp import ALL, USED, Layers, Reentrant, data, loss_of
+from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
 STAGES = [1, 2]
@@ -724,51 +724,26 @@ NUM_LAYERS, FORWARD, BACKWARD = 6, 0.06, 0.06  # seconds per layer
 SLACK = 0.25  # seconds that a busy machine may add to a step
 
 
-class Sleep(torch.autograd.Function):
-    """Takes its time, and leaves the processor alone as a GPU would."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        with timeline.span("forward", "layer"):
-            time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        with timeline.span("backward", "layer"):
-            time.sleep(BACKWARD)
-        return grad
-
-
-class SlowLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(super().forward(x))
-
-
 def _timed(stage: int, seconds: float) -> float:
-    """Return the seconds of a step, the best of two, with so many for each collective."""
+    """Return the seconds of a step with so many for each collective."""
     mesh = Mesh(dp=2)
-    model = nn.Sequential(*(SlowLinear(64, 64, bias=False) for _ in range(NUM_LAYERS)))
-    num_bytes = model[0].weight.nbytes
-    strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=num_bytes / 1e6)
+    model, x = slow_model(NUM_LAYERS, FORWARD, BACKWARD), torch.ones(2, 64)
+    strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=SlowLayer.NUM_BYTES / 1e6)
     assert len(optimizer.buckets) == NUM_LAYERS
-    x, results = torch.ones(2, 64), []
-    link.check_calls(False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+
     try:
-        for step in range(4):
-            # A reduce-scatter or all-gather on two ranks sends one half.
-            link.use(link.Link("test", 0.0, num_bytes / 2 / seconds) if step else "none")
-            start = time.monotonic()
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            strategy.finish_backward()
-            optimizer.step()
-            results.append(time.monotonic() - start)
-        optimizer.synchronize()
-        return min(results[2:])
+        # A reduce-scatter or all-gather on two ranks sends one half. The weights of a step are on
+        # their way when it begins: those of the first on the link were sent without it.
+        bandwidth = SlowLayer.NUM_BYTES / 2 / seconds
+        return fastest(step, None, bandwidth, count=2, rehearsals=2)[0]
     finally:
-        link.use("none")
-        link.check_calls(True)
+        optimizer.synchronize()
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import json
 import math
-import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,42 +25,6 @@ PLAIN = TrainConfig(
     save_every=3,
     record_every=100,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As each rank has, for what runs in this very process: more would only fight for the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Words in random order: what comes next can be guessed only in part, so there is noise."""
-    path = tmp_path_factory.mktemp("text") / "a.txt"
-    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
-    path.write_text("".join(random.Random(0).choices(words, k=1500)))
-    return path
-
-
-@pytest.fixture
-def run(ranks, text, tmp_path):
-    """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
-
-    def run(size: int, name: str, start=None, **changes):
-        folder = tmp_path / name
-        config = replace(PLAIN, data=str(text), mesh=f"dp={size}", **changes)
-        config.check()
-        args = config, str(folder), None if start is None else str(start)
-        if size == 1:
-            trainer.train(*args)
-        else:
-            ranks(size).run(trainer.train, *args)
-        return folder
-
-    return run
 
 
 def column(folder, key: str) -> list:

@@ -36,15 +36,6 @@ SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_e
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As each rank has, for what runs in this very process: more would only fight for the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batch(step: int, rows: int = 4, seq_len: int = 32):
     """Sequences that can be learnt: each adds 7, 14 or 21 from token to token, modulo 64."""
     generator = torch.Generator().manual_seed(step)

@@ -5,7 +5,6 @@ Unless a test says otherwise runs are in float64: what agrees to 1e-10 is the sa
 
 import json
 import math
-import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,40 +38,6 @@ PLAIN = TrainConfig(
     record_every=100,
 )
 SAME = "step", "loss", "lr", "grad_norm", "tokens"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As each rank has, for what runs in this very process: more would only fight for the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "a.txt"
-    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
-    path.write_text("".join(random.Random(0).choices(words, k=1500)))
-    return path
-
-
-@pytest.fixture
-def run(ranks, text, tmp_path):
-    """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
-
-    def run(size: int, name: str, start=None, **changes):
-        config = replace(PLAIN, **{"data": str(text), "mesh": f"dp={size}", **changes})
-        config.check()
-        args = config, str(tmp_path / name), None if start is None else str(start)
-        if size == 1:
-            trainer.train(*args)
-        else:
-            ranks(size).run(trainer.train, *args)
-        return tmp_path / name
-
-    return run
 
 
 def lines_of(folder: Path, *keys: str) -> list[tuple]:

@@ -43,15 +43,6 @@ PLAIN = TrainConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As each rank has, for what runs in this very process: more would only fight for the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A small text that can be learnt: a few sentences over and over, in changing order."""
@@ -59,23 +50,6 @@ def text(tmp_path_factory):
     words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
     path.write_text("".join(words[i * i % 9] for i in range(1500)))
     return path
-
-
-@pytest.fixture
-def run(ranks, text, tmp_path):
-    """``run(size, name, start=..., **changes)`` trains on `size` ranks; returns the folder."""
-
-    def run(size: int, name: str, start=None, **changes):
-        folder = tmp_path / name
-        config = replace(PLAIN, data=str(text), mesh=f"dp={size}", **changes)
-        args = config, str(folder), None if start is None else str(start)
-        if size == 1:  # this very process
-            trainer.train(*args)
-        else:
-            ranks(size).run(trainer.train, *args)
-        return folder
-
-    return run
 
 
 def lines_of(folder, *keys: str) -> list[tuple]:
