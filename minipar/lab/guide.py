@@ -15,7 +15,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from minipar.lab import draw
+from minipar.lab.draw import pen
 
 MEASURED = Path("notebooks/assets/measured")
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by the name of their file
@@ -151,35 +151,35 @@ def guide(rows: Rows) -> Figure:
     """
     pitch, half = 0.98, 0.3  # inches from one question to the next; half a box
     height = pitch * len(CHOICES) + 0.75
-    figure = draw._figure(draw.WIDTH, height)
-    ax = draw._canvas(figure, draw.WIDTH, height)
-    draw._title(figure, "Which strategy when: the first yes decides, and large jobs combine them")
+    figure = pen.figure(pen.WIDTH, height)
+    ax = pen.canvas(figure, pen.WIDTH, height)
+    pen.title(figure, "Which strategy when: the first yes decides, and large jobs combine them")
     left, right, width = 0.15, 6.35, 2.95
     middle = left + width / 2
     for i, choice in enumerate(CHOICES):
         y = height - 0.95 - pitch * i
-        ink = draw.colour(choice.axis)
-        _box(ax, left, y, width, half, draw.PAPER, draw.MUTED)
-        draw._text(ax, middle, y, choice.question, ha="center", size=10)
-        _box(ax, right, y, draw.WIDTH - 0.15 - right, half, ink + "38", ink)
-        name = (right + draw.WIDTH - 0.15) / 2
-        draw._text(ax, name, y + 0.09, choice.strategy, ha="center", size=10, weight="bold")
+        ink = pen.colour(choice.axis)
+        _box(ax, left, y, width, half, pen.PAPER, pen.MUTED)
+        pen.text(ax, middle, y, choice.question, ha="center", size=10)
+        _box(ax, right, y, pen.WIDTH - 0.15 - right, half, ink + "38", ink)
+        name = (right + pen.WIDTH - 0.15) / 2
+        pen.text(ax, name, y + 0.09, choice.strategy, ha="center", size=10, weight="bold")
         lower = y - (0.2 if "\n" in choice.strategy else 0.13)
-        flags = {"ha": "center", "size": 8, "color": draw.MUTED, "family": "monospace"}
-        draw._text(ax, name, lower, choice.flags, **flags)
+        flags = {"ha": "center", "size": 8, "color": pen.MUTED, "family": "monospace"}
+        pen.text(ax, name, lower, choice.flags, **flags)
         _arrow(ax, (left + width, y), (right, y), ink)
         centre = (left + width + right) / 2
-        draw._text(ax, left + width + 0.1, y + 0.1, "yes", size=8.5, color=draw.MUTED)
+        pen.text(ax, left + width + 0.1, y + 0.1, "yes", size=8.5, color=pen.MUTED)
         style = {"ha": "center", "size": 8.5, "linespacing": 1.35}
-        draw._text(ax, centre, y + 0.12, choice.fact(rows), va="bottom", **style)
+        pen.text(ax, centre, y + 0.12, choice.fact(rows), va="bottom", **style)
         if i < len(CHOICES) - 1:
-            _arrow(ax, (middle, y - half), (middle, y - pitch + half), draw.MUTED)
+            _arrow(ax, (middle, y - half), (middle, y - pitch + half), pen.MUTED)
             no = middle + 0.1, y - pitch / 2
-            draw._text(ax, *no, "no", size=8.5, color=draw.MUTED)
+            pen.text(ax, *no, "no", size=8.5, color=pen.MUTED)
         else:
             last = "no: recompute activations, or keep optimizer state on the host"
-            draw._text(ax, left, y - half - 0.17, last, size=8.5, color=draw.MUTED)
-    draw._footnote(figure, "measured on emulated links by minipar bench", height)
+            pen.text(ax, left, y - half - 0.17, last, size=8.5, color=pen.MUTED)
+    pen.footnote(figure, "measured on emulated links by minipar bench", height)
     return figure
 
 
@@ -203,7 +203,7 @@ class Guide:
 
 def main() -> None:
     """Draw the figure from what was measured."""
-    print(draw.save(guide(read()), tyro.cli(Guide).out))
+    print(pen.save(guide(read()), tyro.cli(Guide).out))
 
 
 if __name__ == "__main__":

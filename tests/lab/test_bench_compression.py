@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minipar.lab import draw, draw_compression
+from minipar.lab import draw
 from minipar.lab.bench import compression as bench
 from minipar.lab.bench.compression import (
     CHANCE,
@@ -18,6 +18,7 @@ from minipar.lab.bench.compression import (
     fine_print,
     table,
 )
+from minipar.lab.draw import compression as draw_compression
 from minipar.parallel import local_sgd
 from minipar.parallel.compression import COMPRESSORS
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
+from minipar.lab.draw import meshes
 from minipar.train.data import epoch_order, share
 
 
@@ -225,7 +226,7 @@ def test_meshes_without_axes_and_too_large():
         draw.mesh({"dp": 512})
 
 
-VERBS = list(draw.SENTENCE)
+VERBS = list(meshes.SENTENCE)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw import KIND, RANK
-from minipar.lab.draw_context import mask, orders, pieces, quarters, steps
+from minipar.lab.draw.context import mask, orders, pieces, quarters, steps
 from minipar.model.masks import document_mask
 
 CAUSAL = torch.ones(24, 24, dtype=torch.bool).tril()

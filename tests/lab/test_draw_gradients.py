@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
-from minipar.lab.draw_gradients import kept
+from minipar.lab.draw.gradients import kept
 
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
 

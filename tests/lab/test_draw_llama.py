@@ -6,7 +6,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle, Wedge
 
-from minipar.lab import draw, draw_llama
+from minipar.lab import draw
+from minipar.lab.draw import llama as draw_llama
 from minipar.model.llama import PRESETS
 
 TINY = PRESETS["tiny"]

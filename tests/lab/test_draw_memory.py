@@ -7,7 +7,8 @@ from matplotlib.colors import to_hex
 
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.lab import draw, draw_memory
+from minipar.lab import draw
+from minipar.lab.draw import memory as draw_memory
 from minipar.lab.memory import MemoryHistory
 
 MB = 10**6

@@ -8,8 +8,9 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from minipar.lab import draw, draw_numbers
-from minipar.lab.draw_numbers import FORMATS, bits_of, magnitudes, smallest
+from minipar.lab import draw
+from minipar.lab.draw import numbers as draw_numbers
+from minipar.lab.draw.numbers import FORMATS, bits_of, magnitudes, smallest
 
 
 def texts(figure):

@@ -7,7 +7,7 @@ from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
 from minipar.comm.link import Topology
 from minipar.lab import draw
 from minipar.lab.draw import AXIS, EXPOSED, GRID
-from minipar.lab.draw_plan import PIECE, crossing, explanation, families, placement
+from minipar.lab.draw.plan import PIECE, crossing, explanation, families, placement
 from minipar.model.llama import PRESETS
 from minipar.parallel.plan import Plan
 

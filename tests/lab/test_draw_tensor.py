@@ -6,7 +6,7 @@ from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw import RANK
-from minipar.lab.draw_tensor import SAME, Matrix, formula, heads, swap
+from minipar.lab.draw.tensor import SAME, Matrix, formula, heads, swap
 from minipar.model.llama import PRESETS
 
 X, A = Matrix("x", "T", "D"), Matrix("A", "D", "F", cut="columns")

@@ -32,9 +32,10 @@ from minipar.comm import backends, link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.lab import draw, draw_compression
+from minipar.lab import draw
 from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
 from minipar.lab.bench.race import aligned, in_turns, quartiles
+from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus

@@ -24,8 +24,9 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.lab import draw, draw_pipeline
+from minipar.lab import draw
 from minipar.lab.bench.race import aligned
+from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.actions import Action, Schedule

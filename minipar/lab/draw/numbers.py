@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from torch import Tensor
 
-from minipar.lab import draw
-from minipar.lab.draw import EXPOSED, KIND, MUTED, SERIES
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import EXPOSED, KIND, MUTED, SERIES
 
 FORMATS = {
     "float32": torch.float32,
@@ -46,25 +46,25 @@ def bits(
     longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in formats.values())
     width = left + cell * longest + 1.6
     height = 0.62 + row * len(formats) + 0.5
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title or f"The number {value:g} in {len(formats)} formats")
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title or f"The number {value:g} in {len(formats)} formats")
     for i, (name, dtype) in enumerate(formats.items()):
         y = height - 0.55 - row * (i + 1)
-        draw._text(ax, left - 0.14, y + 0.15, name, ha="right")
+        pen.text(ax, left - 0.14, y + 0.15, name, ha="right")
         word = bits_of(value, dtype)
         inks = list(_PARTS.values())
         for k, bit in enumerate(word):
             ink = inks[0 if k == 0 else 1 if k <= _EXPONENT_BITS[dtype] else 2]
             box = {"boxstyle": "round,pad=0,rounding_size=0.03", "fc": ink, "lw": 0}
             ax.add_patch(FancyBboxPatch((left + cell * k, y), cell - 0.025, 0.3, **box))
-            style = {"size": 8, "ha": "center", "color": draw._on(ink)}
-            draw._text(ax, left + cell * (k + 0.44), y + 0.145, bit, **style)
+            style = {"size": 8, "ha": "center", "color": pen.ink_on(ink)}
+            pen.text(ax, left + cell * (k + 0.44), y + 0.145, bit, **style)
         stored = torch.tensor(value).to(dtype).double().item()
         x = left + cell * len(word) + 0.1
-        draw._text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
-    draw._key(figure, draw._flow([(ink, part) for part, ink in _PARTS.items()]), left, 0.2)
-    draw._footnote(figure, note, height)
+        pen.text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
+    pen.key(figure, pen.flow([(ink, part) for part, ink in _PARTS.items()]), left, 0.2)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -96,10 +96,10 @@ def magnitudes(
     first, last = exponents
     width, row, left, right = 8.4, 0.78, 1.55, 1.3
     height = 0.8 + row * len(sizes) + 0.68
-    figure = draw._figure(width, height)
+    figure = pen.figure(width, height)
     box = left / width, 0.68 / height, (width - left - right) / width, row * len(sizes) / height
     ax = figure.add_axes(box)
-    draw._quiet(ax)
+    pen.quiet(ax)
     ax.set_xlim(first, last + 1)
     ax.set_ylim(0, len(sizes))
     ax.set_yticks([])
@@ -116,22 +116,20 @@ def magnitudes(
             ink = EXPOSED if power in lost and power not in kept else KIND["backward"]
             tall = 0.86 * count / counts.max().item()
             ax.add_patch(Rectangle((power + 0.06, at), 0.88, tall, facecolor=ink, lw=0, zorder=3))
-        ax.plot([first, last + 1], [at, at], color=draw.GRID, lw=0.8, zorder=2)
+        ax.plot([first, last + 1], [at, at], color=pen.GRID, lw=0.8, zorder=2)
         style = {"transform": ax.get_yaxis_transform()}
-        draw._text(ax, -0.015, at + 0.3, word, ha="right", **style)
+        pen.text(ax, -0.015, at + 0.3, word, ha="right", **style)
         for j, (mask, what) in enumerate(((too_small, "to zero"), (too_large, "overflow"))):
             part = mask.double().mean().item()
             share = f"{part:.1%}" if part >= 5e-4 else "under 0.1%" if part else "none"
             ink = EXPOSED if part >= 5e-4 else MUTED
-            draw._text(
-                ax, 1.015, at + 0.44 - 0.28 * j, f"{share} {what}", color=ink, size=8, **style
-            )
+            pen.text(ax, 1.015, at + 0.44 - 0.28 * j, f"{share} {what}", color=ink, size=8, **style)
     step = 10 if last - first > 24 else 5
     ticks = [k for k in range(first, last + 2) if k % step == 0]
     ax.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])
     ax.set_xlabel("absolute value", color=MUTED, fontsize=9, loc="right")
-    draw._title(figure, title)
-    draw._footnote(figure, note, height)
+    pen.title(figure, title)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -154,4 +152,4 @@ def _zones(ax: Axes, info: torch.finfo, low: float, name: str) -> None:
         lo, hi = max(lo, first), min(hi, last)
         if lo < hi:
             ax.axvspan(lo, hi, color=fill, alpha=0.55, lw=0, zorder=0)
-            draw._text(ax, (lo + hi) / 2, 1.04, word, **style)
+            pen.text(ax, (lo + hi) / 2, 1.04, word, **style)

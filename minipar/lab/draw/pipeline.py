@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.lab import draw
-from minipar.lab.draw import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw import display, pen
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulate
@@ -54,10 +54,10 @@ def compare(
     end = max(t.duration for _, t in shown.values()) * scale
     row = min(0.34, max(0.16, 6.5 / sum(s.num_ranks for s, _ in shown.values())))  # inches
     heights = [row * s.num_ranks for s, _ in shown.values()]
-    legend = draw._flow(_legend(shown.values()))
+    legend = pen.flow(_legend(shown.values()))
     head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(legend)
     total = sum(heights) + head * len(shown) + gap * (len(shown) - 1) + foot
-    figure = draw._figure(WIDTH, total)
+    figure = pen.figure(WIDTH, total)
     top = total
     for i, ((title, (plan, t)), height) in enumerate(zip(shown.items(), heights, strict=True)):
         top -= head + height
@@ -74,9 +74,9 @@ def compare(
         top -= gap
     label = "milliseconds" if unit == "ms" else f"time, in units of {unit}"
     ax.set_xlabel(label, color=MUTED, fontsize=9, loc="right", labelpad=1)
-    draw._key(figure, legend, LEFT, 0.32)
+    pen.key(figure, legend, LEFT, 0.32)
     labels = dict.fromkeys(t.label for _, t in shown.values() if t.label)
-    draw._footnote(figure, "; ".join(labels), total)
+    pen.footnote(figure, "; ".join(labels), total)
     return figure
 
 
@@ -106,10 +106,10 @@ def memory_against_bubble(
         t = simulate(plan, (costs or Costs()).per_rank(plan))
         points.setdefault((_held(plan), round(100 * measure(t), 6)), []).append(name)
     width, height = 7.2, 4.4
-    figure = draw._figure(width, height)
+    figure = pen.figure(width, height)
     box = (0.75 / width, 0.62 / height, (width - 1.0) / width, (height - 1.3) / height)
     ax = figure.add_axes(box)
-    draw._quiet(ax)
+    pen.quiet(ax)
     ax.grid(color=GRID, lw=0.8)
     ax.set_xlim(0, 1.32 * max(x for x, _ in points))
     ax.set_ylim(0, 1.12 * max(y for _, y in points) or 1.0)
@@ -119,7 +119,7 @@ def memory_against_bubble(
     label = "activations held, in microbatches of a rank's share of the model"
     ax.set_xlabel(label, color=MUTED, fontsize=9, loc="right")
     ax.text(0, 1.03, "bubble, % of computing", color=MUTED, size=9, transform=ax.transAxes)
-    draw._title(figure, title)
+    pen.title(figure, title)
     return figure
 
 
@@ -153,7 +153,7 @@ def _name_points(ax: Axes, names: Mapping[tuple[float, float], str]) -> None:
             if free and left > ax.transAxes.transform((0, 0))[0]:
                 break
         taken.append(box)
-        draw._text(ax, *ax.transData.inverted().transform((tx, ty)), name, ha=align, zorder=5)
+        pen.text(ax, *ax.transData.inverted().transform((tx, ty)), name, ha=align, zorder=5)
 
 
 # ---------------------------------------------------------------------- rows and cells
@@ -177,7 +177,7 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
     ax.broken_barh([(0, scale * timeline.duration)], (0.06, p - 0.12), facecolor=KIND["idle"], lw=0)
     ax.hlines(range(1, p), 0, scale * timeline.duration, color=PAPER, lw=4, zorder=1)
     inches = (WIDTH - LEFT - RIGHT) / ax.get_xlim()[1]  # of a unit of time
-    size = _label_size(schedule, timeline, scale * inches, draw._inches(ax) / p)
+    size = _label_size(schedule, timeline, scale * inches, pen.inches_of(ax) / p)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     ticks, lines = [], []
     for span in timeline:
@@ -196,12 +196,12 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
         if wide * inches > 0.99 * _inches_of(label, size):
             middle = start + wide / 2, span.rank + 0.49
             style = {"size": size, "ha": "center", "va": "center", "clip_on": True}
-            ax.text(*middle, label, color=draw._on(KIND[kind]), **style)
+            ax.text(*middle, label, color=pen.ink_on(KIND[kind]), **style)
         chunk = schedule.stages_on(span.rank).index(action.stage)
         for k in range(chunk):
             x = start + wide / 2 + (k - (chunk - 1) / 2) * 0.045 / inches
             if (chunk + 1) * 0.045 < wide * inches:
-                ticks.append((x, span.rank + 0.8, draw._on(KIND[kind])))
+                ticks.append((x, span.rank + 0.8, pen.ink_on(KIND[kind])))
     for (rank, kind), pieces in bars.items():
         ax.broken_barh(
             pieces, (rank + 0.06, 0.88), facecolor=KIND[kind], edgecolor=PAPER, lw=0.7, zorder=2
@@ -227,7 +227,7 @@ def _inches_of(label: str, size: float) -> float:
 
 
 def _quiet_rows(ax: Axes, num_ranks: int) -> None:
-    draw._quiet(ax)
+    pen.quiet(ax)
     ticks = [rank + 0.5 for rank in range(num_ranks)]
     ax.set_yticks(ticks, [f"rank {r}" for r in range(num_ranks)], color=MUTED, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -250,4 +250,4 @@ def _legend(shown: Iterable[tuple[Schedule, Timeline]]) -> list[tuple[str, str]]
     return entries
 
 
-draw.register(Schedule, schedule)
+display.register(Schedule, schedule)

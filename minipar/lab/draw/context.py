@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from minipar.comm.mesh import Axis
-from minipar.lab import draw
-from minipar.lab.draw import INK, KIND, MUTED, PAPER, RANK
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK
 from minipar.parallel import context
 
 SIDE, LEFT, STRIP = 2.7, 0.72, 0.13  # inches: a triangle, what stands beside it, whose tokens
@@ -77,12 +77,12 @@ def mask(
     """
     visible = _checked(size, visible)
     width, height = max(LEFT + SIDE + 0.3, 0.4 + 0.105 * len(title), 6.5), SIDE + 1.5
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     _triangle(ax, (width - SIDE) / 2, 0.62, size, order, visible)
     _legend(figure, size, 0.2, width - 0.3)
-    draw._footnote(figure, note, height)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -95,9 +95,9 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
     visible = _checked(size, None)
     below = ROW * size + 0.72
     width, height = 2 * (LEFT + SIDE) + 0.75, SIDE + below + 1.5
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     works = {order: quarters(size, order) for order in ("plain", "zigzag")}
     longest = max(map(_duration, works.values()))
     for i, (order, work) in enumerate(works.items()):
@@ -105,9 +105,9 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
         _triangle(ax, x, 0.55 + below, size, order, visible, head=order)
         _steps(ax, x, 0.62, work, SIDE / longest)
         total = f"{_duration(work):g} quarters of a block"
-        draw._text(ax, x, 0.62 + ROW * size + 0.16, total, weight="bold")
+        pen.text(ax, x, 0.62 + ROW * size + 0.16, total, weight="bold")
     _legend(figure, size, 0.2, width - 0.4, waiting=True)
-    draw._footnote(figure, note, height)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -127,18 +127,18 @@ def steps(
         raise ValueError(f"{ranks} ranks make no picture that can be read; use 1 to {len(RANK)}")
     width, panel = max(7.2, 0.4 + 0.105 * len(title)), ROW * ranks + 0.44
     height = 0.98 + panel * len(work)
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     scale = (width - LEFT - 0.3) / max(map(_duration, work.values()))
     for i, (name, rows) in enumerate(work.items()):
         y = height - 0.34 - panel * (i + 1)
         _steps(ax, LEFT, y, rows, scale)
         top, said = y + ROW * ranks + 0.14, f"{_duration(rows):.3g} {unit}"
-        draw._text(ax, LEFT, top, name, weight="bold")
-        draw._text(ax, LEFT + _duration(rows) * scale, top, said, ha="right")
+        pen.text(ax, LEFT, top, name, weight="bold")
+        pen.text(ax, LEFT + _duration(rows) * scale, top, said, ha="right")
     _legend(figure, ranks, 0.2, width - 0.4, masked=False, waiting=True)
-    draw._footnote(figure, note, height)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -201,16 +201,16 @@ def _triangle(
         down = (piece.queries[0].item() + row + 0.5) * unit
         size_of = min(9.0, 30 * chunk * unit)  # points
         style = {"ha": "center", "size": size_of, "zorder": 3}
-        draw._text(ax, x + at, top - down, piece.step, **style)
+        pen.text(ax, x + at, top - down, piece.step, **style)
     for number in range(context.ORDERS[order] * size):
         owner = next(r for r in range(size) if number in context.chunks_of(r, size, order))
         edge, fill = SIDE / (context.ORDERS[order] * size), RANK[owner]
         sheet = {"fc": fill, "ec": PAPER, "lw": 0.7}
         ax.add_patch(Rectangle((x - STRIP - 0.05, top - (number + 1) * edge), STRIP, edge, **sheet))
         ax.add_patch(Rectangle((x + number * edge, top + 0.05), edge, STRIP, **sheet))
-    draw._text(ax, x - STRIP - 0.12, y + SIDE / 2, "queries", color=MUTED, rotation=90, ha="right")
-    draw._text(ax, x + SIDE, top + STRIP + 0.15, "keys and values", color=MUTED, ha="right")
-    draw._text(ax, x, top + STRIP + 0.15, head, weight="bold")
+    pen.text(ax, x - STRIP - 0.12, y + SIDE / 2, "queries", color=MUTED, rotation=90, ha="right")
+    pen.text(ax, x + SIDE, top + STRIP + 0.15, "keys and values", color=MUTED, ha="right")
+    pen.text(ax, x, top + STRIP + 0.15, head, weight="bold")
 
 
 def _span(positions: Tensor) -> slice:
@@ -222,7 +222,7 @@ def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale:
     lengths = [max(step) for step in zip(*work, strict=True)]
     for rank, row in enumerate(work):
         low = y + ROW * (len(work) - 1 - rank)
-        draw._text(ax, x - 0.1, low + ROW / 2, f"rank {rank}", color=MUTED, ha="right", size=8)
+        pen.text(ax, x - 0.1, low + ROW / 2, f"rank {rank}", color=MUTED, ha="right", size=8)
         at = x
         for step, (takes, lasts) in enumerate(zip(row, lengths, strict=True)):
             corner, tall = (at, low + 0.03), ROW - 0.06
@@ -231,7 +231,7 @@ def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale:
             ax.add_patch(Rectangle(corner, takes * scale, tall, fc=RANK[rank], **box))
             if takes * scale > 0.14:
                 middle = at + takes * scale / 2
-                draw._text(ax, middle, low + ROW / 2 - 0.005, step, ha="center", size=8)
+                pen.text(ax, middle, low + ROW / 2 - 0.005, step, ha="center", size=8)
             at += lasts * scale
     end = x + sum(lengths) * scale
     ax.plot([end] * 2, [y, y + ROW * len(work)], color=INK, lw=0.9)
@@ -250,4 +250,4 @@ def _legend(
         entries.append((_pale(RANK[0]), "multiplied, then masked"))
     if waiting:
         entries.append((KIND["idle"], "waits"))
-    draw._key(figure, draw._flow(entries, room), left, 0.26)
+    pen.key(figure, pen.flow(entries, room), left, 0.26)

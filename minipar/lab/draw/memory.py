@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minipar.comm.timeline import Timeline
-from minipar.lab import draw
-from minipar.lab.draw import AXIS, EXPOSED, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import AXIS, EXPOSED, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw.timelines import lanes
 from minipar.lab.memory import MemoryHistory
 
 # A category has the colour of the work that makes it, or that it waits for.
@@ -79,10 +80,10 @@ def ladder(
     inks = _inks(seen)
 
     head, area, row, gap = 0.44, 1.9 if len(histories) == 1 else 1.25, 0.42, 0.12  # inches
-    legend = draw._flow([(inks[c], NAMES.get(c, c)) for c in reversed(seen)])
+    legend = pen.flow([(inks[c], NAMES.get(c, c)) for c in reversed(seen)])
     foot = 0.62 + 0.22 * len(legend)
     total = foot + len(histories) * (head + area) + sum(row + gap for _ in mine)
-    figure = draw._figure(WIDTH, total)
+    figure = pen.figure(WIDTH, total)
     right = 1.1 if closed_forms else 0.0  # room for the bars
     wide = WIDTH - LEFT - RIGHT - right
     y = total
@@ -93,7 +94,7 @@ def ladder(
             y -= row
             box = LEFT / WIDTH, y / total, wide / WIDTH, row / total
             rows = figure.add_axes(box)
-            draw._rows(rows, mine[name].shifted(mine[name].start - start), (0, 1e3 * longest))
+            lanes(rows, mine[name].shifted(mine[name].start - start), (0, 1e3 * longest))
             rows.set_yticks([])
             rows.set_xticks([])
             y -= gap
@@ -106,14 +107,14 @@ def ladder(
         if budget is not None:
             ax.axhline(budget / 1e6, color=EXPOSED, lw=1.2, zorder=5)
             where = {"size": 8, "color": EXPOSED, "va": "bottom", "ha": "right"}
-            ax.text(1e3 * longest, budget / 1e6, f"budget {draw._bytes(int(budget))}", **where)
+            ax.text(1e3 * longest, budget / 1e6, f"budget {pen.num_bytes(int(budget))}", **where)
         if name in closed_forms:
             box = (LEFT + wide + 0.12) / WIDTH, y / total, (right - 0.12) / WIDTH, area / total
             _bar(figure.add_axes(box), closed_forms[name], top, inks)
     ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
-    draw._key(figure, legend, LEFT, 0.32)
+    pen.key(figure, legend, LEFT, 0.32)
     labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
-    draw._footnote(figure, note or "; ".join(labels), total)
+    pen.footnote(figure, note or "; ".join(labels), total)
     return figure
 
 
@@ -159,7 +160,7 @@ def _area(
     """Steps, in milliseconds of the window and megabytes; a moment that is short keeps its peak."""
     at = [1e3 * (second - window[0]) for second in history.seconds]
     end = 1e3 * (window[1] - window[0])
-    pixels = int(ax.get_position().width * ax.figure.get_figwidth() * draw.DPI)
+    pixels = int(ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
     keep = [i for i in _most(at, history.totals, longest / pixels) if at[i] <= end]
     x = [*(at[i] for i in keep), end]
     order = [c for c in inks if c in history.device and any(history.device[c])]
@@ -179,8 +180,8 @@ def _area(
         ax.step(x, line, where="post", color=PAPER, lw=0.5, zorder=3)
     ax.set_xlim(0, longest)
     ax.set_ylim(0, top / 1e6)
-    draw._quiet(ax)
-    ax.grid(axis="y", color=draw.GRID, lw=0.8)
+    pen.quiet(ax)
+    ax.grid(axis="y", color=pen.GRID, lw=0.8)
     ax.yaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_locator(MaxNLocator(10))
     ax.text(-0.012, 1.02, "MB", transform=ax.transAxes, size=9, color=MUTED, ha="right")
@@ -205,10 +206,10 @@ def _headline(
     """The finding: how much at most, and what most of it is; beside it what the host holds."""
     held = history.at_peak
     largest = next(iter(held))
-    said = f"at most {draw._bytes(history.peak)}, {draw._bytes(held[largest])} of it "
+    said = f"at most {pen.num_bytes(history.peak)}, {pen.num_bytes(held[largest])} of it "
     said += NAMES.get(largest, largest)
     if history.host:
-        host = draw._bytes(history.peak_of(*history.host, host=True))
+        host = pen.num_bytes(history.peak_of(*history.host, host=True))
         said += f"; the host holds {host}"
     width = figure.get_figwidth()
     loud = budget is not None and history.peak > budget
@@ -223,7 +224,7 @@ def _headline(
 
 def _bar(ax: Axes, form: Mapping[str, float], top: float, inks: dict[str, str]) -> None:
     """The closed form as a stacked bar on the scale of the area."""
-    draw._quiet(ax)
+    pen.quiet(ax)
     parts = {c: form[c] / 1e6 for c in inks if form.get(c)}
     for (category, height), end in zip(parts.items(), accumulate(parts.values()), strict=True):
         ax.bar(0, height, 0.9, end - height, color=inks[category], edgecolor=PAPER, lw=0.6)
@@ -232,5 +233,5 @@ def _bar(ax: Axes, form: Mapping[str, float], top: float, inks: dict[str, str]) 
     ax.set_ylim(0, top / 1e6)
     ax.set_xticks([])
     ax.set_yticks([])
-    label = f"closed\nform of\nstate:\n{draw._bytes(int(total))}"
+    label = f"closed\nform of\nstate:\n{pen.num_bytes(int(total))}"
     ax.text(0.56, total / 1e6, label, size=8, color=INK, va="top" if total > top / 3 else "bottom")

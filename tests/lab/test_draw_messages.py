@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from minipar.comm import plans
 from minipar.comm.plans import ALL_REDUCE
 from minipar.lab import draw
-from minipar.lab.draw_rounds import ADDED, PASSED, schedules
+from minipar.lab.draw.messages import ADDED, PASSED, schedules
 
 
 def lines(figure):

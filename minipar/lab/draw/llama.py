@@ -1,6 +1,6 @@
 """Pictures of the model: where data flows, how positions turn, which heads share.
 
-Each is a plain function of a `LlamaConfig`, in the house style of `minipar.lab.draw`.
+Each is a plain function of a `LlamaConfig`, drawn by the same pen.
 """
 
 import math
@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
 
-from minipar.lab import draw
-from minipar.lab.draw import INK, KIND, MUTED, PAPER, RANK, SERIES
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, SERIES
 from minipar.model.llama import LlamaConfig, rope_frequencies
 
 PARTS = dict(zip(("attention", "embedding", "mlp", "norm"), SERIES, strict=False))
@@ -33,10 +33,10 @@ def parameters(config: LlamaConfig) -> dict[str, int]:
 
 def model(config: LlamaConfig) -> Figure:
     """The way of a token through the model, with shapes and with the parameters of each part."""
-    width, height = draw.WIDTH, 2.95
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, "One stream from byte to prediction; each layer adds to it twice")
+    width, height = pen.WIDTH, 2.95
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, "One stream from byte to prediction; each layer adds to it twice")
     count = parameters(config)
     layers, line, branch = config.num_layers, 1.95, 0.98
     once = 2 if config.tie_embeddings else 1
@@ -51,12 +51,12 @@ def model(config: LlamaConfig) -> Figure:
             lw=0,
         )
     )
-    draw._text(ax, 2.07, 2.22, f"a layer, {layers} times", color=MUTED)
+    pen.text(ax, 2.07, 2.22, f"a layer, {layers} times", color=MUTED)
     arrow = {"arrowstyle": "-|>", "mutation_scale": 13, "color": INK, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch((0.45, line), (width - 0.66, line), lw=2.6, **arrow, zorder=1))
-    draw._text(ax, 0.18, line, "[T]")
-    draw._text(ax, width - 0.6, line, "[T, V]")
-    draw._text(ax, 1.62, line + 0.16, "[T, D]", color=MUTED, ha="center")
+    pen.text(ax, 0.18, line, "[T]")
+    pen.text(ax, width - 0.6, line, "[T, V]")
+    pen.text(ax, 1.62, line + 0.16, "[T, D]", color=MUTED, ha="center")
     tied = "same as embed" if config.tie_embeddings else embedding
     _part(ax, 1.02, line, 0.74, "embed", "embedding", embedding)
     _part(ax, 7.55, line, 0.62, "norm", "norm", f"{config.hidden_size:,}")
@@ -74,9 +74,9 @@ def model(config: LlamaConfig) -> Figure:
         _part(ax, x + 0.2, branch, 0.58, "norm", "norm", f"{layers} · {config.hidden_size:,}")
         _part(ax, x + 1.1, branch, 0.92, name, part, f"{count[part]:,}")
         ax.add_patch(Circle((plus, line), 0.12, fc=PAPER, ec=INK, lw=1.2, zorder=3))
-        draw._text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
+        pen.text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
     total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
-    draw._footnote(figure, total, height)
+    pen.footnote(figure, total, height)
     return figure
 
 
@@ -86,8 +86,8 @@ def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, belo
     corner = x - width / 2, y - height / 2
     box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": fill, "ec": PAPER, "lw": 1.2}
     ax.add_patch(FancyBboxPatch(corner, width, height, **box, zorder=2))
-    draw._text(ax, x, y - 0.01, name, color=draw._on(fill), ha="center", weight="bold", zorder=3)
-    draw._text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
+    pen.text(ax, x, y - 0.01, name, color=pen.ink_on(fill), ha="center", weight="bold", zorder=3)
+    pen.text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
 
 
 def rotations(
@@ -103,19 +103,19 @@ def rotations(
         raise ValueError(f"pairs={list(pairs)}: a head has pairs 0 to {len(turns) - 1}")
     cell, left = 0.78, 1.55
     width, height = left + cell * len(positions) + 0.2, 0.85 + cell * len(pairs)
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
     fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
-    draw._title(figure, f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}")
+    pen.title(figure, f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}")
     for row, pair in enumerate(pairs):
         y = height - 0.95 - cell * row
-        draw._text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
-        draw._text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
+        pen.text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
+        pen.text(ax, 0.18, y - 0.12, f"{_degrees(turns[pair])} per token", color=MUTED)
         for column, position in enumerate(positions):
             _dial(ax, left + cell * (column + 0.5), y, 0.31, position * turns[pair])
     for column, position in enumerate(positions):
         x = left + cell * (column + 0.5)
-        draw._text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
+        pen.text(ax, x, 0.16, f"t = {position}", color=MUTED, ha="center")
     return figure
 
 
@@ -137,12 +137,12 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
     """Which query heads share a key/value head, and which tokens each head may look at."""
     heads, groups = config.num_heads, config.num_kv_heads
     side = 0.26  # inches of a cell of the mask
-    width = draw.WIDTH
+    width = pen.WIDTH
     height = 1.15 + side * num_tokens
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
     share = heads // groups
-    draw._title(figure, f"{share} query heads share one key/value head; no token sees a later one")
+    pen.title(figure, f"{share} query heads share one key/value head; no token sees a later one")
     inks = [RANK[i % len(RANK)] for i in range(groups)]
     room = width - side * num_tokens - 2.4
     top, bottom = height - 0.95, 0.8
@@ -155,9 +155,9 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
     for group in range(groups):
         centre = 0.5 + room * (group + 0.5) / groups
         _head(ax, centre, bottom, f"k{group}  v{group}", inks[group], 0.85)
-    draw._text(ax, 0.5 + room / 2, top + 0.42, f"{heads} query heads", color=MUTED, ha="center")
+    pen.text(ax, 0.5 + room / 2, top + 0.42, f"{heads} query heads", color=MUTED, ha="center")
     text = f"{groups} key/value heads"
-    draw._text(ax, 0.5 + room / 2, bottom - 0.42, text, color=MUTED, ha="center")
+    pen.text(ax, 0.5 + room / 2, bottom - 0.42, text, color=MUTED, ha="center")
     corner = width - 0.3 - side * num_tokens, 0.62
     for query in range(num_tokens):
         for key in range(num_tokens):
@@ -165,10 +165,10 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
             ink = KIND["backward"] if key == query else KIND["forward" if key < query else "idle"]
             ax.add_patch(Rectangle(at, side - 0.03, side - 0.03, fc=ink, lw=0))
     middle = side * num_tokens / 2
-    draw._text(ax, corner[0] + middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
+    pen.text(ax, corner[0] + middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
     for query in range(num_tokens):
         y = corner[1] + side * (num_tokens - 0.5 - query) - 0.02
-        draw._text(ax, corner[0] - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
+        pen.text(ax, corner[0] - 0.1, y, f"token {query}", color=MUTED, ha="right", size=8)
     return figure
 
 
@@ -176,4 +176,4 @@ def _head(ax: Axes, x: float, y: float, name: str, ink: str, width: float = 0.5)
     corner = x - width / 2, y - 0.2
     box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": ink, "ec": PAPER, "lw": 1.2}
     ax.add_patch(FancyBboxPatch(corner, width, 0.4, **box, zorder=2))
-    draw._text(ax, x, y - 0.01, name, color=draw._on(ink), ha="center", weight="bold", zorder=3)
+    pen.text(ax, x, y - 0.01, name, color=pen.ink_on(ink), ha="center", weight="bold", zorder=3)

@@ -10,8 +10,8 @@ from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
 
 from minipar.comm.link import Topology
 from minipar.comm.mesh import groups_along
-from minipar.lab import draw
-from minipar.lab.draw import EXPOSED, GRID, INK, KIND, MUTED, PAPER
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER
 from minipar.parallel.plan import Explanation, Row
 
 PIECE = KIND["forward"]  # what a rank has of a parameter
@@ -69,23 +69,23 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     left, wide, row = 2.95, 1.62, 0.46  # inches
     width = max(left + wide * len(columns) + 0.2, 0.4 + 0.105 * len(title), 5.2)
     height = 1.22 + row * len(kinds) + (0.12 if note else 0)
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     top = height - 0.82
     for i, (axis, size) in enumerate(columns.items()):
         x = left + wide * (i + 0.5) - 0.06
-        draw._text(ax, x, top + 0.16, f"{axis} ({size} ranks)", ha="center", weight="bold")
+        pen.text(ax, x, top + 0.16, f"{axis} ({size} ranks)", ha="center", weight="bold")
     for i, family in enumerate(kinds):
         y = top - row * (i + 1)
         ax.plot([0.15, width - 0.15], [y + row, y + row], color=GRID, lw=0.8)
-        draw._text(ax, 0.15, y + row / 2, family.label, weight="bold")
+        pen.text(ax, 0.15, y + row / 2, family.label, weight="bold")
         _whole_and_piece(ax, family.row, 1.85, y + row / 2)
         for j, axis in enumerate(columns):
             _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
     legend = [(PIECE, "what a rank has, before dp and cp cut it")]
-    draw._key(figure, draw._flow(legend, width - 0.4), 0.15, 0.14 + (0.12 if note else 0))
-    draw._footnote(figure, note, height)
+    pen.key(figure, pen.flow(legend, width - 0.4), 0.15, 0.14 + (0.12 if note else 0))
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -111,13 +111,13 @@ def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
     tall, broad = down * share[0], across * (share[1] if len(share) > 1 else 1)
     ax.add_patch(Rectangle((corner[0], y + down / 2 - tall), broad, tall, fc=PIECE, lw=0))
     shape = "×".join(map(str, row.full_shape))
-    draw._text(ax, x + 0.28, y, shape, size=8, color=MUTED)
+    pen.text(ax, x + 0.28, y, shape, size=8, color=MUTED)
 
 
 def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, tall: float) -> None:
     verb, is_cut = family.row.summed.get(axis), axis in family.row.cut_over
-    fill = draw.colour(axis) if verb else PAPER if is_cut else GRID
-    edge = draw.colour(axis) if verb or is_cut else GRID
+    fill = pen.colour(axis) if verb else PAPER if is_cut else GRID
+    edge = pen.colour(axis) if verb or is_cut else GRID
     shape = f"round,pad=0,rounding_size={0.2 * tall}"
     ax.add_patch(FancyBboxPatch((x, y), wide, tall, boxstyle=shape, fc=fill, ec=edge, lw=1.2))
     text = "the same on all"
@@ -125,8 +125,8 @@ def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, t
         text = "on one stage" if axis == "pp" else "a piece each"
     ink = INK if is_cut else MUTED
     if verb:
-        text, ink = f"{verb}\n{family.sent[axis]:,} bytes", draw._on(fill)
-    draw._text(ax, x + wide / 2, y + tall / 2 - 0.01, text, size=7.5, color=ink, ha="center")
+        text, ink = f"{verb}\n{family.sent[axis]:,} bytes", pen.ink_on(fill)
+    pen.text(ax, x + wide / 2, y + tall / 2 - 0.01, text, size=7.5, color=ink, ha="center")
 
 
 # ---------------------------------------------------------------------- axes on nodes
@@ -163,19 +163,19 @@ def placement(
     right = left + cell * ranks + gap * topology.nodes
     width, row = max(right + 1.5, 0.4 + 0.105 * len(title)), 0.92
     height = 0.72 + row * len(sizes) + 0.3
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]
     for i in range(topology.nodes):
         x = centre[i * node] - cell / 2 - 0.04
         box = {"fc": "none", "ec": GRID, "lw": 1.4}
         ax.add_patch(Rectangle((x, 0.3), cell * node + 0.08, height - 1.02, **box))
-        draw._text(ax, x + 0.05, height - 0.6, f"node {i}", size=8, color=MUTED)
+        pen.text(ax, x + 0.05, height - 0.6, f"node {i}", size=8, color=MUTED)
     side = min(0.3, 0.7 * cell)
     for i, (axis, out) in enumerate(crosses.items()):
         y = height - 0.72 - row * (i + 1) + 0.3
-        ink = EXPOSED if out else draw.colour(axis)
+        ink = EXPOSED if out else pen.colour(axis)
         for group in groups_along([axis], sizes):
             for a, b in zip(group, group[1:], strict=False):
                 middle, wide = (centre[a] + centre[b]) / 2, centre[b] - centre[a]
@@ -184,9 +184,9 @@ def placement(
         for rank in range(ranks):
             corner = centre[rank] - side / 2, y - side / 2
             ax.add_patch(Rectangle(corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3))
-            draw._text(ax, centre[rank], y - 0.01, rank, size=8, ha="center", zorder=4)
-        draw._text(ax, 0.15, y, f"{axis} {sizes[axis]}", weight="bold")
+            pen.text(ax, centre[rank], y - 0.01, rank, size=8, ha="center", zorder=4)
+        pen.text(ax, 0.15, y, f"{axis} {sizes[axis]}", weight="bold")
         says = "leaves the node" if out else "stays inside"
-        draw._text(ax, right + 0.05, y, says, color=EXPOSED if out else MUTED)
-    draw._footnote(figure, note, height)
+        pen.text(ax, right + 0.05, y, says, color=EXPOSED if out else MUTED)
+    pen.footnote(figure, note, height)
     return figure

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.comm.plans import Plan, Round
-from minipar.lab import draw
-from minipar.lab.draw import GRID, MUTED, SERIES
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import GRID, MUTED, SERIES
 
 ADDED, PASSED = SERIES[0], SERIES[1]
 COLUMN, ROW, GAP, LEFT = 0.3, 0.3, 0.34, 0.72  # inches
@@ -37,19 +37,19 @@ def schedules(
     wide = {name: COLUMN * max(2, rounds[name]) for name in names}
     width = LEFT + sum(wide.values()) + GAP * len(names)
     height = 1.3 + ROW * (ranks - 1) + 0.55
-    figure = draw._figure(max(width, 5.2), height)
-    ax = draw._canvas(figure, max(width, 5.2), height)
-    draw._title(figure, title)
+    figure = pen.figure(max(width, 5.2), height)
+    ax = pen.canvas(figure, max(width, 5.2), height)
+    pen.title(figure, title)
     top, x = height - 1.1, LEFT
     for rank in range(ranks):
-        draw._text(ax, LEFT - 0.14, top - ROW * rank, f"rank {rank}", color=MUTED, ha="right")
+        pen.text(ax, LEFT - 0.14, top - ROW * rank, f"rank {rank}", color=MUTED, ha="right")
     for name in names:
-        draw._text(ax, x, top + 0.52, name, weight="bold")
-        draw._text(ax, x, top + 0.31, _caption(rounds[name]), color=MUTED, size=8)
+        pen.text(ax, x, top + 0.52, name, weight="bold")
+        pen.text(ax, x, top + 0.31, _caption(rounds[name]), color=MUTED, size=8)
         _panel(ax, plans[name], numel, x, top)
         x += wide[name] + GAP
-    draw._key(figure, draw._flow([(ADDED, "added"), (PASSED, "passed on")]), LEFT, 0.2)
-    draw._footnote(figure, note, height)
+    pen.key(figure, pen.flow([(ADDED, "added"), (PASSED, "passed on")]), LEFT, 0.2)
+    pen.footnote(figure, note, height)
     return figure
 
 

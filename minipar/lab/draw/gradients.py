@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from minipar.lab import draw
-from minipar.lab.draw import EXPOSED, GRID, INK, KIND, MUTED
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
 
 
 def kept(
@@ -31,10 +31,10 @@ def kept(
         raise ValueError(f"numbers {start} to {start + count} of {first!r} show nothing")
     left, right, row, width = 1.15, 1.35, 0.74, 9.6  # inches
     height = 0.62 + row * len(flat) + 0.3
-    figure = draw._figure(width, height)
+    figure = pen.figure(width, height)
     box = left / width, 0.3 / height, (width - left - right) / width, row * len(flat) / height
     ax = figure.add_axes(box)
-    draw._quiet(ax)
+    pen.quiet(ax)
     ax.set_xlim(-1, len(there))
     ax.set_ylim(0, len(flat))
     ax.set_xticks([])
@@ -47,18 +47,18 @@ def kept(
         shown = [scale * value for value in values[start : start + count].tolist()]
         ax.plot([-1, len(there)], [middle, middle], color=GRID, lw=0.8, zorder=1)
         style = {"transform": ax.get_yaxis_transform()}
-        draw._text(ax, -0.015, middle, name, ha="right", **style)
+        pen.text(ax, -0.015, middle, name, ha="right", **style)
         if i == 0:
             ax.bar(places, shown, 0.72, bottom=middle, color=INK, zorder=3)
-            draw._text(ax, 1.015, middle, f"{len(values):,} numbers", color=MUTED, **style)
+            pen.text(ax, 1.015, middle, f"{len(values):,} numbers", color=MUTED, **style)
             continue
         lost = [0.0 if new else old for old, new in zip(truths, shown, strict=True)]
         ax.bar(places, truths, 0.9, bottom=middle, color=KIND["forward"], alpha=0.6, zorder=2)
         ax.bar(places, lost, 0.9, bottom=middle, color=EXPOSED, alpha=0.75, zorder=3)
         ax.bar(places, shown, 0.45, bottom=middle, color=KIND["backward"], zorder=4)
         error = ((values - flat[first]).norm() / flat[first].norm()).item()
-        draw._text(ax, 1.015, middle, f"{100 * error:.2g} % off", **style)
-    draw._title(figure, title)
+        pen.text(ax, 1.015, middle, f"{100 * error:.2g} % off", **style)
+    pen.title(figure, title)
     note = f"pale: the truth; red: became zero; {len(there)} numbers in a row, error over all"
-    draw._footnote(figure, note, height)
+    pen.footnote(figure, note, height)
     return figure

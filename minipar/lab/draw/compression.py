@@ -9,23 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from minipar.lab.draw import (
-    AXIS,
-    GRID,
-    INK,
-    KIND,
-    MUTED,
-    PAPER,
-    _figure,
-    _flow,
-    _footnote,
-    _inches,
-    _key,
-    _quiet,
-    _readable,
-    _title,
-    curves,
-)
+from minipar.lab.draw import pen
+from minipar.lab.draw.charts import curves
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER
 
 Row = Mapping[str, Any]
 
@@ -68,11 +54,11 @@ def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
     if not rows:
         raise ValueError("there is no row to draw; run `minipar bench compression` first")
     width, height = 9.6, 5.6
-    figure = _figure(width, height)
+    figure = pen.figure(width, height)
     ax = figure.add_axes(
         (0.85 / width, 1.0 / height, (width - 1.1) / width, (height - 1.75) / height)
     )
-    _quiet(ax)
+    pen.quiet(ax)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.set_xscale("log")
     ax.set_yscale("symlog", linthresh=FREE, linscale=0.5)
@@ -92,14 +78,14 @@ def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
     ax.set_xlabel("megabytes that a rank sends per step", color=MUTED, fontsize=9, loc="right")
     what = "loss minus that of fp32, nats per token (lower is better)"
     ax.text(0, 1.03, what, color=MUTED, size=9, transform=ax.transAxes)
-    _title(figure, title or finding(rows))
+    pen.title(figure, title or finding(rows))
     families = {row["family"] for row in rows}
     key = [(ink, family) for family, ink in FAMILY.items() if family in families]
-    _key(figure, _flow(key), 0.85, 0.32)
+    pen.key(figure, pen.flow(key), 0.85, 0.32)
     first = rows[0]
     note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
     note += f" tokens, {first['ranks']} ranks; hollow: no error feedback"
-    _footnote(figure, note, height)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -139,7 +125,7 @@ class _Box(NamedTuple):
 def _labels(ax: Axes, rows: Sequence[Row]) -> None:
     """Names beside the dots, where they cover least; dots that touch share a block of names."""
     width = ax.get_position().width * ax.figure.get_figwidth()
-    height = _inches(ax)
+    height = pen.inches_of(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
     dots = []
     for row in rows:
@@ -171,7 +157,7 @@ def _labels(ax: Axes, rows: Sequence[Row]) -> None:
         for k, i in enumerate(group):
             at = (edge / width, (box.top - 0.155 * (k + 0.5)) / height)
             style = {"ha": "left" if right else "right", "va": "center", "size": 8.5}
-            ink = _readable(FAMILY[rows[i]["family"]])
+            ink = pen.readable(FAMILY[rows[i]["family"]])
             ax.text(*at, rows[i]["method"], color=ink, transform=ax.transAxes, **style)
 
 

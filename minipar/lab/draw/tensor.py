@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from minipar.lab import draw
-from minipar.lab.draw import INK, MUTED, PAPER, RANK
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import INK, MUTED, PAPER, RANK
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.tensor import by_heads
 
@@ -74,24 +74,24 @@ def formula(
     tall = max(inches[part.rows] for part in parts if isinstance(part, Matrix))
     width = max(0.3 + sum(wide), 0.4 + 0.105 * len(title), 5.2)
     height = tall + SHEET * (size - 1) + 1.42
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     x, middle = 0.15 + (width - 0.3 - sum(wide)) / 2, 0.74 + tall / 2
     for part, room in zip(parts, wide, strict=True):
         centre = x + room / 2
         if isinstance(part, Matrix):
             across, down = inches[part.columns], inches[part.rows]
             _matrix(ax, part, size, centre - across / 2, middle - down / 2, across, down)
-            draw._text(ax, centre, 0.74 - 0.17, part.label, ha="center", size=9)
+            pen.text(ax, centre, 0.74 - 0.17, part.label, ha="center", size=9)
         else:
-            draw._text(ax, centre, middle, part, ha="center", size=12 if len(part) < 3 else 9)
+            pen.text(ax, centre, middle, part, ha="center", size=12 if len(part) < 3 else 9)
         x += room
     legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
     if any(isinstance(part, Matrix) and not part.cut and not part.pending for part in parts):
         legend.append((SAME, "the same on every rank"))
-    draw._key(figure, draw._flow(legend, width - 0.4), 0.2, 0.2)
-    draw._footnote(figure, note, height)
+    pen.key(figure, pen.flow(legend, width - 0.4), 0.2, 0.2)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -113,7 +113,7 @@ def _matrix(
             ax.add_patch(Rectangle(at, across, down, fc=RANK[rank], zorder=3 - rank / 10, **frame))
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
         style = {"size": 12, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
-        draw._text(ax, x + across / 2, y + down / 2, "Σ", **style)
+        pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
         return
     if not part.cut:
         ax.add_patch(Rectangle((x, y), across, down, fc=SAME, **frame))
@@ -137,15 +137,15 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
     cell, left, panel = 0.42, 1.15, 1.28
     width, height = max(left + cell * config.num_heads + 1.3, 6.0), 0.95 + panel * len(sizes)
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     for i, size in enumerate(sizes):
         top = height - 0.72 - panel * i
-        draw._text(ax, left, top, f"tp = {size}", weight="bold")
+        pen.text(ax, left, top, f"tp = {size}", weight="bold")
         for row, (name, count) in enumerate(rows.items()):
             y = top - 0.17 - 0.48 * (row + 1) + 0.06
-            draw._text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
+            pen.text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
             spans = by_heads(0, count, 1, size).spans
             wide = cell * config.num_heads / count
             for head in range(count):
@@ -156,9 +156,9 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
                     ax.add_patch(Rectangle(at, *size_of, fc=RANK[rank], lw=0))
                 box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
                 style = {"ha": "center", "weight": "bold", "bbox": box}
-                draw._text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
+                pen.text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
     legend = [(RANK[rank], f"rank {rank}") for rank in range(max(sizes))]
-    draw._key(figure, draw._flow(legend), left, 0.16)
+    pen.key(figure, pen.flow(legend), left, 0.16)
     return figure
 
 
@@ -193,25 +193,25 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
         for part in parts
     ]
     width, height = max(0.5 + sum(wide), 0.4 + 0.105 * len(title)), 1.75 + cell * size
-    figure = draw._figure(width, height)
-    ax = draw._canvas(figure, width, height)
-    draw._title(figure, title)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
     x, top = 0.25 + gap / 2, 0.8 + cell * size
     for part, room in zip(parts, wide, strict=True):
         if isinstance(part, str):
-            draw._text(ax, x + (room - gap) / 2, top - cell * size / 2, part, ha="center", size=9)
+            pen.text(ax, x + (room - gap) / 2, top - cell * size / 2, part, ha="center", size=9)
         else:
-            draw._text(ax, x, top + 0.17, part[0], weight="bold")
+            pen.text(ax, x, top + 0.17, part[0], weight="bold")
             left = x
             for name, grid in part[1].items():
                 _blocks(ax, grid, left, top, cell)
                 centre = left + cell * len(grid[0]) / 2
-                draw._text(ax, centre, top - cell * size - 0.16, name, ha="center")
+                pen.text(ax, centre, top - cell * size - 0.16, name, ha="center")
                 left += cell * len(grid[0]) + gap
         x += room
     legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
-    draw._key(figure, draw._flow(legend, width - 0.4), 0.25, 0.2)
-    draw._footnote(figure, note, height)
+    pen.key(figure, pen.flow(legend, width - 0.4), 0.25, 0.2)
+    pen.footnote(figure, note, height)
     return figure
 
 
@@ -243,4 +243,4 @@ def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
         for j, (rank, number) in enumerate(row):
             x, y = left + cell * j, top - cell * (i + 1)
             ax.add_patch(Rectangle((x, y), cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2))
-            draw._text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)
+            pen.text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)

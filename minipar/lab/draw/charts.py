@@ -1,0 +1,201 @@
+"""Curves and bars, labelled where they are, and the table of colours."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator
+
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import (
+    AXIS,
+    GRID,
+    INK,
+    KIND,
+    MEANING,
+    MUTED,
+    PAPER,
+    SERIES,
+    colour,
+)
+
+
+def curves(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    note: str = "",
+    points: Iterable[str] = (),
+    logx: bool = False,
+    logy: bool = False,
+    colours: Mapping[str, str] | None = None,
+) -> Figure:
+    """Curves `{name: (x, y)}` with their names at their ends; those in `points` are dots.
+
+    A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
+    Raises ValueError when a curve is empty or its x and y differ in length.
+    """
+    for name, (x, y) in lines.items():
+        if len(x) != len(y) or not len(x):
+            raise ValueError(
+                f"curve {name!r} has {len(x)} x and {len(y)} y; give equally many, at least 1"
+            )
+    points = set(points)
+    longest = max((len(name) for name in lines if not name.startswith("_")), default=0)
+    width, height = 7.2, 3.9
+    figure = pen.figure(width, height)
+    right = min(2.6, 0.085 * longest + 0.3)
+    ax = figure.add_axes(
+        (0.75 / width, 0.72 / height, (width - 0.75 - right) / width, (height - 1.3) / height)
+    )
+    pen.quiet(ax)
+    ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
+    ax.grid(axis="y", color=GRID, lw=0.8)
+    if logx:
+        ax.set_xscale("log")
+    if logy:
+        ax.set_yscale("log")
+    ax.minorticks_off()
+    for logarithmic, axis in ((logx, ax.xaxis), (logy, ax.yaxis)):
+        values = [v for xy in lines.values() for v in xy[axis is ax.yaxis]]
+        if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
+            doubles = axis is ax.xaxis and all(math.log2(v).is_integer() for v in values)
+            # Powers of ten are too few.
+            ticks = FixedLocator(values) if doubles else LogLocator(subs=(1, 2, 5))
+            axis.set_major_locator(ticks)
+            axis.set_major_formatter(FormatStrFormatter("%g"))
+    seen = {name: xy for name, xy in lines.items() if name not in points}
+    if logy and all(v > 0 for _, y in seen.values() for v in y):
+        # Near is what lies together in the picture.
+        seen = {name: (x, [math.log10(v) for v in y]) for name, (x, y) in seen.items()}
+    widths = _widths(seen)
+    ends = []
+    for i, (name, (x, y)) in enumerate(lines.items()):
+        ink = (colours or {}).get(name, SERIES[i % len(SERIES)])
+        if name in points:
+            ax.plot(x, y, "o", color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
+        else:
+            ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
+        if not name.startswith("_"):
+            ends.append((x[-1], y[-1], name, ink))
+    _end_labels(ax, ends)
+    ax.set_xlabel(xlabel, color=MUTED, fontsize=9, loc="right")
+    ax.text(0, 1.04, ylabel, color=MUTED, size=9, transform=ax.transAxes)
+    ax.tick_params(axis="both", colors=MUTED, labelsize=9, labelleft=True)
+    pen.title(figure, title)
+    pen.footnote(figure, note, height)
+    return figure
+
+
+def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
+    """Line widths in points: of curves that coincide, the later lie thin upon the earlier."""
+    widths: dict[str, float] = {}
+    values = [v for _, y in lines.values() for v in y]
+    near = 0.01 * (max(values, default=0.0) - min(values, default=0.0))
+    names = list(lines)
+    for i, name in enumerate(names):
+        x, y = lines[name]
+        covered = 0
+        for later in names[i + 1 :]:
+            other = lines[later][1]
+            if len(other) == len(y) and all(
+                abs(a - b) <= near for a, b in zip(y, other, strict=True)
+            ):
+                covered += 1
+        widths[name] = 2.0 + 2.4 * covered
+    return widths
+
+
+def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Names at the ends of curves, pushed apart until none covers another."""
+    ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
+    apart = 0.18 / pen.inches_of(ax)
+    to_axes = ax.transData + ax.transAxes.inverted()
+    lowest = -1.0
+    for y, name, ink in sorted(
+        (to_axes.transform((x, y))[1], name, ink) for x, y, name, ink in ends
+    ):
+        lowest = max(y, lowest + apart)
+        pen.text(ax, 1.015, lowest, name, color=pen.readable(ink), transform=ax.transAxes)
+
+
+def loss_curves(
+    losses: Mapping[str, Sequence[float]], *, title: str = "", note: str = "", xlabel: str = "step"
+) -> Figure:
+    """Losses by step `{name: [loss of step 0, ...]}`. Equal ones lie on each other, all visible."""
+    lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
+    return curves(lines, xlabel=xlabel, ylabel="loss", title=title, note=note)
+
+
+def bars(
+    values: Mapping[str, float | Mapping[str, float]],
+    *,
+    unit: str = "",
+    title: str = "",
+    note: str = "",
+    highlight: str | None = None,
+    colours: Mapping[str, str] | None = None,
+) -> Figure:
+    """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
+
+    Parts named as a kind of work or an axis have its colour, unless `colours` has one for them.
+    Raises ValueError for negative values.
+    """
+    stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
+    for name, parts in stacked.items():
+        if any(value < 0 for value in parts.values()):
+            raise ValueError(f"bar {name!r} has a negative value: {parts}")
+    names = list(dict.fromkeys(part for parts in stacked.values() for part in parts if part))
+    inks = {n: SERIES[i % len(SERIES)] for i, n in enumerate(names)}
+    inks.update({n: colour(n) for n in names if n in KIND or n in AXIS or n == "exposed"})
+    inks.update(colours or {})
+    left = 0.3 + 0.075 * max(map(len, stacked), default=0)
+    width, row = 7.2, 0.36
+    foot = 0.3 + (0.3 if names else 0)
+    height = 0.55 + row * len(stacked) + foot
+    figure = pen.figure(width, height)
+    ax = figure.add_axes(
+        (left / width, foot / height, (width - left - 0.2) / width, row * len(stacked) / height)
+    )
+    pen.quiet(ax)
+    longest = max((sum(parts.values()) for parts in stacked.values()), default=1.0) or 1.0
+    sums = {name: pen.number(sum(parts.values())) for name, parts in stacked.items()}
+    labels = {name: f"{total} {unit}".strip() for name, total in sums.items()}
+    room = 0.25 + 0.085 * max(map(len, labels.values()), default=0)  # inches, for the values
+    wide = width - left - 0.2
+    ax.set_xlim(0, longest * wide / (wide - room))
+    ax.set_ylim(len(stacked) - 0.5, -0.5)
+    ax.set_xticks([])
+    ax.set_yticks(range(len(stacked)), list(stacked), color=INK, fontsize=9)
+    for i, (name, parts) in enumerate(stacked.items()):
+        start = 0.0
+        for part, value in parts.items():
+            ink = inks.get(part, KIND["forward" if highlight not in (None, name) else "backward"])
+            ax.barh(i, value, left=start, height=0.62, color=ink, edgecolor=PAPER, lw=0.7)
+            start += value
+        weight = "bold" if name == highlight else "normal"
+        pen.text(ax, start + 0.012 * longest, i, labels[name], weight=weight)
+    pen.title(figure, title)
+    if names:
+        parts = [(inks[n], n.replace("_", " ")) for n in names]
+        pen.key(figure, pen.flow(parts, width - left), left, 0.3)
+    pen.footnote(figure, note, height)
+    return figure
+
+
+def palette() -> Figure:
+    """The colour of every kind of work, as a table."""
+    rows = [*KIND, *AXIS, "exposed"]
+    width, height = 5.6, 0.28 * len(rows) + 0.25
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    for i, key in enumerate(rows):
+        y = height - 0.28 * (i + 1)
+        ax.add_patch(Rectangle((0.15, y - 0.08), 0.42, 0.19, color=colour(key)))
+        pen.text(ax, 0.7, y, key.replace("_", " "), weight="bold")
+        pen.text(ax, 2.05, y, MEANING[key], color=MUTED)
+    return figure

@@ -1,0 +1,41 @@
+"""Objects that draw themselves in a notebook."""
+
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from minipar.comm.mesh import Mesh
+from minipar.comm.timeline import Timeline
+from minipar.lab.draw.meshes import mesh
+from minipar.lab.draw.pen import png
+from minipar.lab.draw.timelines import timeline
+
+DRAWN: dict[type, Callable[[Any], Figure]] = {Timeline: timeline, Mesh: mesh, Figure: lambda f: f}
+"""What draws itself once `register` was called."""
+
+
+def register(kind: type | None = None, function: Callable[[Any], Figure] | None = None) -> None:
+    """Let Timeline, Mesh and figures (and `kind`, by `function`) draw themselves in a notebook.
+
+    Does nothing outside of IPython.
+    """
+    if kind is not None and function is not None:
+        DRAWN[kind] = function
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return
+    shell = get_ipython()
+    if shell is None:
+        return
+    formatter = shell.display_formatter.formatters["image/png"]
+    for drawn, draw in DRAWN.items():
+        formatter.for_type(drawn, lambda value, draw=draw: _png_or_none(draw, value))
+
+
+def _png_or_none(draw: Callable[[Any], Figure], value: Any) -> bytes | None:
+    try:
+        return png(draw(value))
+    except ValueError:  # nothing to draw: the notebook shows the text
+        return None

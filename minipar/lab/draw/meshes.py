@@ -1,0 +1,253 @@
+"""Meshes, and what collectives and samplers do on them: whose data is where, by colour."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from minipar.comm.mesh import Mesh, coordinates, groups_along
+from minipar.comm.spans import wire_bytes
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import (
+    INK,
+    KIND,
+    MUTED,
+    PAPER,
+    RANK,
+    WIDTH,
+    colour,
+)
+
+
+# ---------------------------------------------------------------------- meshes
+def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
+    """Ranks as a grid; those joined by a line of an axis' colour talk to each other along it.
+
+    The last axis runs to the right, the one before it downward, a third makes panels to the right
+    and a fourth panels below; between panels of many ranks, one line stands for all.
+    Raises ValueError for more axes, or more ranks than can be read.
+    """
+    given = mesh.sizes if isinstance(mesh, Mesh) else mesh
+    sizes = {name: size for name, size in given.items() if size > 1}
+    if len(sizes) > 4 or math.prod(sizes.values()) > 256:
+        raise ValueError(f"mesh {dict(given)} cannot be read; at most 4 axes and 256 ranks")
+    names = [*reversed(sizes), "", "", "", ""][:4]  # right, down, panels right, panels down
+    right, down = (sizes.get(name, 1) + 0.7 for name in names[:2])
+    where = {}  # rank -> units of the grid from the upper left corner
+    for rank in range(math.prod(sizes.values())):
+        at = coordinates(rank, sizes)
+        i = [at.get(name, 0) for name in names]
+        where[rank] = i[0] + right * i[2], i[1] + down * i[3]
+    crowded = math.prod(sizes.get(name, 1) for name in names[:2]) > 8
+
+    def near(rank: int) -> list[int]:
+        at = coordinates(rank, sizes)
+        return [at.get(name, 0) for name in names[:2]]
+
+    columns, lines = (max(axis) + 1 for axis in zip(*where.values(), strict=True))
+    cell = min(0.8, (WIDTH - 0.5) / columns)  # inches
+    groups = {name: groups_along([name], sizes) for name in sizes}
+    legend = {name: _group_text(name, listed) for name, listed in groups.items()}
+    width = max(columns * cell + 0.5, 0.075 * max(map(len, legend.values()), default=0) + 0.9, 4.2)
+    height = lines * cell + 0.75 + 0.24 * len(sizes)
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    shape = " × ".join(f"{name} {size}" for name, size in sizes.items()) or "one device"
+    pen.title(figure, f"{len(where)} ranks: {shape}" if sizes else shape)
+    xy = {
+        r: (0.2 + (x + 0.5) * cell, height - 0.5 - (y + 0.5) * cell) for r, (x, y) in where.items()
+    }
+    for name, listed in groups.items():
+        far = names.index(name) >= 2  # in a bow, past the ranks between
+        line = {"arrowstyle": "-", "color": colour(name), "lw": 1.8 if far else 3.5, "zorder": 1}
+        bow = -min(0.22, 0.6 / (right if names.index(name) == 2 else down)) if far else 0
+        line |= {"connectionstyle": f"arc3,rad={bow}", "shrinkA": 0, "shrinkB": 0}
+        if far and crowded:  # one bow from panel to panel; the other ranks' would look the same
+            listed = [g for g in listed if all(at == 0 for at in near(g[0]))]
+            legend[name] += "  (only the first are drawn)"
+        for group in listed:
+            for a, b in zip(group, group[1:], strict=False):
+                ax.add_patch(FancyArrowPatch(xy[a], xy[b], **line))
+    side, rounding = 0.52 * cell, f"round,pad=0,rounding_size={0.14 * cell}"
+    for rank, (x, y) in xy.items():
+        corner = x - side / 2, y - side / 2
+        box = {"boxstyle": rounding, "facecolor": PAPER, "edgecolor": INK, "lw": 1.1}
+        ax.add_patch(FancyBboxPatch(corner, side, side, **box, zorder=2))
+        pen.text(ax, x, y - 0.01, rank, size=13 * cell, ha="center", zorder=3)
+    for i, (name, text) in enumerate(reversed(legend.items())):
+        y = 0.18 + 0.24 * i
+        ax.plot([0.25, 0.6], [y, y], color=colour(name), lw=3.5, solid_capstyle="butt")
+        pen.text(ax, 0.7, y - 0.01, text)
+    return figure
+
+
+def _group_text(name: str, groups: Sequence[Sequence[int]]) -> str:
+    shown = [
+        " ".join(map(str, g)) if len(g) <= 8 else f"{g[0]} {g[1]} … {g[-1]}" for g in groups[:4]
+    ]
+    return f"{name} groups: " + "  |  ".join(shown) + ("  |  …" if len(groups) > 4 else "")
+
+
+# ---------------------------------------------------------------------- collectives
+SENTENCE = {
+    "all_reduce": "everybody gets the sum",
+    "reduce": "rank 0 gets the sum",
+    "reduce_scatter": "rank r gets block r of the sum",
+    "all_gather": "everybody gets everybody's block",
+    "gather": "rank 0 gets everybody's block",
+    "broadcast": "everybody gets what rank 0 has",
+    "scatter": "rank r gets block r of rank 0",
+    "all_to_all": "block s of rank r becomes block r of rank s",
+}
+Cell = tuple[frozenset[int], int]  # (ranks whose data is summed in it, number of the block)
+
+
+def blocks_of(verb: str, size: int) -> tuple[list[dict[int, Cell]], list[dict[int, Cell]]]:
+    """What each rank holds before and after `verb`: slot -> cell. Root of rooted verbs is rank 0.
+
+    Raises ValueError for an unknown verb.
+    """
+    n = range(size)
+    everyone = frozenset(n)
+    own = [{b: (frozenset({r}), b) for b in n} for r in n]
+    shard = [{r: (frozenset({r}), r)} for r in n]
+    total: dict[int, Cell] = {b: (everyone, b) for b in n}
+    joined = {r: (frozenset({r}), r) for r in n}
+    nothing: list[dict[int, Cell]] = [{} for _ in n[1:]]
+    pictures = {
+        "all_reduce": (own, [total for _ in n]),
+        "reduce": (own, [total, *nothing]),
+        "reduce_scatter": (own, [{r: total[r]} for r in n]),
+        "all_gather": (shard, [joined for _ in n]),
+        "gather": (shard, [joined, *nothing]),
+        "broadcast": ([own[0], *nothing], [own[0] for _ in n]),
+        "scatter": ([own[0], *nothing], [{r: own[0][r]} for r in n]),
+        "all_to_all": (own, [{s: (frozenset({s}), r) for s in n} for r in n]),
+    }
+    if verb not in pictures:
+        raise ValueError(f"no picture of {verb!r}; there are {', '.join(pictures)}")
+    return pictures[verb]
+
+
+def collective(verb: str, size: int = 4) -> Figure:
+    """Data moving: what every rank holds before `verb`, and after. Root of rooted verbs is rank 0.
+
+    A colour is the rank that data comes from, a number its block; a cell of all colours is the sum.
+    Raises ValueError for an unknown verb, or a size that makes no picture.
+    """
+    before, after = blocks_of(verb, size)
+    if not 2 <= size <= len(RANK):
+        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
+    cell, row, left, middle = 0.44, 0.56, 0.8, 1.1  # inches
+    side = cell * size
+    width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    spoken = verb.replace("_", "-")
+    pen.title(figure, f"{spoken}: {SENTENCE[verb]}")
+    top = height - 0.8
+    for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
+        pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
+        for rank, slots in enumerate(held):
+            y = top - row * rank - cell
+            for slot in range(size):
+                _cell(ax, x + slot * cell, y, cell, slots.get(slot))
+            pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
+    x, y = left + side, top - (row * size - (row - cell)) / 2
+    ends = (x + 0.25, y), (x + middle - 0.25, y)
+    ax.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=16, color=INK, lw=1.4))
+    share = wire_bytes(verb, 1200, size) / 1200
+    note = f"of a tensor of N bytes, the ledger counts {share:.3g} N per rank (ring formula)"
+    pen.footnote(figure, note, height)
+    return figure
+
+
+Held = Sequence[Sequence[Set[int]]]
+"""What ranks hold: ``held[rank][block]`` is the set of ranks whose data is summed in that block."""
+
+
+def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> Figure:
+    """An algorithm round by round: `{"after round 1": held, ...}`, a panel for each, colours as in
+    `collective`. What a rank did not hold in the panel before has a frame: it has just arrived.
+
+    Raises ValueError when there is nothing to draw, or for sizes that cannot be read.
+    """
+    panels = list(history.items())
+    ranks = len(panels[0][1]) if panels else 0
+    blocks = max((len(row) for _, held in panels for row in held), default=0)
+    if not (1 <= ranks <= len(RANK) and 1 <= blocks <= 8):
+        raise ValueError(f"{ranks} ranks of {blocks} blocks: at most {len(RANK)} and 8 can be read")
+    cell, row, left, gap = 0.42, 0.54, 0.75, 0.34  # inches
+    side = cell * blocks
+    columns = min(len(panels), max(1, int((WIDTH - left) / (side + gap))))
+    lines = math.ceil(len(panels) / columns)
+    panel = row * ranks + 0.42
+    width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
+    for i, (word, held) in enumerate(panels):
+        x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
+        pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
+        for rank, sources in enumerate(held):
+            y = top - row * rank - cell
+            if x == left:
+                pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
+            for block, whose in enumerate(sources):
+                content = (frozenset(whose), block) if whose else None
+                _cell(ax, x + block * cell, y, cell, content)
+                if i and whose and whose != panels[i - 1][1][rank][block]:
+                    at, inner = (x + block * cell + 0.03, y + 0.03), cell - 0.06
+                    ax.add_patch(Rectangle(at, inner, inner, fill=False, ec=INK, lw=1.6, zorder=4))
+    pen.footnote(figure, note, height)
+    return figure
+
+
+def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> None:
+    """One block at (x, y): its colours from top to bottom are the ranks that it comes from."""
+    pad = 0.03
+    sources, block = content or (frozenset({-1}), "")
+    summed = len(sources) > 1
+    stripe = (cell - 2 * pad) / len(sources)
+    for i, source in enumerate(sorted(sources, reverse=True)):
+        fill = RANK[source] if content else KIND["idle"]
+        at = x + pad, y + pad + i * stripe
+        ax.add_patch(Rectangle(at, cell - 2 * pad, stripe, facecolor=fill, lw=0))
+    box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
+    style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
+    text = f"Σ{block}" if summed else block
+    pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, text, **style)
+
+
+# ---------------------------------------------------------------------- shares of the data
+def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
+    """An epoch: a row per batch, its samples in the order of the epoch, coloured by their rank.
+
+    Sample i of a batch belongs to rank i mod `size`, as `train.data.share` deals them out. Raises
+    ValueError for an order, size or batch that makes no picture.
+    """
+    if not 2 <= size <= len(RANK) or not 1 <= batch_size <= 20 or not 1 <= len(order) <= 200:
+        raise ValueError(
+            f"{len(order)} samples in batches of {batch_size} for {size} ranks make no picture "
+            f"that can be read; use up to 200, up to 20, and 2 to {len(RANK)}"
+        )
+    cell, left, batches = 0.46, 0.95, math.ceil(len(order) / batch_size)
+    width = max(left + cell * batch_size + 0.25, 5.2)
+    height = 0.98 + cell * batches
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, f"every sample once, dealt out to {size} ranks")
+    for i, sample in enumerate(order):
+        row, column = divmod(i, batch_size)
+        x, y = left + cell * column, height - 0.48 - cell * (row + 1)
+        fill = RANK[column % size]
+        box = {"facecolor": fill, "lw": 0}
+        ax.add_patch(Rectangle((x + 0.025, y + 0.025), cell - 0.05, cell - 0.05, **box))
+        centred = {"color": pen.ink_on(fill), "ha": "center"}
+        pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, int(sample), **centred)
+        if column == 0:
+            pen.text(ax, left - 0.12, y + cell / 2, f"step {row}", color=MUTED, ha="right")
+    pen.key(figure, pen.flow([(RANK[r], f"rank {r}") for r in range(size)]), left + 0.03, 0.16)
+    return figure

@@ -1,0 +1,215 @@
+"""The hand that all pictures are drawn in: colours, letters, paper, files.
+
+Every kind of work has one colour in all figures of minipar, defined here. The colours stay apart
+for readers who see no red or no green (the tests check it); exposed communication, the one loud
+colour, is drawn taller than hidden communication, so that it stands out in grey print as well.
+
+No function touches pyplot or any other global state. `save` writes files that are the same to the
+byte whenever the figure is.
+"""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+INK, MUTED, GRID, PAPER = "#1f2430", "#6f7688", "#e9ebf1", "#ffffff"
+KIND = {
+    "forward": "#a9c8ee",
+    "backward": "#2560a8",
+    "weight_gradient": "#66a99b",
+    "optimizer": "#432a5e",
+    "compute": "#ddd2ac",
+    "copy": "#6a7caa",
+    "idle": "#eef0f4",
+}
+AXIS = {
+    "dp": "#e2a33f",
+    "tp": "#2ea866",
+    "pp": "#a77be0",
+    "cp": "#f0e04c",
+    "ep": "#5c3422",
+    "world": "#5b6672",
+}
+EXPOSED = "#cc2a1f"
+MEANING = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "weight_gradient": "weight gradient, where the backward pass is split",
+    "optimizer": "optimizer step",
+    "compute": "any other work",
+    "copy": "copies between host and device",
+    "idle": "nothing to do",
+    "dp": "communication along the data axis",
+    "tp": "communication along the tensor axis",
+    "pp": "communication along the pipeline axis",
+    "cp": "communication along the context axis",
+    "ep": "communication along the expert axis",
+    "world": "communication among all ranks",
+    "exposed": "communication that nothing hides, along any axis",
+}
+RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # whose data it is
+SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
+
+WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
+LEFT, RIGHT = 0.75, 0.2  # inches beside the panels
+
+
+def colour(kind_or_axis: str) -> str:
+    """The colour of a kind of work, or of communication along an axis (joint ones: the first).
+
+    Along the axis "host" (`comm.hostcopy`) it is that of copies.
+    """
+    first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
+    known = {**KIND, **AXIS, "exposed": EXPOSED, "host": KIND["copy"]}
+    return known.get(first, AXIS["world"])
+
+
+# ---------------------------------------------------------------------- on paper
+def inches_of(ax: Axes) -> float:
+    """The height of `ax` on paper."""
+    return ax.get_position().height * ax.figure.get_figheight()
+
+
+def flow(
+    entries: Iterable[tuple[str, str]], width: float = WIDTH - LEFT - RIGHT
+) -> list[list[tuple[float, str, str]]]:
+    """Lines of (inches from the left, colour, text), broken where `width` inches are full."""
+    lines: list[list[tuple[float, str, str]]] = [[]]
+    x = 0.0
+    for ink, text in entries:
+        takes = 0.5 + 0.075 * len(text)
+        if lines[-1] and x + takes > width:
+            lines.append([])
+            x = 0.0
+        lines[-1].append((x, ink, text))
+        x += takes
+    return lines
+
+
+def key(figure: Figure, lines: list[list[tuple[float, str, str]]], left: float, y: float) -> None:
+    """Draw a legend whose last line is `y` inches above the lower edge."""
+    width, height = figure.get_size_inches()
+    ax = canvas(figure, width, height)
+    for i, line in enumerate(reversed(lines)):
+        for x, ink, text in line:
+            at = left + x, y + 0.22 * i
+            ax.add_patch(Rectangle(at, 0.16, 0.12, color=ink, lw=0))
+            ax.text(at[0] + 0.24, at[1] + 0.055, text, size=9, color=INK, va="center")
+
+
+def figure(width: float, height: float) -> Figure:
+    """Paper of so many inches."""
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def canvas(figure: Figure, width: float, height: float) -> Axes:
+    """Axes over the whole figure whose unit is the inch."""
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set_xlim(0, width)
+    ax.set_ylim(0, height)
+    ax.set_axis_off()
+    return ax
+
+
+def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
+    """Letters at (x, y), in the middle of their height."""
+    ax.text(x, y, str(text), **{"size": 9, "color": INK, "va": "center", **style})
+
+
+def title(figure: Figure, text: str) -> None:
+    """The finding, in the upper left corner."""
+    width, height = figure.get_size_inches()
+    style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
+    figure.text(0.15 / width, 1 - 0.13 / height, text, **style)
+
+
+def quiet(ax: Axes) -> None:
+    """No frame, no tick marks, pale numbers."""
+    ax.set_facecolor("none")
+    ax.set_axisbelow(True)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.tick_params(length=0, colors=MUTED, labelsize=9)
+
+
+def footnote(figure: Figure, text: str, height: float) -> None:
+    """Where the numbers are from, in the lower right corner."""
+    width = figure.get_figwidth()
+    x, y = 1 - RIGHT / width, 0.07 / height
+    figure.text(x, y, text, size=8, color=MUTED, ha="right", va="bottom")
+
+
+def _luminance(ink: str) -> float:
+    red, green, blue = (int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+
+
+def ink_on(fill: str) -> str:
+    """Ink that can be read on `fill`."""
+    return PAPER if _luminance(fill) < 0.3 else INK
+
+
+def readable(ink: str) -> str:
+    """`ink` for text on paper: darker where it would be too pale."""
+    while _luminance(ink) > 0.28:
+        ink = "#" + "".join(f"{int(0.9 * int(ink[i : i + 2], 16)):02x}" for i in (1, 3, 5))
+    return ink
+
+
+def milliseconds(value: float) -> str:
+    """Return 12.345 as "12.3 ms"."""
+    return f"{value:.0f} ms" if value >= 20 else f"{value:.3g} ms"
+
+
+def number(value: float) -> str:
+    """Return 1234.5 as "1,234"."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def num_bytes(count: int) -> str:
+    """Return 1500000 as "1.5 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+# ---------------------------------------------------------------------- files
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG of at most 256 colours: a third of the size, and no difference to see."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    small = io.BytesIO()
+    image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
+    return small.getvalue()
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG without date, and with the same names of its parts every time."""
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": "minipar"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a .png or .svg; equal figures give equal files. Raises ValueError for other names."""
+    path = Path(path)
+    if path.suffix == ".png":
+        path.write_bytes(png(figure))
+    elif path.suffix == ".svg":
+        path.write_text(svg(figure))
+    else:
+        raise ValueError(f"{path} ends with {path.suffix!r}; use .png or .svg")
+    return path

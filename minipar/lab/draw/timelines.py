@@ -1,0 +1,255 @@
+"""Timelines: who computes, who talks, who waits; compute above communication, exposed in red."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from minipar.comm.spans import NOT_COMPUTE, Span, intersect, subtract, union
+from minipar.comm.timeline import Timeline
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import (
+    AXIS,
+    DPI,
+    EXPOSED,
+    GRID,
+    INK,
+    KIND,
+    LEFT,
+    MUTED,
+    PAPER,
+    RIGHT,
+    WIDTH,
+    colour,
+)
+
+Piece = tuple[float, float, str]  # start and end in seconds, name
+
+
+def timeline(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    ax: Axes | None = None,
+    xlim: tuple[float, float] | None = None,
+    unit: str = "a step",
+) -> Figure:
+    """Who computes, who talks, who waits: a row per rank, compute above communication.
+
+    `xlim` in milliseconds zooms; `unit` is what was recorded, for the finding "308 ms a step, 87 %
+    of communication hidden", which is the title, or stands opposite of `title`. With `ax` only the
+    rows are drawn, into it. Raises ValueError when there are no spans.
+    """
+    if ax is not None:
+        _check_spans({title or "the timeline": timeline})
+        lanes(ax, timeline.shifted(), xlim or (0.0, 1e3 * timeline.duration))
+        return ax.figure
+    return _panels({title or "": timeline}, xlim, unit)
+
+
+def before_after(
+    timelines: Mapping[str, Timeline],
+    *,
+    xlim: tuple[float, float] | None = None,
+    unit: str = "a step",
+) -> Figure:
+    """Timelines one below the other on one time axis: `{"After backward": a, "Overlapped": b}`."""
+    return _panels(timelines, xlim, unit)
+
+
+def finding(timeline: Timeline, unit: str = "a step") -> str:
+    """The one sentence that a timeline says: "308 ms a step, 87 % of communication hidden"."""
+    time = f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip()
+    hidden = timeline.hidden_fraction
+    if math.isnan(hidden):
+        return f"{time}, no communication"
+    if hidden < 0.005:
+        return f"{time}, nothing hidden"
+    return f"{time}, {100 * hidden:.0f} % of communication hidden"
+
+
+def _panels(
+    timelines: Mapping[str, Timeline], xlim: tuple[float, float] | None, unit: str
+) -> Figure:
+    _check_spans(timelines)
+    shown = [t.shifted() for t in timelines.values()]
+    xlim = xlim or (0.0, 1.005e3 * max(t.duration for t in shown))
+    most = max(len(t.ranks) for t in shown)
+    row = min(0.42, max(0.09, 6.5 / (len(shown) * most)))  # inches
+    heights = [row * len(t.ranks) + 0.08 for t in shown]
+    legend = pen.flow(_legend(shown, xlim))
+    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(legend)
+    total = sum(heights) + head * len(shown) + gap * (len(shown) - 1) + foot
+    figure = pen.figure(WIDTH, total)
+    top = total
+    for i, (title, t, height) in enumerate(zip(timelines, shown, heights, strict=True)):
+        top -= head + height
+        box = (LEFT / WIDTH, top / total, (WIDTH - LEFT - RIGHT) / WIDTH, height / total)
+        ax = figure.add_axes(box)
+        lanes(ax, t, xlim)
+        _heading(ax, title, t, xlim, unit)
+        ax.tick_params(labelbottom=i == len(shown) - 1)
+        top -= gap
+    ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
+    pen.key(figure, legend, LEFT, 0.32)
+    labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
+    pen.footnote(figure, "; ".join(labels), total)
+    return figure
+
+
+def _check_spans(timelines: Mapping[str, Timeline]) -> None:
+    for title, t in timelines.items():
+        if not t.spans:
+            raise ValueError(
+                f"{title or 'the timeline'} has no spans; was `record` around any work?"
+            )
+    if not timelines:
+        raise ValueError("there is no timeline to draw")
+
+
+def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float]) -> None:
+    """Draw the ranks of a timeline that starts at 0 s; `xlim` in milliseconds."""
+    pixel = (xlim[1] - xlim[0]) / (ax.get_position().width * ax.figure.get_figwidth() * DPI)
+    ax.set_xlim(xlim)
+    ax.set_ylim(-0.06, len(t.ranks) + 0.06)
+    axes = {s.axis for s in t if s.kind == "comm"}
+    two_lanes = "host" in axes and len(axes) > 1  # copies run below what ranks say to each other
+    for row, rank in enumerate(reversed(t.ranks)):
+        for key, pieces in _pieces(t.select(rank=rank)).items():
+            low, high = (0.46, 0.44) if key in KIND else (0.16, 0.2)
+            if key.startswith("exposed"):
+                low, high = 0.08, 0.36
+            if two_lanes and key not in KIND:
+                low, high = (low / 2, high / 2) if "host" in key else (0.22 + low / 2, high / 2)
+            _bars(ax, row + low, high, pieces, colour(key), pixel)
+    pen.quiet(ax)
+    every = math.ceil(0.16 / (pen.inches_of(ax) / len(t.ranks)))
+    ticks = [(len(t.ranks) - i - 0.5, f"rank {r}") for i, r in enumerate(t.ranks) if i % every == 0]
+    ax.set_yticks([y for y, _ in ticks], [name for _, name in ticks], color=MUTED, fontsize=9)
+    ax.xaxis.set_major_locator(MaxNLocator(10))
+    ax.grid(axis="x", color=GRID, lw=0.8)
+    end = 1e3 * t.duration
+    if xlim[0] <= end <= xlim[1]:
+        ax.axvline(end, color=INK, lw=0.9)
+
+
+def _pieces(mine: Timeline) -> dict[str, list[Piece]]:
+    """The bars of one rank by what gives their colour: a kind of work, an axis, or "exposed"."""
+    busy = union((s.start, s.end) for s in mine if s.kind not in NOT_COMPUTE)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for s in mine:
+        if s.kind != "comm":
+            known = s.kind if s.kind in KIND else "compute"
+            pieces[known].append((s.start, s.end, _short(s.name)))
+            continue
+        whole = [(s.start, s.end)]
+        pieces[s.axis or "world"] += [(*p, _message(s)) for p in intersect(whole, busy)]
+        exposed = "exposed host" if s.axis == "host" else "exposed"
+        pieces[exposed] += [(*p, _message(s)) for p in subtract(whole, busy)]
+    return pieces
+
+
+def _bars(
+    ax: Axes,
+    y: float,
+    height: float,
+    pieces: Iterable[Piece],
+    fill: str,
+    pixel: float,
+) -> None:
+    """Bars (start and end in seconds, name), parted by white hairlines; names where they fit.
+
+    Pieces too narrow to see are joined with what touches them: so a trace of 100,000 kernels is
+    drawn in a moment, and in its true colours.
+    """
+    joined: list[Piece] = []
+    for start, end, name in sorted((1e3 * s, 1e3 * e, n) for s, e, n in pieces):
+        if joined:
+            last_start, last_end, last_name = joined[-1]
+            if end <= last_end:
+                continue
+            start = max(start, last_end)  # collectives in flight together are drawn as a queue
+            small = min(end - start, last_end - last_start) < 3 * pixel
+            if start - last_end < pixel / 2 and (small or name == last_name):
+                # The sum keeps a name only if nearly all of it has that name.
+                own, longest = max((end - start, name), (last_end - last_start, last_name))
+                end = max(last_end, end)
+                same = name == last_name or own > 0.8 * (end - last_start)
+                joined[-1] = (last_start, end, longest if same else "")
+                continue
+        joined.append((start, end, name))
+    wide = [(s, e - s) for s, e, _ in joined if e - s >= 4 * pixel]
+    narrow = [(s, max(e - s, pixel / 2)) for s, e, _ in joined if e - s < 4 * pixel]
+    tall = height * pen.inches_of(ax) / (ax.get_ylim()[1] - ax.get_ylim()[0])  # inches
+    hairline = min(0.7, 5 * tall)
+    ax.broken_barh(wide, (y, height), facecolor=fill, edgecolor=PAPER, lw=hairline, zorder=2)
+    ax.broken_barh(narrow, (y, height), facecolor=fill, lw=0, zorder=2)
+    size = min(7.0, 72 * tall * 0.62)  # points
+    if size < 4.5:
+        return
+    for start, end, name in joined:
+        if name and (end - start) / pixel > (0.68 * len(name) + 1.2) * size / 72 * DPI:
+            ax.text(
+                (start + end) / 2,
+                y + height / 2 - 0.01,
+                name,
+                size=size,
+                color=pen.ink_on(fill),
+                ha="center",
+                va="center",
+                clip_on=True,
+            )
+
+
+def _short(name: str) -> str:
+    """layers.3 of a Llama is "3"; time between blocks has no name."""
+    if name in ("forward", "backward"):
+        return ""
+    return name.rsplit(".", 1)[-1]
+
+
+def _message(span: Span) -> str:
+    size = f" {pen.num_bytes(span.num_bytes)}" if span.num_bytes else ""
+    return span.name.replace("_", "-") + size
+
+
+def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit: str) -> None:
+    said = finding(t, unit)
+    hidden = t.hidden_fraction
+    top = ax.get_ylim()[1] + 0.1 * ax.get_ylim()[1] / pen.inches_of(ax)
+    loud = not math.isnan(hidden) and hidden < 0.5
+    ink = EXPOSED if loud else INK
+    place = {"va": "bottom", "clip_on": False}
+    if not title:
+        ax.text(xlim[0], top, said, size=12, weight="bold", color=ink, **place)
+        return
+    ax.text(xlim[0], top, title, size=12, weight="bold", color=INK, **place)
+    # The finding ends where the step ends, unless it would run into the title.
+    end = min(1e3 * t.duration, xlim[1])
+    inches = WIDTH - LEFT - RIGHT
+    room = (end - xlim[0]) / (xlim[1] - xlim[0]) * inches
+    if room < (0.62 * 12 * len(title) + 0.56 * 10 * len(said)) / 72 + 0.2:
+        x = (0.66 * 12 * len(title) / 72 + 0.25) / inches
+        ax.text(xlim[0] + x * (xlim[1] - xlim[0]), top, said, size=10, color=ink, **place)
+    else:
+        ax.text(end, top, said, size=10, color=ink, ha="right", **place)
+
+
+def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
+    """(colour, text) of what can be seen: work first, then communication, exposed last."""
+    seen: set[str] = set()
+    for t in shown:
+        for rank in t.ranks:
+            for key, pieces in _pieces(t.select(rank=rank)).items():
+                if any(1e3 * end > xlim[0] and 1e3 * start < xlim[1] for start, end, _ in pieces):
+                    seen.add(key.split()[0])  # copies that are exposed are "exposed host"
+    verbs = {s.name.replace("_", "-") for t in shown for s in t if s.kind == "comm"}
+    what = verbs.pop() if len(verbs) == 1 else "communication"
+    axes = sorted(seen - KIND.keys() - {"exposed"}, key=lambda a: ([*AXIS, a].index(a), a))
+    hidden = {a: f"{what}, hidden" if len(axes) == 1 else f"{a}, hidden" for a in axes}
+    names = {kind: kind.replace("_", " ") for kind in KIND} | hidden
+    names["exposed"] = f"{what}, exposed"
+    return [(colour(key), text) for key, text in names.items() if key in seen]
