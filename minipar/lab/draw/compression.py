@@ -1,4 +1,4 @@
-"""What sending less costs: pictures of the rows of `minipar bench compression`, in house style."""
+"""What sending less costs: pictures of the rows of `minipar bench compression`."""
 
 import math
 import statistics

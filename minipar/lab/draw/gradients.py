@@ -1,4 +1,4 @@
-"""What compression keeps of a gradient: pictures of its numbers, one by one, in house style."""
+"""What compression keeps of a gradient: pictures of its numbers, one by one."""
 
 from collections.abc import Mapping
 
