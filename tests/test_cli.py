@@ -285,6 +285,7 @@ def test_usage_names_every_command(capfd):
         assert code == 0 and all(f"minipar {name}" in out for name in cli._COMMANDS)
 
 
+@pytest.mark.slow
 def test_python_m_minipar(tmp_path):
     typed = command("train", "--steps", 0)
     done = subprocess.run(typed, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)

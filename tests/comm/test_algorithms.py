@@ -72,9 +72,7 @@ def check_all_reduce(size: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
 def test_all_reduce_equals_the_backends(ranks, size):
     """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
     count = len(plans.ALL_REDUCE) * (len(SHAPES) + 3 + 3)
@@ -437,6 +435,7 @@ def test_best_is_the_fastest_by_size():
     assert Tuning(4, 1e-3, 1e-9, gamma=1e-8, sharing=0.0).best(10**6) != "direct"
 
 
+@pytest.mark.slow
 def test_tune_measures_the_link(ranks):
     """The link's own numbers, its wires apart, the same choice on all ranks; and it is used."""
 

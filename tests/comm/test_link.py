@@ -191,6 +191,7 @@ def test_time_follows_the_model_from_1kb_to_64mb(ranks):
     report_and_check(ranks(2).run(measure, [*VERBS, "send"], sizes, setting))
 
 
+@pytest.mark.slow
 def test_time_follows_the_model_on_four_ranks(ranks):
     """Catches formulas that are right for two ranks only."""
     setting = Link("test", 20e-3, 50e6)
@@ -564,6 +565,7 @@ def two_levels():
     return took
 
 
+@pytest.mark.slow
 def test_topology_times(ranks):
     """Catches a topology that mistakes a group's own numbering for global ranks."""
     for took in ranks(4).run(two_levels):
@@ -582,6 +584,7 @@ def idle():
         return took, time.process_time() - start
 
 
+@pytest.mark.slow
 def test_waiting_burns_no_cpu(ranks):
     for took, burnt in ranks(2).run(idle):
         assert took >= 0.8 and burnt < 0.04

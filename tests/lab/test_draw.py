@@ -381,6 +381,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_files_are_small_and_equal_every_time(tmp_path, name):
     """Catches dates, random ids of SVG, and state that one figure leaves to the next."""

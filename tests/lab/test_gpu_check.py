@@ -21,6 +21,7 @@ def test_rehearsal_goes_through_all_checks(tmp_path):
     assert (tmp_path / "gpu_timeline.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_strategy_that_sends_nothing_is_noticed(ranks):
     rows = ranks(2).run(parity_when_muted)[0]
     assert not any(row["ok"] for row in rows)

@@ -108,6 +108,7 @@ def test_a_timeline_is_zoomed_into():
     assert box.error is None and picture(box).startswith(PNG) and picture(box) != whole
 
 
+@pytest.mark.slow
 def test_a_timeline_is_stepped_through():
     box = widgets.timeline(recorded())
     assert box.text.value == ""

@@ -223,6 +223,7 @@ def case(text: str, tied: bool = True, vocab_size: int = 64) -> Case:
 
 
 # ---------------------------------------------------------------------- equal to one device
+@pytest.mark.slow
 def test_trap_12_norms_are_summed_over_tp_wherever_their_gradients_lie(ranks):
     """In pieces of the optimizer, and in shards. Mutant: a sum over what is not there."""
     check(ranks, [case(f"dp=2,tp=2,sequence_parallel,zero={stage}") for stage in (1, 3)])

@@ -658,6 +658,7 @@ def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
     assert without_times(rest) == without_times(whole[5:])
 
 
+@pytest.mark.slow
 def test_precision_of_a_run(run, monkeypatch):
     """Nearly, but not quite, the losses of float32, and no word about scales without a scaler."""
 

@@ -142,6 +142,7 @@ def test_resumes_to_the_bit(run, size):
     assert (report["first_step"], report["steps"]) == (6, 12)
 
 
+@pytest.mark.slow
 def test_resumes_in_place_and_on_another_number_of_ranks(run):
     """The place in the text is counted in samples: nothing is lost or seen twice."""
     whole = run(1, "whole", steps=9, save_every=3)  # 46 samples: the second epoch begins meanwhile
@@ -208,6 +209,7 @@ def test_another_text_seed_or_model_is_refused(run, ranks, text, tmp_path):
 
 
 # ---------------------------------------------------------------------- learning, or not
+@pytest.mark.slow
 def test_learns(run):
     folder = run(2, "learn", steps=60, dtype="float32", lr=5e-3, batch_size=8)
     losses = [loss for (loss,) in lines_of(folder, "loss")]
@@ -312,6 +314,7 @@ def test_speed_and_memory_are_in_every_line(run):
     assert 0 < told < report["save_seconds"]
 
 
+@pytest.mark.slow
 def test_checkpoints_in_the_background_are_the_same(run):
     """The run as well. Mutants: the last one is not waited for; a tensor is saved late."""
     plain = run(2, "plain", save_every=2)
