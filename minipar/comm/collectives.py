@@ -118,14 +118,31 @@ def reduce_scatter(
     reduce_op = _op("reduce_scatter", op, tensor)
     _check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
-    _check_out("reduce_scatter", out, tensor, pieces.shape[1:])
-    result = _landing(out, pieces, pieces.shape[1:])
+    shape = pieces.shape[1:]
+    _check_out("reduce_scatter", out, tensor, shape)
+    sent = _sent("reduce_scatter", tensor, axis)
+    if axis.size > 1 and tensor.device.type == "cpu":
+        # Gloo sums up all of it on every rank, and cuts: twice the bytes. So ranks hand each other
+        # the slices, and each adds up its own.
+        arrived = torch.empty_like(pieces)
+        return _launch(
+            "reduce_scatter",
+            axis,
+            sent,
+            lambda a: dist.all_to_all_single(arrived, pieces, None, None, axis.group, a),
+            arrived,
+            async_op,
+            finish=lambda arrived: _deliver(
+                _combine(arrived, op, _landing(out, arrived, shape)), out
+            ),
+        )
+    result = _landing(out, pieces, shape)
     if axis.size == 1:
         result.copy_(pieces[0])
     return _launch(
         "reduce_scatter",
         axis,
-        _sent("reduce_scatter", tensor, axis),
+        sent,
         lambda a: dist.reduce_scatter_single(
             result, pieces.flatten(0, 1), reduce_op, axis.group, a
         ),
@@ -509,6 +526,14 @@ def _check_out(verb: str, out: Tensor | None, tensor: Tensor, shape: Sequence[in
 
 def _sent(verb: str, whole: Tensor, axis: Axis) -> int:
     return wire_bytes(verb, whole.nbytes, axis.size)
+
+
+@torch.no_grad()
+def _combine(pieces: Tensor, op: Op, out: Tensor) -> Tensor:
+    """[n, ...] -> [...], in the order of the ranks; returns `out`."""
+    if op == "sum":
+        return torch.sum(pieces, 0, dtype=pieces.dtype, out=out)  # small integers stay small
+    return {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op](pieces, 0, out=out)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ Memory. Bytes per rank at the highest point, for gradients G and optimizer state
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one on its way, one being filled
+        On a CPU slices arrive beside what is on its way, to be added up: 3 more buckets, and 2.
 Costs you. Optimizers that look at whole matrices (Muon, Adafactor) or at all parameters at once
         (LBFGS) are refused. After `finish_backward` gradients lie in the pieces, ``p.grad`` is
         None. Parameters are whole only after `ShardedOptimizer.synchronize`, or where a forward
@@ -35,7 +36,7 @@ Use::
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -192,9 +193,7 @@ class Bucket:
             for p in set(self.parameters) - set(used):
                 self.gradients[p].zero_()
         self.whole[self.length :] = 0
-        # In place: the sum lands where this rank's own part of it was.
-        mine = self.whole[self.mine]
-        self.sent = reduce_scatter(self.whole, self.axis, op=op, out=mine, async_op=True)
+        self.sent = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.gradients = None, {}  # whoever carries it keeps it until it is delivered
         self.is_sent = True
         return used
@@ -203,7 +202,7 @@ class Bucket:
         """Wait for that; add the sum to the shard, and free the whole."""
         if self.sent is not None:
             arrived, self.sent = self.sent.wait(), None
-            self.shard = arrived.clone() if self.shard is None else self.shard.add_(arrived)
+            self.shard = arrived if self.shard is None else self.shard.add_(arrived)
 
     def hand_out(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of the pieces, as views of the shard."""
@@ -405,6 +404,7 @@ class Stage1(Strategy):
     """
 
     rounds_differ = False  # between ranks, other than in the first step
+    most_in_flight = 2  # buckets: the link always has the next one to carry, and memory an end
 
     def __init__(
         self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
@@ -418,6 +418,7 @@ class Stage1(Strategy):
         optimizer.buckets.sort(key=lambda b: -min(place.get(p, 0) for p in b.parameters))
         self.buckets, self.bucket_of = optimizer.buckets, optimizer.bucket_of
         self.next = 0  # the bucket whose turn it is
+        self.in_flight: deque[Bucket] = deque()
         self.used: set[nn.Parameter] = set()  # by this rank, in this step
         self.telling: Pending | None = None  # at the end of the last round
         self.learning = True  # in the first step
@@ -478,6 +479,9 @@ class Stage1(Strategy):
             )
         self.used.update(bucket.send(self.op))
         self.next += 1
+        self.in_flight.append(bucket)
+        if len(self.in_flight) > self.most_in_flight:
+            self.in_flight.popleft().fold()
 
     def _end_round(self, more: bool = False) -> Pending:
         """Send what is left, complete or not; tell who used what, and whether `more` is to come."""
@@ -502,22 +506,23 @@ class Stage1(Strategy):
         more = True
         while more:
             told = self._end_round()
-            for bucket in self.buckets:
-                bucket.fold()
-            *used, others = told.wait()
-            more = (self.learning or self.rounds_differ) and _is_true(others)
-        self._hand_out(used)
+            while self.in_flight:
+                self.in_flight.popleft().fold()
+            more = (self.learning or self.rounds_differ) and _is_true(told.wait()[-1])
+        self._hand_out(told)
         if self.learning:
             uncalled = [owned for m, owned in self.owned.items() if m not in self.called]
             self.read_directly = set().union(*uncalled)
             self.learning = False
 
-    def _hand_out(self, used: list[Tensor]) -> None:
-        by_anybody = dict(zip(self.bucket_of, used, strict=True))
+    def _hand_out(self, told: Pending) -> None:
+        used = self.used
+        if len(used) < len(self.bucket_of):  # what others have used matters, and is waited for
+            by_anybody = zip(self.bucket_of, told.wait(), strict=False)  # last is no parameter
+            used = used | {p for p, flag in by_anybody if p not in used and _is_true(flag)}
         for bucket in self.buckets:
             for p, gradient in bucket.hand_out().items():
-                # Looks at a value only where this rank has no gradient of its own.
-                if p in self.used or _is_true(by_anybody[p]):
+                if p in used:
                     bucket.pieces[p].grad = gradient
         self.used.clear()
 
@@ -526,23 +531,17 @@ class Stage1(Strategy):
 class Stage2(Stage1):
     """Whole gradients are freed while backward goes on, after every microbatch anew.
 
-    When a bucket is sent, the one before it must have arrived: the link always has something to
-    carry, and no more than two buckets are whole at any moment. Every `no_sync` is a round, and a
-    rank with fewer of them than others takes part in theirs with zeros.
+    When a bucket is sent, the one before it must have arrived: no more than two buckets are whole
+    at any moment. Every `no_sync` is a round, and a rank with fewer of them than others takes part
+    in theirs with zeros.
     """
 
     rounds_differ = True
-    on_its_way: Bucket | None = None
+    most_in_flight = 1
 
     @property
     def sends(self) -> bool:
         return True
-
-    def _send(self, bucket: Bucket) -> None:
-        super()._send(bucket)
-        if self.on_its_way is not None:
-            self.on_its_way.fold()
-        self.on_its_way = bucket
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

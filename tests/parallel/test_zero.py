@@ -618,18 +618,21 @@ def _memory(stage: int, size: int) -> tuple[int, int]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_is_that_of_the_formula(ranks, stage, size):
-    """Within 5 %, with gradients accumulated over two microbatches.
+    """Within 2 %, with gradients accumulated over two microbatches.
 
-    Mutants: whole gradients kept to the end (stage 2), or beyond it; a copy of the weights or of
-    the gradients; state for everything.
+    Gloo's threads may let go of the last bucket, and of where it arrived, a moment late. Mutants:
+    whole gradients kept to the end (stage 2), or beyond it; a copy of the weights or of the
+    gradients; state for everything.
     """
     numbers = 16 * (128 * 128 + 128)
-    weights, state, two_buckets = 4 * numbers, 8 * numbers, 2 * 2 * 4 * (128 * 128 + 128)
+    weights, state, bucket = 4 * numbers, 8 * numbers, 2 * 4 * (128 * 128 + 128)
     shard = weights / size
-    expected = {1: weights + weights, 2: weights + shard + two_buckets}[stage] + state / size
+    expected = {1: weights + weights, 2: weights + shard + 2 * bucket}[stage] + state / size
+    expected += {1: 3, 2: 2}[stage] * bucket  # where slices of all ranks arrive, to be added up
+    between = weights + shard + state / size
     for peak, after_backward in ranks(size).run(_memory, stage, size):
-        assert abs(peak / expected - 1) < 0.05, (peak, expected)
-        assert abs(after_backward / (weights + shard + state / size) - 1) < 0.05
+        assert 0.98 * expected < peak < 1.02 * expected + 2 * bucket
+        assert 0.98 * between < after_backward < 1.02 * between + 2 * bucket
 
 
 # ---------------------------------------------------------------------- weights on their way
