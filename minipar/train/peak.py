@@ -76,7 +76,7 @@ def _measured(device: torch.device, dtype: torch.dtype, _: int) -> float:
 
 
 def matmul_rate(
-    device: torch.device, dtype: torch.dtype, size: int, min_seconds: float = 0.05
+    device: torch.device, dtype: torch.dtype, size: int, min_seconds: float = 0.2
 ) -> float:
     """Return the FLOP/s of a large square matrix product: what this device can really do.
 
