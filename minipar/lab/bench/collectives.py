@@ -8,7 +8,6 @@ that of its slowest rank.
 """
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
-from minipar.lab.bench.race import aligned, quartiles
+from minipar.lab.bench.race import aligned, quartiles, save
 
 BACKEND = "backend"
 
@@ -78,8 +77,7 @@ def run(config: CollectivesConfig) -> list[dict[str, Any]]:
             measured = ranks.run(measure, config, name)[0]
         rows += [row for size in config.sizes for row in _rows(config, name, size, measured)]
     print(table(rows))
-    if config.json:
-        Path(config.json).write_text(json.dumps(rows, indent=2) + "\n")
+    save(rows, config.json)
     return rows
 
 

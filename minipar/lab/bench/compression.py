@@ -15,7 +15,6 @@ model: enough to tell what hurts from what does not, not to promise that a long 
 """
 
 import gc
-import json
 import math
 import statistics
 import textwrap
@@ -34,7 +33,7 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw
 from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
-from minipar.lab.bench.race import aligned, in_turns, quartiles
+from minipar.lab.bench.race import aligned, in_turns, quartiles, save
 from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
@@ -119,9 +118,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
         timed = ranks.run(measure, config)[0]
     rows = [_row(config, name, learned, timed) for name in config.names]
     print("\n" + table(rows) + "\n\n" + fine_print(rows))
-    if config.json:
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        Path(config.json).write_text(f"[\n{lines}\n]\n")
+    save(rows, config.json)
     if config.out:
         draw.save(draw_compression.accuracy(rows), config.out)
     return rows

@@ -7,12 +7,10 @@ of the resident set grows while a contender trains.
 """
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from minipar.lab.bench.race import (
     in_turns,
     percent,
     quartiles,
+    save,
 )
 from minipar.model.llama import PRESETS, Llama, token_loss
 from minipar.parallel import ddp
@@ -60,8 +59,7 @@ def run(config: DdpConfig) -> list[dict[str, Any]]:
         rows.append(_row(config, name, measured, memory))
         print(f"{rows[-1]['link']}: ratio {rows[-1]['ratio']:.3f}", flush=True)
     print("\n" + table(rows))
-    if config.json:
-        Path(config.json).write_text(json.dumps(rows, indent=2) + "\n")
+    save(rows, config.json)
     return rows
 
 

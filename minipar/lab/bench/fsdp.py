@@ -7,20 +7,18 @@ rounds with its quartiles. A step's time is that of its slowest rank. Bytes and 
 are those of the emulated link, which sees what anybody sends.
 
 Each of ours is compared with its fastest rival; beside it stands what a user of PyTorch gets who
-switches nothing on. Memory is measured apart, in fresh processes:
-how much the peak of the resident set grows while a contender trains, once a toy model has had all
-code loaded. There, `malloc` is told to give freed tensors back to the system at once; holes in its
-heap would count otherwise, up to half as much again for whoever allocates and frees the most.
+switches nothing on. Memory is measured apart, in fresh processes: how much the peak of the resident
+set grows while a contender trains, once a toy model has had all code loaded. There, `malloc` is
+told to give freed tensors back to the system at once; holes in its heap would count otherwise, up
+to half as much again for whoever allocates and frees the most.
 """
 
 import ctypes
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +28,15 @@ from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.lab.bench.race import StepConfig, aligned, hidden_share, in_turns, percent, quartiles
+from minipar.lab.bench.race import (
+    StepConfig,
+    aligned,
+    hidden_share,
+    in_turns,
+    percent,
+    quartiles,
+    save,
+)
 from minipar.lab.bench.sharding_methods import ALONE, FAMILIES, METHODS, RIVALS
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.train.report import peak_memory
@@ -67,9 +73,7 @@ def run(config: ShardingConfig) -> list[dict[str, Any]]:
         ratios = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in rows[-len(RIVALS) :])
         print(f"{rows[-1]['link']}: {ratios}", flush=True)
     print("\n" + table(rows))
-    if config.json:
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        Path(config.json).write_text(f"[\n{lines}\n]\n")
+    save(rows, config.json)
     return rows
 
 
