@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import timeline, watchdog
+from minipar.comm import link, timeline, watchdog
 from minipar.comm.mesh import Axis
 from minipar.comm.spans import wire_bytes
 
@@ -125,17 +125,15 @@ def reduce_scatter(
         # Gloo sums up all of it on every rank, and cuts: twice the bytes. So ranks hand each other
         # the slices, and each adds up its own.
         arrived = torch.empty_like(pieces)
-        return _launch(
-            "reduce_scatter",
-            axis,
-            sent,
-            lambda a: dist.all_to_all_single(arrived, pieces, None, None, axis.group, a),
-            arrived,
-            async_op,
-            finish=lambda arrived: _deliver(
-                _combine(arrived, op, _landing(out, arrived, shape)), out
-            ),
-        )
+
+        def hand_over(is_async: bool) -> Any:
+            with link.standing_for(f"reduce_scatter({op})"):
+                return dist.all_to_all_single(arrived, pieces, None, None, axis.group, is_async)
+
+        def add_up(arrived: Tensor) -> Tensor:
+            return _deliver(_combine(arrived, op, _landing(out, arrived, shape)), out)
+
+        return _launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
     result = _landing(out, pieces, shape)
     if axis.size == 1:
         result.copy_(pieces[0])

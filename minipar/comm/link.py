@@ -25,7 +25,9 @@ backends, ``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +165,7 @@ _link: Link | Topology = LINKS["none"]
 checks = True
 observers: list[Callable[[Any], None]] = []
 """Called with every `LinkWork` that ends: how to record what torch's own DDP and FSDP send."""
+_stands_for: ContextVar[str] = ContextVar("stands_for", default="")
 
 
 def parse(text: str) -> Link:
@@ -208,6 +211,24 @@ def check_calls(enabled: bool = True) -> None:
     """
     global checks
     checks = enabled
+
+
+@contextmanager
+def standing_for(call: str) -> Iterator[None]:
+    """A collective that is called in here does the work of another, "reduce_scatter(sum)" say.
+
+    Observers and errors know it by that name. It must cost as much.
+    """
+    token = _stands_for.set(call)
+    try:
+        yield
+    finally:
+        _stands_for.reset(token)
+
+
+def stands_for() -> str:
+    """What is called here and now, in other words; empty if it is what it seems."""
+    return _stands_for.get()
 
 
 def among(ranks: Sequence[int]) -> Link:

@@ -279,13 +279,14 @@ class LinkGroup(dist.ProcessGroup):
         elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's
             whole = _busiest(_flows(size, *args), self.rank(), size) * size // max(size - 1, 1)
         duration = link.seconds(op.verb, whole, size, link.among(self.ranks))
-        checks = link.checks
+        checks, call = link.checks, link.stands_for()
+        verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
 
         def run(ready: float) -> Transfer:
             if checks:
                 flows = _flows(size, *args) if op.verb == "all_to_all" else [0] * 2 * size
-                self._compare(self._describe(op.verb, pieces, opts), flows)
+                self._compare(self._describe(call or op.verb, pieces, opts), flows)
             self._num_collectives += 1
             number, transfer = self._num_collectives, Transfer(ready, duration)
             self._calls.post(mine, number, transfer)
@@ -294,7 +295,7 @@ class LinkGroup(dist.ProcessGroup):
             return self._calls.latest(everyone, number, transfer)
 
         sent = wire_bytes(op.verb, whole, size)
-        work = LinkWork(op.verb, sent, list(_tensors(args[:1])), run)
+        work = LinkWork(verb, sent, list(_tensors(args[:1])), run)
         return self._enqueue("collectives", work)
 
     def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
