@@ -113,7 +113,8 @@ def reduce_scatter(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
-    Raises `ValueError` when n does not divide that dim.
+    On a CPU it takes another [D, ...], where the slices of all ranks arrive; they are added up, and
+    `out` is written, by whoever waits. Raises `ValueError` when n does not divide that dim.
     """
     reduce_op = _op("reduce_scatter", op, tensor)
     _check_divides("reduce_scatter", tensor, dim, axis)

@@ -22,8 +22,9 @@ Comms.  Bytes that a rank sends per step, for P bytes of weights, R of them outs
         weights are gathered only. With `replicate_axis` of m ranks: 2 (m-1)/m (P/n + N) along it.
 Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
         4 P/n); R + 2 B for gathered weights; and in backward R + 2 B of gradients: of the root,
-        those that come into being, and those on their way. With ``prefetch=k`` 1 + k blocks are
-        gathered; ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
+        those that come into being, and those on their way, on a CPU with as much again, where
+        slices arrive to be added up. With ``prefetch=k`` 1 + k blocks are gathered;
+        ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
 Costs you. Half as many bytes again as `ddp`, in many more calls. All ranks must run the same blocks
         in the same order, so they need as many microbatches. A forward that ends in an exception
         leaves things in order; after a backward that did, call `finish_backward`, zero gradients.

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import link, link_group
+from minipar.comm import collectives, link, link_group
 from minipar.comm.link import LINKS, Link, Topology
+from minipar.comm.mesh import Axis
 
 SLACK = 0.1  # seconds that a busy machine may add to an emulated time
 
@@ -656,6 +657,30 @@ def abort_long_transfer():
 
 def test_abort_ends_an_emulated_transfer(ranks):
     assert max(ranks(2).run(abort_long_transfer)) < 1.0
+
+
+def reduce_scatter_of_ours():
+    """The verb that an observer sees, and what is said when ranks disagree."""
+    rank, seen = dist.get_rank(), []
+    note = lambda work: seen.append((work.verb, work.num_bytes))  # noqa: E731
+    with a_link_group("none", checks=True) as group:
+        axis = Axis("dp", rank, 2, (0, 1), group)
+        link.observers.append(note)
+        try:
+            part = collectives.reduce_scatter(torch.arange(4.0), axis)
+        finally:
+            link.observers.remove(note)
+        assert part.tolist() == [[0, 2], [4, 6]][rank]
+        with pytest.raises(link_group.Mismatch) as error:
+            collectives.reduce_scatter(torch.ones(4), axis, op="max" if rank else "sum")
+    return seen, str(error.value)
+
+
+def test_a_reduce_scatter_made_of_slices_goes_by_its_name(ranks):
+    """Mutant: to observers, and in errors, it is the all-to-all that carries the slices."""
+    for seen, error in ranks(2).run(reduce_scatter_of_ours):
+        assert seen == [("reduce_scatter", 8)]
+        assert "reduce_scatter(sum)" in error and "reduce_scatter(max)" in error
 
 
 def disagree(what):
