@@ -62,13 +62,13 @@ def work(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     work = tmp_path_factory.mktemp("work")
-    (work / "a.txt").write_text(inspect.getsource(argparse_like) * 25)
-    (work / "short.txt").write_text("to be or not to be\n" * 3)
-    (work / "empty.txt").write_text("")
+    (work / "a.txt").write_text(inspect.getsource(argparse_like) * 25, encoding="utf-8")
+    (work / "short.txt").write_text("to be or not to be\n" * 3, encoding="utf-8")
+    (work / "empty.txt").write_text("", encoding="utf-8")
     (work / "binary.bin").write_bytes(bytes(range(256)) * 4)
-    (work / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    (work / "no_text.jsonl").write_text('{"body": "fine"}\n')
-    (work / "trace.json").write_text('{"what": 1}')
+    (work / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
+    (work / "no_text.jsonl").write_text('{"body": "fine"}\n', encoding="utf-8")
+    (work / "trace.json").write_text('{"what": 1}', encoding="utf-8")
     (work / "folder").mkdir()
     config = TrainConfig(
         mesh="dp=1",
@@ -83,8 +83,8 @@ def work(tmp_path_factory):
     for name in ("no_config", "bad_config", "wrong_type", "no_checkpoint", "truncated", "headless"):
         shutil.copytree(work / "run", work / name)
     (work / "no_config/config.json").unlink()
-    (work / "bad_config/config.json").write_text('{"steps": 2')
-    (work / "wrong_type/config.json").write_text('{"steps": "many"}')
+    (work / "bad_config/config.json").write_text('{"steps": 2', encoding="utf-8")
+    (work / "wrong_type/config.json").write_text('{"steps": "many"}', encoding="utf-8")
     shutil.rmtree(work / "no_checkpoint/checkpoints/step_000002")
     os.truncate(work / "truncated/checkpoints/step_000002/weights_00000.safetensors", 1000)
     (work / "headless/checkpoints/step_000002/manifest.json").unlink()
@@ -288,7 +288,9 @@ def test_usage_names_every_command(capfd):
 @pytest.mark.slow
 def test_python_m_minipar(tmp_path):
     typed = command("train", "--steps", 0)
-    done = subprocess.run(typed, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    done = subprocess.run(
+        typed, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, encoding="utf-8"
+    )
     assert_one_line(done.returncode, done.stdout, done.stderr, "--steps 0 must be 1 or more")
 
 
@@ -301,7 +303,7 @@ def test_each_run_gets_a_folder_of_its_own(tmp_path):
         "tiny-dp2-tp1-3",
     ]
     named = TrainConfig(name="mine", out=str(tmp_path))
-    (tmp_path / "mine").write_text("a file is in the way")
+    (tmp_path / "mine").write_text("a file is in the way", encoding="utf-8")
     assert cli.new_folder(named) == tmp_path / "mine-2"
 
 
@@ -357,13 +359,14 @@ def start(work: Path, out: Path, *more: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        encoding="utf-8",
     )
 
 
 def wait_for_steps(process: subprocess.Popen, metrics: Path, count: int) -> list[psutil.Process]:
     """Wait until the run has done `count` steps; return the processes that it consists of."""
     deadline = time.monotonic() + PATIENCE
-    while not metrics.exists() or metrics.read_text().count("\n") < count:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run does not get going"
         time.sleep(0.01)
@@ -481,6 +484,7 @@ def torchrun(work: Path, out: Path, mesh: str, *more: str) -> subprocess.Complet
         text=True,
         env=ENVIRONMENT,
         timeout=PATIENCE,
+        encoding="utf-8",
     )
 
 
@@ -491,7 +495,7 @@ def test_torchrun_is_the_same_run(work, tmp_path, uninterrupted):
     assert curve(tmp_path / "tiny-dp2") == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-dp2"]
     assert done.stdout.count("validation loss") == 1  # one rank speaks
-    report = json.loads((tmp_path / "tiny-dp2/report.json").read_text())
+    report = json.loads((tmp_path / "tiny-dp2/report.json").read_text(encoding="utf-8"))
     assert len(report["peak_memory"]) == 2
 
 
@@ -507,6 +511,7 @@ def test_a_signal_stops_a_run_of_torchrun_in_order(work, tmp_path, who):
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        encoding="utf-8",
     )
     folder = tmp_path / "tiny-dp2"
     children = wait_for_steps(process, folder / "metrics.jsonl", 7)

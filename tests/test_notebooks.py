@@ -44,6 +44,7 @@ def run(path: Path, cell_timeout: int = 120, limit: int = 900) -> tuple[bool, st
         capture_output=True,
         text=True,
         timeout=limit,
+        encoding="utf-8",
     )
     return done.returncode == 0, done.stdout + done.stderr, left_over(mark)
 

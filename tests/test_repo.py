@@ -130,7 +130,11 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess:
     command = "from importlinter.cli import lint_imports_command as main; main()"
     options = ["--no-cache", "--no-logo"]
     return subprocess.run(
-        [sys.executable, "-c", command, *options], cwd=folder, capture_output=True, text=True
+        [sys.executable, "-c", command, *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
 
 
@@ -460,7 +464,49 @@ def test_trap_names_carry_a_number_of_the_list():
     numbered = [name for name in names if name != "test_trap_names_carry_a_number_of_the_list"]
     for name in numbered:
         match = re.match(r"test_trap_(\d\d)_", name)
-        assert match and 1 <= int(match[1]) <= 25, name
+        assert match and 1 <= int(match[1]) <= 39, name
+
+
+# Text files are UTF-8, whatever the locale of the machine says.
+TEXT_CALLS = {"open", "read_text", "write_text", "fdopen"}
+
+
+def text_without_encoding(source: str) -> list[int]:
+    """Lines that open, read or write a text file, or read a process, in the locale's encoding."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                keywords = {keyword.arg for keyword in node.keywords}
+            case _:
+                continue
+        owner = getattr(getattr(node.func, "value", None), "id", "")
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value != ""]
+        binary = any(isinstance(m, str) and re.fullmatch(r"[rwax+]*b[rwax+]*", m) for m in modes)
+        reads_process = name in ("run", "Popen", "check_output") and "text" in keywords
+        opens = (
+            name in TEXT_CALLS and not binary and owner not in ("os", "Image", "self", "recorder")
+        )
+        opens &= not (name == "write_text" and len(node.args) > 1)  # of another class
+        if (opens or reads_process) and not keywords & {"encoding", None}:
+            found.append(node.lineno)
+    return found
+
+
+def test_every_text_file_is_utf_8():
+    for path in sorted(p for folder in ("minipar", "tests") for p in (ROOT / folder).rglob("*.py")):
+        lines = text_without_encoding(path.read_text(encoding="utf-8"))
+        assert not lines, (
+            f"{path.relative_to(ROOT)}: lines {lines} leave the encoding to the locale"
+        )
+
+
+def test_text_in_the_encoding_of_the_locale_is_found():
+    for line in ("open(p)", "p.read_text()", "p.write_text(t)", "open(p, 'w')", "p.open('a')"):
+        assert text_without_encoding(line), line
+    assert text_without_encoding("run(c, text=True)")
+    for line in ("open(p, 'rb')", "p.open('wb')", "p.read_text(encoding='utf-8')", "os.open(p, 1)"):
+        assert not text_without_encoding(line), line
 
 
 # A folder of somebody's machine, where a path starts: not `a/home/b`, not part of a web address.
@@ -478,7 +524,9 @@ def test_no_committed_file_names_a_path_of_a_machine():
     if not (ROOT / ".git").exists():
         pytest.skip("without git there is no list of committed files")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    listing = subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=True, text=True, encoding="utf-8"
+    ).stdout
     paths = [ROOT / name for name in listing.split("\0") if name]
     assert ROOT / "pyproject.toml" in paths
     guilty = [p for p in paths if p.is_file() and MACHINE_PATH.search(p.read_bytes())]

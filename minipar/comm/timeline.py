@@ -233,7 +233,7 @@ class Timeline:
         if path.suffix == ".gz":
             path.write_bytes(gzip.compress(text.encode(), mtime=0))
         else:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         return path
 
     @staticmethod
@@ -359,4 +359,4 @@ def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
 def _machine() -> str:
     """Names the machine whose `time.monotonic()` this process reads."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
+    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else platform.node()

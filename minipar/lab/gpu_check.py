@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             "spans": {kind: len(recorded.select(kind=kind)) for kind in sorted(kinds(recorded))},
         }
     )
-    (folder / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n")
+    (folder / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     for row in rows:
         print(row)
     print(f"written into {folder}/: gpu.json, gpu_timeline.png")

@@ -141,7 +141,10 @@ CHOICES = (
 
 def read(folder: Path = MEASURED) -> dict[str, list[dict[str, Any]]]:
     """Read all rows that were measured, by the name of their file without its ending."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
 
 
 def guide(rows: Rows) -> Figure:

@@ -179,7 +179,9 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
         written[-1].write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
         for exercise in sorted(path.parent.glob(f"solutions/ex_{int(path.stem[:2])}_*.py")):
             written.append(folder / "solutions" / exercise.name)
-            written[-1].write_text(without_answers(exercise.read_text(encoding="utf-8")))
+            written[-1].write_text(
+                without_answers(exercise.read_text(encoding="utf-8")), encoding="utf-8"
+            )
     return written
 
 

@@ -211,7 +211,7 @@ def _open(file: Path) -> safe_open:
 
 def _read_json(file: Path) -> dict:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -297,9 +297,11 @@ def _write(folder: Path, shards: list[dict[str, Tensor]], config: LlamaConfig) -
     if len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtype = next(iter(shards[0].values())).dtype
-    (folder / CONFIG).write_text(json.dumps(_config_json(config, dtype), indent=2) + "\n")
+    (folder / CONFIG).write_text(
+        json.dumps(_config_json(config, dtype), indent=2) + "\n", encoding="utf-8"
+    )
     for file in set(weight_map.values()):
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors makes its files private
 

@@ -129,7 +129,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Quick: looks at the lengths of the files, not into them. Raises `CheckpointError`.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         layout, tied = manifest.get("format", 1), dict(manifest["tied"])
         files = {
             name: {key: int(digest[key]) for key in ("num_bytes", "crc32")}

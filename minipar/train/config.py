@@ -423,13 +423,13 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Write all values as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` where it is not that."""
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             kinds = get_type_hints(cls)
             known = {name: value for name, value in values.items() if name in kinds}
         except (OSError, AttributeError, ValueError) as error:

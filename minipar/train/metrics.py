@@ -26,9 +26,9 @@ class Metrics:
     def __init__(self, path: Path, step: int = 0, tensorboard: Path | None = None) -> None:
         kept = [line for line in read(path) if line["step"] <= step] if path.exists() else []
         fresh = path.with_name(path.name + ".new")  # a kill while copying must not cost any line
-        fresh.write_text("".join(map(_one_line, kept)))
+        fresh.write_text("".join(map(_one_line, kept)), encoding="utf-8")
         os.replace(fresh, path)
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard is not None:
             # Of what a run that was killed wrote there after `step`, nothing is to be seen.
@@ -73,7 +73,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises `ValueError` for a line that is none of ours.
     """
     lines = []
-    for number, text in enumerate(path.read_text().splitlines(keepends=True), start=1):
+    for number, text in enumerate(
+        path.read_text(encoding="utf-8").splitlines(keepends=True), start=1
+    ):
         if not text.endswith("\n"):
             break
         try:

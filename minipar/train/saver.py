@@ -172,7 +172,9 @@ class Saver:
             return
         unfinished, final = self._unfinished(step), self._final(step)
         manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
-        (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        (unfinished / "manifest.json").write_text(
+            json.dumps(manifest, indent=2) + "\n", encoding="utf-8"
+        )
         _force_to_disk(unfinished / "manifest.json")
         _force_to_disk(unfinished)
         _remove(final)

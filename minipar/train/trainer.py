@@ -383,6 +383,8 @@ def _train(
     if trainer.is_first and report is not None:
         if trainer.timeline.spans:
             trainer.timeline.save(trainer.folder / "timeline.json")
-        (trainer.folder / "sample.txt").write_text(report.sample)
-        (trainer.folder / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+        (trainer.folder / "sample.txt").write_text(report.sample, encoding="utf-8")
+        (trainer.folder / "report.json").write_text(
+            json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8"
+        )
     return report

@@ -594,7 +594,9 @@ def run_script(code: str, *args: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, *(args or ("-c", textwrap.dedent(code)))]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=100, encoding="utf-8"
+    )
 
 
 def test_trap_08_ranks_leave_in_order():
@@ -756,7 +758,7 @@ def test_under_torchrun(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert not backends.under_torchrun()
     script = tmp_path / "train.py"
-    script.write_text(TORCHRUN)
+    script.write_text(TORCHRUN, encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = run_script("", *torchrun)
     assert done.returncode == 0, done.stderr

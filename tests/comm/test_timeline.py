@@ -107,7 +107,9 @@ def test_save_and_load_are_exact(tmp_path, name):
 def test_perfetto_can_show_the_file(tmp_path):
     """The format wants spans of one thread nested or apart. Catches queued collectives on one."""
     spans = [compute(0, 9), comm(1, 5), comm(2, 6), comm(3, 4), comm(6, 7), comm(0, 3, rank=3)]
-    events = json.loads(Timeline(spans).save(tmp_path / "t.json").read_text())["traceEvents"]
+    events = json.loads(Timeline(spans).save(tmp_path / "t.json").read_text(encoding="utf-8"))[
+        "traceEvents"
+    ]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e for e in events if e["name"] == "thread_name"}
     assert names == {0: "rank 0", 3: "rank 3"}
@@ -738,7 +740,7 @@ def test_bad_profiles_are_named(tmp_path):
     empty = write(tmp_path / "empty.json", {"traceEvents": []})
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(gzip.compress(json.dumps(gpu_trace(0)).encode())[:200])
-    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300])
+    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300], encoding="utf-8")
     for paths, message in [
         ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
         (empty, r"empty\.json .* holds no operator and no kernel"),

@@ -174,7 +174,7 @@ def stopped(folder: str) -> list[str]:
     with watchdog.watch(BOUND, told.append):
         comm.all_reduce(torch.ones(10), mesh.dp)
         if mesh.rank == 1:
-            open(f"{folder}/{os.getpid()}", "w").close()
+            open(f"{folder}/{os.getpid()}", "w", encoding="utf-8").close()
             os.kill(os.getpid(), signal.SIGSTOP)
         comm.all_reduce(torch.ones(10), mesh.dp)
     return told

@@ -58,7 +58,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
     path = tmp_path / "rows.json"
     rows = bench.run(replace(SMALL, links=("gloo", "1gbe"), json=str(path)))
     out, _ = capfd.readouterr()
-    assert json.loads(path.read_text()) == rows and len(rows) == 2 * 2 * 2
+    assert json.loads(path.read_text(encoding="utf-8")) == rows and len(rows) == 2 * 2 * 2
     for row in rows:
         for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "backend_ms", "predicted_ms"):
             assert math.isfinite(row[key]) and row[key] > 0, key

@@ -128,7 +128,7 @@ def test_bench_writes_rows_and_a_picture(tmp_path, capfd):
     config = replace(SMALL, methods=names, json=str(path), out=str(picture))
     rows = bench.run(config)
     out, _ = capfd.readouterr()
-    assert json.loads(path.read_text()) == rows and picture.stat().st_size > 10_000
+    assert json.loads(path.read_text(encoding="utf-8")) == rows and picture.stat().st_size > 10_000
     assert [row["method"] for row in rows] == ["fp32", *names]
     by_name = {row["method"]: row for row in rows}
     assert 0.24 < by_name["int8"]["share"] < 0.26
@@ -141,7 +141,7 @@ def test_bench_writes_rows_and_a_picture(tmp_path, capfd):
 
 
 def test_the_committed_numbers_are_of_all_methods():
-    rows = json.loads(MEASURED.read_text())
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))
     assert [row["method"] for row in rows] == list(METHODS)
     assert len({row["link"] for row in rows}) == 1 and "emulated" in rows[0]["link"]
     assert MEASURED.stat().st_size < 100_000

@@ -148,7 +148,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
     path = tmp_path / "rows.json"
     bench.run(replace(SMALL, json=str(path), balance_ranks=2))
     out, _ = capfd.readouterr()
-    *rows, order = json.loads(path.read_text())
+    *rows, order = json.loads(path.read_text(encoding="utf-8"))
     assert [(row["bench"], row["ours"]) for row in rows] == [
         (f"context, {what}", name) for what in WHAT for name in OURS
     ]

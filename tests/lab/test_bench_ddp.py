@@ -94,7 +94,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
         cli.main([*words.split(), str(path)])
     out, err = capfd.readouterr()
     assert stop.value.code == 0, err
-    [row] = json.loads(path.read_text())
+    [row] = json.loads(path.read_text(encoding="utf-8"))
     for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "torch_ms", "memory_ratio"):
         assert math.isfinite(row[key]) and row[key] > 0, key
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]

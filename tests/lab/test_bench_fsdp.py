@@ -108,7 +108,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(bench, "_memory", lambda config, name: 1e6)
     bench.run(replace(SMALL, json=str(path)))
     out, _ = capfd.readouterr()
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text(encoding="utf-8"))
     assert [row["ours"] for row in rows] == list(OURS)
     for row in rows:
         for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "torch_ms", "memory_ratio"):
@@ -132,7 +132,7 @@ def test_memory_is_that_of_training():
 
 
 def test_the_committed_numbers_are_of_all_methods():
-    rows = json.loads(MEASURED.read_text())
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))
     links = list(dict.fromkeys(row["link"] for row in rows))
     assert len(links) == 3 and all("emulated" in link for link in links)
     assert [(row["link"], row["ours"]) for row in rows] == [(n, o) for n in links for o in OURS]

@@ -140,7 +140,7 @@ def test_bench_writes_rows_and_pictures(tmp_path, capfd, monkeypatch):
     )
     rows = bench.run(config)
     out, _ = capfd.readouterr()
-    assert json.loads(path.read_text()) == rows
+    assert json.loads(path.read_text(encoding="utf-8")) == rows
     race, idle = rows[:2], rows[2:]
     assert [row["ours"] for row in race] == ["gpipe", "zb_v"]
     assert [row["torch"] for row in race] == ["ScheduleGPipe", "ScheduleZBVZeroBubble"]

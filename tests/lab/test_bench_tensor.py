@@ -87,7 +87,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
     path = tmp_path / "rows.json"
     bench.run(replace(SMALL, json=str(path)))
     out, _ = capfd.readouterr()
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text(encoding="utf-8"))
     assert [row["ours"] for row in rows] == list(OURS)
     shape, tokens = PRESETS["tiny"], SMALL.batch_size * SMALL.seq_len
     activation = tokens * shape.hidden_size * 4 / 2  # n = 2: a collective sends half of it

@@ -422,7 +422,9 @@ def test_no_global_state_is_touched():
         "print([m for m in ('matplotlib.pyplot', 'IPython') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, encoding="utf-8"
+    )
     assert out.stdout.strip() in ("[]", "['IPython']"), out.stderr
 
 
@@ -456,7 +458,7 @@ def test_a_saved_timeline_draws_the_same(tmp_path):
     t = step(True)
     again = Timeline.load(t.save(tmp_path / "t.json"))
     assert draw.png(draw.timeline(again)) == draw.png(draw.timeline(t))
-    assert json.loads((tmp_path / "t.json").read_text())["label"] == t.label
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["label"] == t.label
     assert not math.isnan(again.hidden_fraction)
 
 

@@ -95,7 +95,7 @@ def test_exercises_are_in_the_order_of_their_numbers():
 
 
 def test_the_hosts_page_tells_of_every_exercise_and_its_minutes():
-    page = (ROOT / "notebooks/README.md").read_text()
+    page = (ROOT / "notebooks/README.md").read_text(encoding="utf-8")
     for number, asked in zip(IDS, map(exercise, IDS), strict=True):
         level = f"{asked.level} +" if asked.bonuses else asked.level
         assert f"| {number} | {asked.title} | {level} | {asked.minutes} |" in page
@@ -121,7 +121,7 @@ def test_a_copy_without_answers_checks_as_before(number, handout, monkeypatch):
     monkeypatch.chdir(handout)
     asked = exercise(number)
     assert asked.checks.keys() == answer.checks.keys() and asked.wrongs == {}
-    text = (handout / "solutions" / f"ex_{number.replace('.', '_')}.py").read_text()
+    text = (handout / "solutions" / f"ex_{number.replace('.', '_')}.py").read_text(encoding="utf-8")
     assert "solution" not in text and "wrong" not in text
     check(number, answer.solution)
     assert refused(number, next(iter(answer.wrongs.values()))).criterion in asked.checks

@@ -12,7 +12,7 @@ from tests.parity.harness import muted
 @pytest.mark.slow
 def test_rehearsal_goes_through_all_checks(tmp_path):
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "gpu.json").read_text())
+    rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert [row["check"] for row in rows] == ["parity"] * 6 + ["utilisation", "timeline"]
     assert all(row["ok"] and row["error"] <= row["tolerance"] for row in rows[:6])
     assert {row["dtype"] for row in rows[:6]} == {"float32", "bfloat16"}

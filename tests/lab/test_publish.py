@@ -189,12 +189,12 @@ def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path, capsys):
     (tmp_path / "notebooks/solutions").mkdir(parents=True)
     nbformat.write(new_notebook(cells=GOOD), tmp_path / "notebooks/02_a.ipynb")
     for number in ("2_1", "3_1"):
-        (tmp_path / f"notebooks/solutions/ex_{number}.py").write_text(EXERCISE)
+        (tmp_path / f"notebooks/solutions/ex_{number}.py").write_text(EXERCISE, encoding="utf-8")
     command = [str(tmp_path / "notebooks/02_a.ipynb"), "--handout", str(tmp_path / "course")]
     assert publish.main(command) == 0 and "ex_2_1.py" in capsys.readouterr().out
     copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
     assert copied == {"02_a.ipynb", "solutions/ex_2_1.py"}  # those of its notebooks, no others
-    text = (tmp_path / "course/solutions/ex_2_1.py").read_text()
+    text = (tmp_path / "course/solutions/ex_2_1.py").read_text(encoding="utf-8")
     assert text.startswith('"""A title."""\n') and "def check_result" in text
     assert "def _truth" in text and "trick" not in text and "How" not in text
     with pytest.raises(FileExistsError):

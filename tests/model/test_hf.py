@@ -35,9 +35,9 @@ def same_weights(a: Llama, b: Llama) -> bool:
 
 
 def edit_config(folder, **changes) -> None:
-    raw = json.loads((folder / "config.json").read_text())
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     raw = {name: value for name, value in (raw | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
 
 
 # -------------------------------------------------------------------------------- both directions
@@ -203,7 +203,7 @@ def test_a_state_dict_that_is_not_the_model_is_not_written(change, message, fold
 
 def test_saving_again_leaves_no_stale_shard_and_no_foreign_file_behind(folder):
     saved(folder, max_shard_bytes=SHARD_BYTES)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     model = saved(folder, "mqa")
     assert {f.name for f in folder.iterdir()} == {"config.json", hf.SINGLE, "tokenizer.json"}
     assert same_weights(hf.load(folder), model)
@@ -242,10 +242,12 @@ def test_files_have_ordinary_permissions(folder):
 def test_bad_targets_are_refused(folder):
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be positive"):
         saved(folder, max_shard_bytes=0)
-    folder.write_text("in the way")
+    folder.write_text("in the way", encoding="utf-8")
     with pytest.raises(ValueError, match="is a file; a checkpoint is a folder"):
         saved(folder)
-    assert folder.read_text() == "in the way" and os.listdir(folder.parent) == [folder.name]
+    assert folder.read_text(encoding="utf-8") == "in the way" and os.listdir(folder.parent) == [
+        folder.name
+    ]
 
 
 # ------------------------------------------------------------------------------- broken checkpoints
@@ -299,8 +301,11 @@ BAD_FILES = [
     (lambda f: drop_tensor(f / hf.SINGLE), "no weights for lm_head.weight"),
     (lambda f: (f / "config.json").unlink(), "config.json: cannot be read .No such file"),
     (lambda f: cut(f / "config.json"), "config.json: not JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "holds a list, not a JSON object"),
-    (lambda f: (f / hf.INDEX).write_text("{}"), "index.json: no weight_map"),
+    (
+        lambda f: (f / "config.json").write_text("[]", encoding="utf-8"),
+        "holds a list, not a JSON object",
+    ),
+    (lambda f: (f / hf.INDEX).write_text("{}", encoding="utf-8"), "index.json: no weight_map"),
 ]
 
 

@@ -23,7 +23,7 @@ def text(tmp_path_factory):
     """Words in random order: what comes next can be guessed only in part, so there is noise."""
     path = tmp_path_factory.mktemp("text") / "a.txt"
     words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
-    path.write_text("".join(random.Random(0).choices(words, k=1500)))
+    path.write_text("".join(random.Random(0).choices(words, k=1500)), encoding="utf-8")
     return path
 
 

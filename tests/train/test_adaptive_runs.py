@@ -112,7 +112,7 @@ def test_a_skipped_step_is_null_in_the_metrics(run, monkeypatch):
     wild = LossScaler(init_scale=2.0**100)
     monkeypatch.setattr(trainer, "Precision", lambda *args: Precision(*args, scaler=wild))
     folder = run(1, "fp16", precision="fp16", dtype="float32", steps=2)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert found[0]["skipped_steps"] == 1 and found[0]["grad_norm"] is None
     assert math.isfinite(found[0]["loss"])

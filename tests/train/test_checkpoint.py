@@ -66,7 +66,9 @@ def test_comes_back_to_the_bit(tmp_path, dtype, tied):
         assert other.state_dict()[name].equal(value)
     is_tied = other.lm_head.weight.data_ptr() == other.model.embed_tokens.weight.data_ptr()
     assert is_tied == tied
-    stored = json.loads((tmp_path / "step_000002/manifest.json").read_text())["tied"]
+    stored = json.loads((tmp_path / "step_000002/manifest.json").read_text(encoding="utf-8"))[
+        "tied"
+    ]
     assert bool(stored) == tied
 
     fresh = make_optimizer(other, lr=0.5, weight_decay=0.0)
@@ -351,12 +353,12 @@ def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
 
 
 def test_a_checkpoint_of_another_format_is_refused(saved):
-    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
     for found, said in ({}, 1), ({"format": 3}, 3):
         other = {**manifest, **found}
         if not found:
             del other["format"]  # as before there was a number
-        (saved / "manifest.json").write_text(json.dumps(other))
+        (saved / "manifest.json").write_text(json.dumps(other), encoding="utf-8")
         with pytest.raises(CheckpointError, match=f"has format {said}, and .* reads 2; go on with"):
             load(saved)
 

@@ -157,8 +157,10 @@ def test_comes_back_from_json(tmp_path):
     config = TrainConfig(mesh="dp=2", lr=1, dtype="float64", data="a.txt", resume="runs/x")
     config.save(tmp_path / "config.json")
     assert TrainConfig.load(tmp_path / "config.json") == config
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**values, "of_a_later_version": 1}))
+    values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**values, "of_a_later_version": 1}), encoding="utf-8"
+    )
     assert TrainConfig.load(tmp_path / "config.json") == config
 
 
@@ -187,7 +189,9 @@ def test_a_damaged_file_is_refused(tmp_path, text):
 
 def test_the_text_is_checked_before_anything_starts(tmp_path):
     text = tmp_path / "a.txt"
-    text.write_text("to be or not to be\n" * 20)  # 380 bytes, of which 19 are for validation
+    text.write_text(
+        "to be or not to be\n" * 20, encoding="utf-8"
+    )  # 380 bytes, of which 19 are for validation
     config = TrainConfig(data=str(text), seq_len=18)
     config.check_text()
     with pytest.raises(ValueError, match="--seq-len 19 .* the 19 tokens of validation text .* 18"):

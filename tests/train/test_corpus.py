@@ -51,7 +51,9 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
     assert tokenizer.separator == 1
     assert tokenizer.decode(tokenizer.encode("three one two")) == "three one two"
     lines = tmp_path / "text.jsonl"
-    lines.write_text("\n".join(json.dumps({"text": "one two three"}) for _ in range(8)))
+    lines.write_text(
+        "\n".join(json.dumps({"text": "one two three"}) for _ in range(8)), encoding="utf-8"
+    )
     corpus = load_corpus(str(lines), tokenizer)
     assert corpus.train.tolist() == [2, 3, 4, 1] * 7  # the mutant without separators has no 1
     assert corpus.validation.tolist() == [2, 3, 4, 1]
@@ -60,7 +62,7 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
 def test_large_vocabulary_is_int32(tmp_path):
     path = word_tokenizer(tmp_path, *(f"<{i}>" for i in range(300)))
     text = tmp_path / "text.txt"
-    text.write_text("one two three " * 10)
+    text.write_text("one two three " * 10, encoding="utf-8")
     corpus = load_corpus(str(text), load_tokenizer(tmp_path))  # the folder of a tokenizer.json
     assert corpus.train.dtype == corpus.validation.dtype == torch.int32
     assert corpus.train.max() == 303
@@ -72,7 +74,7 @@ def test_bad_tokenizers(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer at .*nowhere"):
         load_tokenizer(tmp_path / "nowhere")
     bad = tmp_path / "tokenizer.json"
-    bad.write_text("{}")
+    bad.write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="is no tokenizer.json"):
         load_tokenizer(bad)
 
@@ -97,7 +99,7 @@ def make_folder(root, num_files=40):
     for i in range(num_files):
         path = root / f"{'abc'[i % 3]}" / f"{i:02}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"[file {i:02}]")
+        path.write_text(f"[file {i:02}]", encoding="utf-8")
     return root
 
 
@@ -105,7 +107,7 @@ def test_folder_is_split_by_file_in_the_order_of_names(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "binary.bin").write_bytes(b"text\0text")
     (tmp_path / "empty.txt").touch()
-    (tmp_path / ".hidden").write_text("secret")
+    (tmp_path / ".hidden").write_text("secret", encoding="utf-8")
     corpus = load_corpus(str(tmp_path), BYTES, validation_fraction=0.1)
     assert corpus.num_files == 40 and corpus.num_bytes == 360
     assert "40 files, 360 bytes of" in corpus.description
@@ -145,7 +147,7 @@ def test_a_glob_and_its_folder_agree(tmp_path, monkeypatch):
 @settings(deadline=None, max_examples=60)
 def test_both_parts_hold_something_for_any_sizes(tmp_path_factory, sizes, fraction, seed):
     path = tmp_path_factory.mktemp("lines") / "lines.jsonl"
-    path.write_text("\n".join(json.dumps({"text": "x" * size}) for size in sizes))
+    path.write_text("\n".join(json.dumps({"text": "x" * size}) for size in sizes), encoding="utf-8")
     if sum(sizes) < 4:
         with pytest.raises(ValueError, match="too short"):
             load_corpus(str(path), BYTES, validation_fraction=fraction, seed=seed)
@@ -157,7 +159,7 @@ def test_both_parts_hold_something_for_any_sizes(tmp_path_factory, sizes, fracti
 
 def test_a_single_file_gives_its_end(tmp_path):
     path = tmp_path / "one.txt"
-    path.write_text("0123456789" * 10)
+    path.write_text("0123456789" * 10, encoding="utf-8")
     corpus = load_corpus(str(path), BYTES, validation_fraction=0.07)
     assert text_of(corpus.validation) == "3456789"
     assert len(corpus.train) == 93
@@ -174,7 +176,7 @@ def test_limit_cuts_between_characters(tmp_path):
 def test_jsonl_documents(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": f"<{i:03}>", "id": i}) for i in range(100)]
-    path.write_text("\n\n".join(lines))  # blank lines are no documents
+    path.write_text("\n\n".join(lines), encoding="utf-8")  # blank lines are no documents
     corpus = load_corpus(str(path), BYTES)
     assert corpus.num_files == 1
     assert corpus.description.startswith("1 file, 100 documents, 500 bytes of")

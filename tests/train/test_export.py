@@ -29,7 +29,7 @@ SHAPE = LlamaConfig(256, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "a.txt"
-    path.write_text("".join(f"word {i * i % 97} of many, " for i in range(400)))
+    path.write_text("".join(f"word {i * i % 97} of many, " for i in range(400)), encoding="utf-8")
     return str(path)
 
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_becomes_a_folder_of_hugging_face(tmp_path, tied):
     assert other.config == shape
     tokens = torch.arange(40)[None]
     assert other(tokens).equal(model(tokens))
-    written = json.loads((tmp_path / "out/config.json").read_text())
+    written = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
     assert written["vocab_size"] == 300 and written["tie_word_embeddings"] == tied
 
 
@@ -88,6 +88,6 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
         config.model_config(vocab_size=300)
     assert config.model_config(vocab_size=20) == SHAPE
     assert replace(config, init="").model_config(300) == replace(PRESETS["tiny"], vocab_size=300)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"not as bytes; add --tokenizer .*/tokenizer.json"):
         config.check()

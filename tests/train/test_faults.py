@@ -296,7 +296,7 @@ def attempts(faults: Sequence[Fault]) -> Iterator[list[Fault]]:
 def text(tmp_path) -> Path:
     words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
     path = tmp_path / "a.txt"
-    path.write_text("".join(words[i * i % 9] for i in range(1500)))
+    path.write_text("".join(words[i * i % 9] for i in range(1500)), encoding="utf-8")
     return path
 
 
@@ -361,7 +361,10 @@ def started(launcher: Sequence[str], text: Path, out: Path, *flags: str):
     command += ["--data", str(text), "--out", str(out)]
     out.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (out / "stdout").open("w") as stdout, (out / "stderr").open("w") as stderr:
+    with (
+        (out / "stdout").open("w", encoding="utf-8") as stdout,
+        (out / "stderr").open("w", encoding="utf-8") as stderr,
+    ):
         process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
     try:
         yield process
@@ -411,7 +414,7 @@ def test_a_rank_that_stalls_is_named_and_the_timeout_ends_the_job(text, tmp_path
         assert process.wait(timeout=PATIENCE) == 1
         assert TIMEOUT - 1 < time.monotonic() - begin < BOUND
         assert not psutil.wait_procs(children, timeout=10)[1]
-    errors = (out / "stderr").read_text()
+    errors = (out / "stderr").read_text(encoding="utf-8")
     assert says_who_was_stopped(errors, victim.pid), errors
     gave_up = re.search("Timed out|timeout caused", errors)  # gloo has words of its own
     assert errors.index("minipar: stalled") < gave_up.start()
@@ -437,10 +440,12 @@ def test_torchrun_takes_up_the_run_again_by_itself(text, tmp_path):
         victim = a_rank_of(process)
         victim.suspend()
         errors = out / "stderr"
-        wait_until(lambda: says_who_was_stopped(errors.read_text(), victim.pid), process)
+        wait_until(
+            lambda: says_who_was_stopped(errors.read_text(encoding="utf-8"), victim.pid), process
+        )
         victim.kill()
-        assert process.wait(timeout=2 * PATIENCE) == 0, errors.read_text()
-    said = (out / "stdout").read_text()
+        assert process.wait(timeout=2 * PATIENCE) == 0, errors.read_text(encoding="utf-8")
+    said = (out / "stdout").read_text(encoding="utf-8")
     assert said.count("Training tiny") == 1
     assert re.search(rf"^Resuming {run.folder}/checkpoints/step_0000\d\d with", said, re.M)
     assert [path.name for path in out.iterdir() if path.is_dir()] == ["tiny-dp2"]

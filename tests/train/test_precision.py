@@ -626,7 +626,7 @@ RUN = TrainConfig(
 @pytest.fixture
 def run(tmp_path):
     text = tmp_path / "a.txt"
-    text.write_text("".join("abc def ghi "[i * i % 12] for i in range(3000)))
+    text.write_text("".join("abc def ghi "[i * i % 12] for i in range(3000)), encoding="utf-8")
 
     def run(name: str, start=None, **changes) -> list[dict]:
         folder = tmp_path / name

@@ -56,7 +56,9 @@ def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1
 
 
 def report_of(folder: Path) -> dict:
-    return json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    return json.loads(
+        (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
 
 
 # ---------------------------------------------------------------------- any plan

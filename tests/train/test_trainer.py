@@ -48,7 +48,7 @@ def text(tmp_path_factory):
     """A small text that can be learnt: a few sentences over and over, in changing order."""
     path = tmp_path_factory.mktemp("text") / "a.txt"
     words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
-    path.write_text("".join(words[i * i % 9] for i in range(1500)))
+    path.write_text("".join(words[i * i % 9] for i in range(1500)), encoding="utf-8")
     return path
 
 
@@ -86,7 +86,7 @@ def test_trap_07_any_number_of_ranks_and_microbatches_is_the_same_run(run):
         for name, weight in weights_of(one.parent / other, 6).items():
             torch.testing.assert_close(weight, final[name], rtol=0, atol=1e-9)
     validated = {
-        json.loads((path / "report.json").read_text())["validation_loss"]
+        json.loads((path / "report.json").read_text(encoding="utf-8"))["validation_loss"]
         for path in one.parent.iterdir()
     }
     assert max(validated) - min(validated) < 1e-10
@@ -116,7 +116,7 @@ def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text):
     expected = pytest.approx(total / count, rel=1e-12)
     for size in (1, 2, 3):
         folder = run(size, f"on{size}", eval_batches=10_000, steps=2)
-        report = json.loads((folder / "report.json").read_text())
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         assert report["validation_loss"] == expected
 
 
@@ -138,7 +138,7 @@ def test_resumes_to_the_bit(run, size):
     assert validated == [line["validation_loss"] for line in read(rest / "metrics.jsonl")[1::4]]
     ours, theirs = weights_of(rest, 12), weights_of(whole, 12)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
-    report = json.loads((rest / "report.json").read_text())
+    report = json.loads((rest / "report.json").read_text(encoding="utf-8"))
     assert (report["first_step"], report["steps"]) == (6, 12)
 
 
@@ -148,7 +148,7 @@ def test_resumes_in_place_and_on_another_number_of_ranks(run):
     whole = run(1, "whole", steps=9, save_every=3)  # 46 samples: the second epoch begins meanwhile
     broken = run(2, "broken", steps=9, save_every=3)
     shutil.rmtree(broken / "checkpoints/step_000009")
-    with (broken / "metrics.jsonl").open("a") as file:
+    with (broken / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 10, "lo')  # cut short by a kill
     run(3, "broken", start=broken / "checkpoints/step_000006", steps=9, save_every=3)
     assert_same_run(broken, whole)
@@ -186,10 +186,12 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
 def test_a_run_that_is_done_only_reports(run):
     folder = run(1, "one")
     before = lines_of(folder, "step", "loss", "seconds")
-    first = json.loads((folder / "report.json").read_text())
+    first = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     recorded = (folder / "timeline.json").read_bytes()
     run(1, "one", start=folder / "checkpoints/step_000006")
-    again = json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    again = json.loads(
+        (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
     assert lines_of(folder, "step", "loss", "seconds") == before
     assert (folder / "timeline.json").read_bytes() == recorded
     assert again["validation_loss"] == first["validation_loss"]
@@ -214,7 +216,7 @@ def test_learns(run):
     folder = run(2, "learn", steps=60, dtype="float32", lr=5e-3, batch_size=8)
     losses = [loss for (loss,) in lines_of(folder, "loss")]
     assert losses[0] > 4.5 and losses[-1] < 0.6 * losses[0]
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["validation_loss"] < 0.7 * losses[0]
     assert (report["first_loss"], report["last_loss"]) == (losses[0], losses[-1])
 
@@ -249,7 +251,9 @@ def test_files_are_written_and_agree(ranks, run, version):
     folder = run(
         2, "files", dtype="float32", record_every=1, sample_tokens=7, save_every=4, ddp=version
     )
-    report = json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    report = json.loads(
+        (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
     steps = read(folder / "metrics.jsonl")
     assert [line["step"] for line in steps] == [*range(1, 7)]
     assert report["first_loss"] == steps[0]["loss"] and report["last_loss"] == steps[-1]["loss"]
@@ -273,7 +277,7 @@ def test_files_are_written_and_agree(ranks, run, version):
     order = 2 * 8 * len(params)
     assert recorded.bytes_by_axis()["dp"] == pytest.approx(2 * per_step, abs=200 + order)
     assert {"forward", "backward", "optimizer", "comm"} <= {span.kind for span in recorded}
-    assert (folder / "sample.txt").read_text() == report["sample"] != ""
+    assert (folder / "sample.txt").read_text(encoding="utf-8") == report["sample"] != ""
     assert TrainConfig.load(folder / "config.json").ddp == version
     saved = checkpoint.available(folder / "checkpoints")
     assert [checkpoint.step_of(path) for path in saved] == [4, 6]
@@ -295,7 +299,10 @@ def test_speed_and_memory_are_in_every_line(run):
     """And the share of the peak follows from them. Mutants: seconds of the save counted as the
     step's; the share of one rank's peak."""
     folder = run(2, "speed", dtype="float32", record_every=2, save_every=2)
-    report, steps = json.loads((folder / "report.json").read_text()), read(folder / "metrics.jsonl")
+    report, steps = (
+        json.loads((folder / "report.json").read_text(encoding="utf-8")),
+        read(folder / "metrics.jsonl"),
+    )
     flops = PRESETS["tiny"].flops_per_token(PLAIN.seq_len)
     for line in steps:
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
@@ -330,7 +337,7 @@ def test_checkpoints_in_the_background_are_the_same(run):
         assert str(ours[1].pop("random")) == str(theirs[1].pop("random"))
         for mine, other in zip(*map(torch.utils._pytree.tree_leaves, (ours, theirs)), strict=True):
             assert mine.equal(other) if isinstance(mine, torch.Tensor) else mine == other
-    assert json.loads((behind / "report.json").read_text())["save_seconds"] > 0
+    assert json.loads((behind / "report.json").read_text(encoding="utf-8"))["save_seconds"] > 0
 
 
 def train_with_little_room(config: TrainConfig, folder: str, victim: int) -> None:
@@ -420,14 +427,14 @@ def test_metrics_survive_what_a_kill_leaves(tmp_path):
     for step in (1, 2, 3):
         metrics.write({"step": step, "loss": 1 / step})
     metrics.close()
-    path.write_text(path.read_text() + '{"step": 4, "loss"')
+    path.write_text(path.read_text(encoding="utf-8") + '{"step": 4, "loss"', encoding="utf-8")
     assert [line["step"] for line in read(path)] == [1, 2, 3]
     metrics = Metrics(path, step=2)  # goes on from a checkpoint of step 2
     assert [line["step"] for line in read(path)] == [1, 2]
     metrics.write({"step": 3, "loss": 0.25})
     metrics.close()
     assert [line["loss"] for line in read(path)] == [1.0, 0.5, 0.25]
-    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
         read(path)
 

@@ -227,4 +227,4 @@ def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     """Write the rows as JSON, a line for each; to nowhere, if `path` is empty."""
     if path:
         lines = ",\n".join(json.dumps(row) for row in rows)
-        Path(path).write_text(f"[\n{lines}\n]\n")
+        Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")

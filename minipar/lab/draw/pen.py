@@ -209,7 +209,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     if path.suffix == ".png":
         path.write_bytes(png(figure))
     elif path.suffix == ".svg":
-        path.write_text(svg(figure))
+        path.write_text(svg(figure), encoding="utf-8")
     else:
         raise ValueError(f"{path} ends with {path.suffix!r}; use .png or .svg")
     return path
