@@ -26,6 +26,7 @@ from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
+from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
@@ -422,21 +423,28 @@ def export(command: Export) -> None:
 
 
 # ---------------------------------------------------------------------- minipar overlap
+MOST_DRAWN = 256
+"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
+
+
 def overlap(command: Overlap) -> None:
     """Print how much communication the traces hide, per rank and axis, and draw it."""
     if not command.traces:
         raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
     recorded = read_timeline(command.traces)
     print(recorded)
-    figure = draw.timeline(recorded)
+    ranks = recorded.ranks
+    if len(ranks) > MOST_DRAWN:
+        print(f"drawn are the first {MOST_DRAWN} of {len(ranks)} ranks")
+    shown = set(ranks[:MOST_DRAWN])
+    figure = draw.timeline(Timeline((s for s in recorded if s.rank in shown), recorded.label))
     print(f"drawn into {draw.save(figure, command.out)}")
 
 
 def read_timeline(traces: list[str]) -> Timeline:
     """Read a timeline of ours, or the traces of torch.profiler."""
-    if len(traces) == 1 and Path(traces[0]).is_file():
-        with contextlib.suppress(ValueError):
-            return Timeline.load(traces[0])
+    if len(traces) == 1 and is_ours(traces[0]):
+        return Timeline.load(traces[0])
     return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
 
 

@@ -3,10 +3,11 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NOT_COMPUTE = {"comm", "copy"}  # every other kind keeps the rank's processor busy
 
@@ -98,8 +99,9 @@ def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Points of `a` that are not in `b`; both disjoint and in order."""
     result = []
     for start, end in a:
-        for hole_start, hole_end in b:
-            if hole_end <= start or hole_start >= end:
+        first = max(0, bisect_right(b, (start, float("inf"))) - 1)
+        for hole_start, hole_end in b[first : bisect_left(b, (end,))]:
+            if hole_end <= start:
                 continue
             if hole_start > start:
                 result.append((start, hole_start))
@@ -117,13 +119,19 @@ def measure(disjoint: list[Interval]) -> float:
 # ---------------------------------------------------------------------- files
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """A chrome trace, plain or gzipped, as a dict with `traceEvents`. Raises ValueError."""
-    raw = Path(path).read_bytes()
+LARGEST_TRACE = 1 << 30
+"""Bytes of JSON: what would unpack to more is refused, for it would take several times as much."""
+
+
+def read_json(path: str | Path, keep: Callable[[dict], Any] | None = None) -> dict[str, Any]:
+    """A chrome trace, plain or gzipped, as a dict with `traceEvents`; `keep` thins its objects out.
+
+    Raises ValueError, which names the file, for any other, and for one above `LARGEST_TRACE`.
+    """
     try:
-        if raw[:2] == b"\x1f\x8b":
-            raw = gzip.decompress(raw)
-        document = json.loads(raw)
+        document = json.loads(_unpacked(path), object_hook=keep)
+    except RecursionError:
+        raise ValueError(f"{path} is no readable trace: it is nested too deeply") from None
     except (EOFError, OSError, zlib.error, ValueError) as error:
         raise ValueError(f"{path} is no readable trace: {error}") from error
     if isinstance(document, list):  # the format also allows the bare list of events
@@ -131,3 +139,44 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError(f"{path} is JSON, but no chrome trace: it has no list `traceEvents`")
     return document
+
+
+def _unpacked(path: str | Path) -> bytearray:
+    raw = bytearray()
+    with _open(path) as file:
+        while chunk := file.read(1 << 20):
+            raw += chunk
+            if len(raw) > LARGEST_TRACE:
+                raise ValueError(f"it holds over {LARGEST_TRACE >> 20} MiB; profile fewer steps")
+    return raw
+
+
+def _open(path: str | Path) -> IO[bytes]:
+    if not Path(path).is_file():  # a pipe or a device might never end
+        raise ValueError("it is no file")
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else open(path, "rb")
+
+
+def is_ours(path: str | Path) -> bool:
+    """Whether `Timeline.save` wrote this file, by its first bytes."""
+    try:
+        with _open(path) as file:
+            return file.read(32).replace(b" ", b"").lstrip().startswith(b'{"minipar"')
+    except (EOFError, OSError, zlib.error, ValueError):
+        return False
+
+
+def is_number(value: Any, most: float = 1e17) -> bool:
+    """Whether a value out of a file is a number that one can reckon with: real, finite, sane.
+
+    Microseconds since 1970 are 2e15.
+    """
+    return type(value) in (int, float) and -most < value < most
+
+
+def printable(text: Any) -> str:
+    """A name out of a file, fit for terminals and pictures: what cannot be shown becomes `?`."""
+    text = str(text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -33,8 +33,10 @@ from minipar.comm.spans import (
     Interval,
     Span,
     intersect,
+    is_number,
     measure,
     moved,
+    printable,
     read_json,
     union,
 )
@@ -54,11 +56,16 @@ class Overlap:
 
 
 class Timeline:
-    """Spans of any number of ranks, in order of their start. `label` says where they come from."""
+    """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    def __init__(self, spans: Iterable[Span] = (), label: str = "") -> None:
+    `notes` are sentences on what was left out or guessed where the spans were read from files.
+    """
+
+    def __init__(
+        self, spans: Iterable[Span] = (), label: str = "", notes: Iterable[str] = ()
+    ) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
-        self.label = label
+        self.label, self.notes = label, tuple(notes)
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)
@@ -95,7 +102,7 @@ class Timeline:
 
     def shifted(self, to: float = 0.0) -> "Timeline":
         """The same spans, moved so that the first one starts at `to` seconds."""
-        return Timeline(moved(self.spans, to - self.start), self.label)
+        return Timeline(moved(self.spans, to - self.start), self.label, self.notes)
 
     def select(
         self,
@@ -134,10 +141,12 @@ class Timeline:
     def hidden_fraction(self) -> float:
         """Hidden / total communication of all ranks, a rank's axes united; nan if there is none."""
         busy, total, hidden = self._compute_by_rank(), 0.0, 0.0
-        for rank in self.ranks:
-            talking = union(
-                (s.start, s.end) for s in self.spans if s.rank == rank and s.kind == "comm"
-            )
+        comm: dict[int, list[Interval]] = defaultdict(list)
+        for span in self.spans:
+            if span.kind == "comm":
+                comm[span.rank].append((span.start, span.end))
+        for rank, intervals in comm.items():
+            talking = union(intervals)
             total += measure(talking)
             hidden += measure(intersect(talking, busy.get(rank, [])))
         return hidden / total if total else float("nan")
@@ -179,9 +188,11 @@ class Timeline:
         title = f"{1e3 * self.duration:.1f} ms, {len(self.ranks)} ranks, {len(self.spans)} spans"
         if self.label:
             title += f" ({self.label})"
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
         if not any(span.kind == "comm" for span in self.spans):
-            return f"{title}, no communication"
-        return f"{title}, {self.hidden_fraction:.0%} of communication hidden\n{self.table()}"
+            return f"{title}, no communication{notes}"
+        hidden = f"{self.hidden_fraction:.0%} of communication hidden"
+        return f"{title}, {hidden}\n{self.table()}{notes}"
 
     def gather(self, axis: Any) -> "Timeline":
         """The spans of all ranks along `axis` (an `Axis`), on each of them, which all call this.
@@ -242,23 +253,11 @@ class Timeline:
         document = read_json(path)
         if "minipar" not in document:
             raise ValueError(f"{path} was not written by Timeline.save; try Timeline.from_profiler")
-        return Timeline(
-            (
-                Span(
-                    kind=event["cat"],
-                    name=event["name"],
-                    rank=event["pid"],
-                    start=event["args"]["start"],
-                    end=event["args"]["end"],
-                    axis=event["args"].get("axis", ""),
-                    num_bytes=event["args"].get("bytes", 0),
-                    meta=event["args"]["meta"],
-                )
-                for event in document["traceEvents"]
-                if event["ph"] == "X"
-            ),
-            document["label"],
-        )
+        try:
+            spans = [_loaded(e) for e in document["traceEvents"] if e["ph"] == "X"]
+            return Timeline(spans, printable(document["label"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
 
     @staticmethod
     def from_profiler(paths: str | Path | Iterable[str | Path], label: str = "") -> "Timeline":
@@ -267,8 +266,9 @@ class Timeline:
         `paths` is a file, a folder, a glob such as "traces/rank*.json.gz", or several files. The
         rank is what a file says (`distributedInfo`), else the number in its name, else its place.
 
-        With GPU kernels: communication = kernels of NCCL or RCCL; compute = every other kernel, its
-        kind by where it was launched; memcpy and memset are of kind copy. Without: communication =
+        With GPU kernels: communication = those that `kernels.KERNELS` names or the profiler calls a
+        collective, and copies from GPU to GPU; compute = every other kernel, its kind by where it
+        was launched; other memcpys and memset are of kind copy. Without: communication =
         what gloo timed (else the `c10d` calls); compute = outermost operators less blocking calls.
         What is neither backward nor optimizer is called forward. `axis` is the description of the
         process group; `num_bytes` follows from the message size where the trace has it, else 0.
@@ -276,10 +276,12 @@ class Timeline:
         Clocks: files of one host share one. Others are aligned at the ends of common collectives:
         the nth collective of a group ends on all of its ranks together (median over n).
 
-        The result starts at 0 s. Raises ValueError for a file that is no trace or holds no work,
-        for two files of one rank, and when there is no file.
+        The result starts at 0 s; its `notes` count malformed events, which are skipped, and name
+        kernels that only look like communication. Raises ValueError for a file that is no trace,
+        too large (`spans.LARGEST_TRACE`) or holds no work, for two of one rank, and for none.
         """
-        return Timeline(kineto.read(paths), label).shifted()
+        spans, notes = kineto.read(paths)
+        return Timeline(spans, label, notes).shifted()
 
 
 # ---------------------------------------------------------------------- the recorder
@@ -336,6 +338,17 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
 
 # ---------------------------------------------------------------------- files
+
+
+def _loaded(event: dict[str, Any]) -> Span:
+    """A span out of a file that `save` wrote; KeyError or TypeError for one that it did not."""
+    args = event["args"]
+    start, end, rank, num_bytes = args["start"], args["end"], event["pid"], args.get("bytes", 0)
+    numbers = is_number(start) and is_number(end) and start <= end
+    if not (numbers and type(rank) is type(num_bytes) is int and isinstance(args["meta"], dict)):
+        raise TypeError(f"the event {event!s:.100} is none of ours")
+    kind, name, axis = (printable(x) for x in (event["cat"], event["name"], args.get("axis", "")))
+    return Span(kind, name, rank, start, end, axis, num_bytes, args["meta"])
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The timeline: what overlaps, what the recorder sees, and what others' profiles say.
+"""The timeline: what overlaps, and what the recorder sees.
 
 Every number here is either worked out by hand beside the spans that it follows from, or compared
 with a second way of computing it.
@@ -6,7 +6,6 @@ with a second way of computing it.
 
 import gzip
 import json
-import random
 import time
 from statistics import median
 
@@ -19,10 +18,10 @@ from torch.autograd import backward as backward_imported_early
 from torch.optim import optimizer as optimizer_module
 from torch.utils.checkpoint import checkpoint
 
-from minipar.comm import collectives, kineto, timeline
+from minipar.comm import collectives, timeline
 from minipar.comm.mesh import Mesh
 from minipar.comm.recorder import blocks
-from minipar.comm.spans import Span, intersect, measure, subtract, union
+from minipar.comm.spans import Span, intersect, measure, subtract, union, wire_bytes
 from minipar.comm.timeline import Timeline, record, span
 from minipar.model.llama import Llama, LlamaConfig
 
@@ -79,6 +78,13 @@ def test_interval_arithmetic_equals_sets_of_cells(a, b):
     assert measure(intersect(joined_a, joined_b)) == len(cells_a & cells_b)
     assert measure(subtract(joined_a, joined_b)) == len(cells_a - cells_b)
     assert all(x[1] < y[0] for x, y in zip(joined_a, joined_a[1:], strict=False))
+
+
+def test_bytes_on_the_wire_are_rounded_once():
+    """10 bytes over 4 ranks, by hand. Catches a quarter that is rounded before it is multiplied."""
+    found = {verb: wire_bytes(verb, 10, 4) for verb in ("all_reduce", "all_gather", "broadcast")}
+    assert found == {"all_reduce": 15, "all_gather": 7, "broadcast": 10}  # 60/4, 30/4, 40/4
+    assert wire_bytes("all_gather", 3, 4) == 2
 
 
 def test_select_shift_and_table():
@@ -518,236 +524,3 @@ def test_asynchronous_communication_under_compute_is_hidden(ranks):
     first, _ = ranks(2).run(_hidden)
     overlap = first.overlap()[0]
     assert overlap.total > 0.05 and overlap.hidden > 0.5 * overlap.total
-
-
-# ---------------------------------------------------------------------- others' profiles
-def _profiled(folder):
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.profiler import ProfilerActivity, profile
-
-    rank = dist.get_rank()
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    ddp, adamw = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(3):
-            ddp(torch.randn(8, 64)).square().mean().backward()
-            adamw.step()
-            dist.all_gather_single(torch.empty(128), torch.ones(64))
-    name = f"{folder}/job.{rank}.json" + (".gz" if rank else "")
-    profiler.export_chrome_trace(name)
-
-
-def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
-    """torch's DDP under torch.profiler, nothing of ours inside; one trace plain, one gzipped."""
-    ranks(2).run(_profiled, str(tmp_path))
-    t = Timeline.from_profiler(tmp_path, label="DDP")
-    assert t == Timeline.from_profiler(f"{tmp_path}/job.*", label="DDP")
-    assert t.ranks == [0, 1] and t.start == 0 and t.label == "DDP"
-    for rank in t.ranks:
-        mine = t.select(rank=rank)
-        assert {s.kind for s in mine} == {"forward", "backward", "optimizer", "comm"}
-        assert [s.name for s in mine.select(kind="optimizer")] == ["AdamW"] * 3
-        assert len(mine.select(kind="comm", name="all_gather")) == 3
-        assert len(mine.select(kind="comm", name="all_reduce")) >= 3
-        assert {s.axis for s in mine if s.kind == "comm"} == {"world"}
-        assert_disjoint(mine)
-        order = [s.kind for s in mine if s.kind != "comm"]
-        assert order.index("forward") < order.index("backward") < order.index("optimizer")
-    ends = [s.end for r in t.ranks for s in [t.select(rank=r, name="all_gather").spans[-1]]]
-    assert abs(ends[0] - ends[1]) < 0.2  # files of one host share a clock
-
-
-def _kernel(name, ts, dur, correlation, **args):
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": 0,
-        "tid": 7,
-        "ts": ts,
-        "dur": dur,
-        "args": {"device": 0, "stream": 7, "correlation": correlation, **args},
-    }
-
-
-def _host(name, ts, dur, tid, cat="cpu_op", **args):
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 99,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
-
-
-NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def gpu_trace(rank, host="node0", skew_us=0.0):
-    """As Kineto writes it: host threads launch (correlation), streams run later."""
-    group = {"Process Group Name": "3", "Process Group Description": "mesh_dp", "Group size": 4}
-    sizes = {"In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "BFloat16"}
-    engine = "autograd::engine::evaluate_function: MmBackward0"
-    launch = {"cat": "cuda_runtime", "tid": 1}
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 99, "tid": 0, "args": {"name": "python"}},
-        _host("ProfilerStep#3", 0, 500, 1, cat="user_annotation"),
-        _host("aten::mm", 10, 20, 1),
-        _host("cudaLaunchKernel", 15, 5, correlation=1, **launch),
-        _host(engine, 40, 50, 2),
-        _host("cudaLaunchKernel", 50, 5, correlation=2, **{**launch, "tid": 2}),
-        _host("Optimizer.step#AdamW.step", 100, 50, 1, cat="user_annotation"),
-        _host("cuLaunchKernelEx", 110, 5, correlation=3, cat="cuda_driver", tid=1),
-        _host("nccl:all_reduce", 60, 5, 2, cat="user_annotation"),
-        _kernel("sm90_xmma_gemm_bf16", 100, 100, 1),
-        _kernel("sm90_xmma_gemm_bf16", 200, 100, 2),
-        _kernel(NCCL, 250, 100, 9, **{"Collective name": "allreduce", "Seq": 41}, **group, **sizes),
-        _kernel("multi_tensor_apply_kernel", 360, 40, 3),
-        _kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 380, 10, 10),
-        {**_kernel("Memcpy HtoD", 0, 10, 11), "cat": "gpu_memcpy"},
-        {**_kernel("nccl:all_reduce", 250, 100, 9), "cat": "gpu_user_annotation"},
-    ]
-    events = [e | ({"ts": e["ts"] + skew_us} if "ts" in e else {}) for e in events]
-    return {
-        "schemaVersion": 1,
-        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 4},
-        "host_name": host,
-        "baseTimeNanoseconds": 1_790_857_026_000_000_000,
-        "traceEvents": events,
-    }
-
-
-def write(path, document):
-    data = json.dumps(document).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
-
-
-def test_gpu_profiles_by_kernels_and_who_launched_them(tmp_path):
-    """By hand from `gpu_trace`. Catches host time taken for GPU time, and annotations counted."""
-    t = Timeline.from_profiler(write(tmp_path / "a.json.gz", gpu_trace(rank=2)))
-    assert t.ranks == [2] and len(t) == 6
-    kinds = [s.kind for s in t]
-    assert kinds == ["copy", "forward", "backward", "comm", "optimizer", "comm"]
-    reduce, message = t.select(kind="comm")
-    assert (reduce.name, reduce.axis) == ("all_reduce", "dp")
-    assert reduce.num_bytes == 2 * 3 * 2000 // 4  # ring, 4 ranks, 1000 items of 2 bytes
-    assert (message.name, message.axis, message.num_bytes) == ("exchange", "world", 0)
-    assert reduce.start == pytest.approx(250e-6) and t.duration == pytest.approx(400e-6)
-    dp, world = t.overlap()
-    assert (dp.hidden, dp.exposed) == (pytest.approx(50e-6), pytest.approx(50e-6))
-    assert world.exposed == pytest.approx(0)
-
-
-def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
-    """`record` there, with the trace of a GPU in place of the profiler: clock, names and bytes.
-
-    Catches kernels left on the wall clock, named by when they ran, or without the ledger's bytes.
-    """
-
-    class Profiler:
-        def stop(self):
-            pass
-
-        def export_chrome_trace(self, path):
-            write(tmp_path / "t.json", document).rename(path)
-
-    now = time.monotonic()
-    document = gpu_trace(0) | {"baseTimeNanoseconds": time.time_ns()}  # so the trace begins now
-    host = [  # launches lie at 15, 50 and 110 us
-        Span("forward", "layers.0", 0, now, now + 3.2e-5),
-        Span("backward", "layers.0", 0, now + 3.2e-5, now + 8e-5),
-        Span("optimizer", "AdamW", 0, now + 8e-5, now + 2e-4),
-        Span("comm", "reduce_scatter", 0, now, now + 1, "dp", 77),
-        Span("comm", "send", 0, now + 1e-5, now + 1, "pp", 88),
-    ]
-    # Reading the two clocks takes time: hold them together as the trace does, to the microsecond.
-    with pytest.MonkeyPatch.context() as patch:
-        base = document["baseTimeNanoseconds"]
-        patch.setattr(time, "time_ns", lambda: base)
-        patch.setattr(time, "monotonic_ns", lambda: int(1e9 * now))
-        spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
-    assert [(s.kind, s.name) for s in spans] == [
-        ("copy", "Memcpy HtoD"),
-        ("forward", "layers.0"),
-        ("backward", "layers.0"),
-        ("comm", "reduce_scatter"),
-        ("optimizer", "AdamW"),
-        ("comm", "send"),
-    ]
-    assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
-    assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
-    assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
-
-
-def test_without_a_gpu_no_profiler_runs():
-    if not torch.cuda.is_available():
-        assert kineto.start_profiler() is None
-
-
-def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
-    """A hook that all-reduces within backward: 20..80 us of 0..100 are spent waiting."""
-    engine = "autograd::engine::evaluate_function: MmBackward0"
-    events = [
-        _host(engine, 0, 100, 1),
-        _host("c10d::allreduce_", 20, 60, 1),
-        _host("gloo:all_reduce", 21, 58, 5, cat="user_annotation"),
-    ]
-    t = Timeline.from_profiler(write(tmp_path / "rank0.json", {"traceEvents": events}))
-    assert [s.kind for s in t] == ["backward", "comm", "backward"]
-    assert [round(1e6 * s.duration) for s in t] == [20, 58, 20]
-    assert t.hidden_fraction == 0
-
-
-def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
-    """2 s of skew, three files. Catches a sign error, and clocks of one host that are moved."""
-    shift = {0: 0.0, 1: 2e6, 2: -3e6}
-    files = [
-        write(tmp_path / f"rank{r}.json", gpu_trace(r, f"node{r}", us)) for r, us in shift.items()
-    ]
-    random.Random(0).shuffle(files)
-    t = Timeline.from_profiler(files)
-    assert t.duration == pytest.approx(400e-6)
-    assert t.ranks == [0, 1, 2]
-    same = [write(tmp_path / f"rank{r}.json", gpu_trace(r, "node0", us)) for r, us in shift.items()]
-    assert Timeline.from_profiler(same).duration == pytest.approx(5 + 400e-6)
-
-
-@pytest.mark.parametrize(
-    ("names", "ranks"),
-    [
-        (["rank1.json", "rank3.json"], [1, 3]),
-        (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
-        (["5.json", "trace6.json"], [5, 6]),
-        (["a_1.2.json", "b_3.4.json"], [0, 1]),
-    ],
-)
-def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
-    document = gpu_trace(0)
-    del document["distributedInfo"]
-    files = [write(tmp_path / name, document) for name in names]
-    assert Timeline.from_profiler(files).ranks == sorted(ranks)
-    assert kineto._trace_ranks(files, [document] * len(files)) == ranks
-
-
-def test_bad_profiles_are_named(tmp_path):
-    good = write(tmp_path / "good.json", gpu_trace(0))
-    twice = write(tmp_path / "twice.json", gpu_trace(0))
-    empty = write(tmp_path / "empty.json", {"traceEvents": []})
-    cut = tmp_path / "cut.json.gz"
-    cut.write_bytes(gzip.compress(json.dumps(gpu_trace(0)).encode())[:200])
-    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300], encoding="utf-8")
-    for paths, message in [
-        ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
-        (empty, r"empty\.json .* holds no operator and no kernel"),
-        (cut, r"cut\.json\.gz is no readable trace"),
-        (tmp_path / "half.json", r"half\.json is no readable trace"),
-        (tmp_path / "none*.json", r"no such trace: .*none"),
-        ([good, tmp_path / "gone.json"], r"no such trace: .*gone\.json"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Timeline.from_profiler(paths)

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from PIL import Image
 
 INK, MUTED, GRID, PAPER = "#1f2430", "#6f7688", "#e9ebf1", "#ffffff"
@@ -188,18 +189,36 @@ def num_bytes(count: int) -> str:
 def png(figure: Figure) -> bytes:
     """The figure as a PNG of at most 256 colours: a third of the size, and no difference to see."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
+    _literal(figure).savefig(buffer, format="png", dpi=DPI)
     image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     small = io.BytesIO()
     image.save(small, format="png", optimize=True, dpi=(DPI, DPI))
     return small.getvalue()
 
 
+def _literal(figure: Figure) -> Figure:
+    """The figure, with all its letters as they are: a `$` in a name from outside is no formula.
+
+    Tick labels are ours, and powers of ten among them are formulas.
+    """
+    ticks = {
+        id(label)
+        for ax in figure.axes
+        for axis in (ax.xaxis, ax.yaxis)
+        for tick in (*axis.majorTicks, *axis.minorTicks)
+        for label in (tick.label1, tick.label2)
+    }
+    for text in figure.findobj(Text):
+        if id(text) not in ticks:
+            text.set_parse_math(False)
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """The figure as an SVG without date, and with the same names of its parts every time."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "minipar"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        _literal(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 

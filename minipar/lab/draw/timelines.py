@@ -106,6 +106,8 @@ def _check_spans(timelines: Mapping[str, Timeline]) -> None:
             raise ValueError(
                 f"{title or 'the timeline'} has no spans; was `record` around any work?"
             )
+        if not t.duration > 0:
+            raise ValueError(f"{title or 'the timeline'} has no length: its spans take no time")
     if not timelines:
         raise ValueError("there is no timeline to draw")
 
