@@ -24,20 +24,31 @@ Drawn = Figure | tuple[Figure, str]
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls above a picture. `sliders` by name, `image` and `text` follow them.
+    """Controls in two columns above a picture. `sliders` by name, `image` and `text` follow them.
 
+    The picture has its size on paper, 96 pixels to the inch, and the height of the tallest so far,
+    so that what is below does not jump. `only_if` greys controls out where they mean nothing.
     `error` is the exception that the last drawing raised, or None; its message takes the place of
     the text then.
     """
 
-    def __init__(self, draw_fn: Callable[..., Drawn], sliders: dict[str, Any]) -> None:
-        self.draw_fn, self.sliders = draw_fn, sliders
-        self.image = ipywidgets.Image(format="png")
+    def __init__(
+        self,
+        draw_fn: Callable[..., Drawn],
+        sliders: dict[str, Any],
+        only_if: Mapping[str, Callable[..., bool]] | None = None,
+    ) -> None:
+        self.draw_fn, self.sliders, self.only_if = draw_fn, sliders, dict(only_if or {})
+        fit = {"object_fit": "contain", "object_position": "left top", "max_width": "100%"}
+        self.image = ipywidgets.Image(format="png", layout=fit)
+        self.height = 0.0  # inches of the tallest picture so far
         self.text = ipywidgets.Label()
         self.error: Exception | None = None
         for slider in sliders.values():
             slider.observe(lambda _: self.redraw(), "value")
-        super().__init__([*sliders.values(), self.image, self.text])
+        columns = ipywidgets.Layout(grid_template_columns="repeat(2, max-content)")
+        controls = ipywidgets.GridBox(list(sliders.values()), layout=columns)
+        super().__init__([controls, self.image, self.text])
         self.redraw()
         if self.error is not None:
             raise self.error
@@ -49,12 +60,18 @@ class Explorer(ipywidgets.VBox):
 
     def redraw(self) -> None:
         """Draw the picture for the values of now."""
+        for name, means_something in self.only_if.items():
+            self.sliders[name].disabled = not means_something(**self.values)
         try:
             drawn = self.draw_fn(**self.values)
         except Exception as error:  # raised here it would reach nobody: front ends drop it
             self.error, self.text.value = error, f"{type(error).__name__}: {error}"
             return
         figure, text = drawn if isinstance(drawn, tuple) else (drawn, "")
+        width, height = figure.get_size_inches()
+        self.height = max(self.height, height)
+        self.image.layout.width = f"{96 * width:.0f}px"
+        self.image.layout.height = f"{96 * self.height:.0f}px"
         self.image.value, self.text.value, self.error = draw.png(figure), text, None
 
     def __repr__(self) -> str:
@@ -63,12 +80,18 @@ class Explorer(ipywidgets.VBox):
         return f"{type(self).__name__}({values})"
 
 
-def explore(draw_fn: Callable[..., Drawn], **controls: Any) -> Explorer:
+def explore(
+    draw_fn: Callable[..., Drawn],
+    *,
+    only_if: Mapping[str, Callable[..., bool]] | None = None,
+    **controls: Any,
+) -> Explorer:
     """Return `draw_fn`'s picture with a control per argument; it is drawn anew when one moves.
 
     A control is ``(low, high)`` or ``(low, high, step)`` for a slider, a list or a dict of choices,
     True or False for a box to tick, or a widget. Sliders start at the argument's default if it has
-    one. Raises `ValueError` for anything else, and what the first drawing raises.
+    one. With `only_if={"v": lambda name, **_: name in LOOPED}` v is greyed out for other names.
+    Raises `ValueError` for anything else, and what the first drawing raises.
     """
     defaults = {
         name: parameter.default
@@ -76,7 +99,9 @@ def explore(draw_fn: Callable[..., Drawn], **controls: Any) -> Explorer:
         if parameter.default is not parameter.empty
     }
     sliders = {name: _control(name, how, defaults.get(name)) for name, how in controls.items()}
-    return Explorer(draw_fn, sliders)
+    if unknown := (only_if or {}).keys() - sliders.keys():
+        raise ValueError(f"only_if speaks of {sorted(unknown)}, but the controls are {[*sliders]}")
+    return Explorer(draw_fn, sliders, only_if)
 
 
 def _control(name: str, how: Any, default: Any) -> Any:

@@ -9,6 +9,7 @@ Everything that is wrong with a checkpoint raises `ValueError` with the file and
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from minipar.model.llama import Llama, LlamaConfig, RopeScaling
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # --------------------------------------------------------------------------------- configuration
 
@@ -38,44 +40,97 @@ def load_config(path: str | Path) -> LlamaConfig:
         raise ValueError(
             f"{file}: model_type={raw.get('model_type')!r}; only 'llama' is known here"
         )
-    plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    plain |= {"quantization_config": None, "partial_rotary_factor": 1.0}
-    for name, known in plain.items():
-        if raw.get(name, known) != known:
-            raise ValueError(f"{file}: {name}={raw[name]!r} is not supported, only {known!r} is")
-
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{file}: rope_type={kind!r} is not supported; use 'default' or 'llama3'")
+    _refuse_what_would_be_ignored(file, raw)
     try:
-        max_seq_len = raw.get("max_position_embeddings", 2048)
+        rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError("RoPE that differs from layer to layer is not supported")
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']!r}: use 1")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"rope_type={kind!r} is not supported; use 'default' or 'llama3'")
+        max_seq_len = _size(raw, "max_position_embeddings", 2048)
         scaling = None
         if kind == "llama3":
             scaling = RopeScaling(
-                factor=rope["factor"],
-                low_freq_factor=rope["low_freq_factor"],
-                high_freq_factor=rope["high_freq_factor"],
-                original_max_seq_len=rope.get("original_max_position_embeddings", max_seq_len),
+                factor=_real(rope, "factor"),
+                low_freq_factor=_real(rope, "low_freq_factor"),
+                high_freq_factor=_real(rope, "high_freq_factor"),
+                original_max_seq_len=_size(rope, "original_max_position_embeddings", max_seq_len),
             )
+        num_heads, tied = _size(raw, "num_attention_heads"), raw.get("tie_word_embeddings") or False
+        if not isinstance(tied, bool):
+            raise ValueError(f"tie_word_embeddings={tied!r} is neither true nor false")
         return LlamaConfig(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or 0,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+            vocab_size=_size(raw, "vocab_size"),
+            hidden_size=_size(raw, "hidden_size"),
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_layers=_size(raw, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_size(raw, "num_key_value_heads", num_heads),
+            head_dim=_size(raw, "head_dim", 0),
+            norm_eps=_real(raw, "rms_norm_eps", 1e-6),
+            rope_theta=_real(rope, "rope_theta", _real(raw, "rope_theta", 10_000.0)),
             rope_scaling=scaling,
             max_seq_len=max_seq_len,
-            tie_embeddings=raw.get("tie_word_embeddings", False),
+            tie_embeddings=tied,
         )
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+_SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_ALTERS = re.compile(
+    r"window|logit|multiplier|scal(e|ing|ar)|cap(ping)?$|clip|drop|bias|qk_|expert|quantiz|rope|rotary"
+    r"|alibi|chunk_size|layer_types|per_layer|norm_(type|before|after)|residual|attn_temperature"
+)
+_READ = {"rope_scaling", "rope_parameters", "rope_theta", *_SUPPORTED}
+
+
+def _refuse_what_would_be_ignored(file: Path, raw: dict) -> None:
+    """Raise ValueError for a setting that would make another function of this Llama.
+
+    Such as Mistral's sliding_window or Granite's logits_scaling, which may stand under model_type
+    llama: known by what their names are made of, and by a value that is not "off". Other keys are
+    about tokens, generation and files; pretraining_tp asks for sums in another order.
+    """
+    for name, known in _SUPPORTED.items():
+        if raw.get(name, known) != known:
+            raise ValueError(f"{file}: {name}={raw[name]!r} is not supported, only {known!r} is")
+    for name, value in raw.items():
+        off = value in (None, False, 0, 1, "", [], {}) and value is not True
+        off |= isinstance(value, list) and all(layer == "full_attention" for layer in value)
+        off |= "window" in name and raw.get("use_sliding_window") is False
+        if not off and name not in _READ and _ALTERS.search(name):
+            raise ValueError(
+                f"{file}: {name}={value!r} is not supported: it would be ignored, and the model be "
+                "another one; if it means nothing, take the line out"
+            )
+
+
+_LARGEST_SIZE = 1 << 24
+
+
+def _size(raw: dict, name: str, default: int | None = None) -> int:
+    """A whole number that some model may have; `default` where it is null or not there."""
+    value = default if raw.get(name) is None else raw[name]
+    if value is None:
+        raise KeyError(name)
+    if value != default and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
+        raise ValueError(f"{name}={value!r} is no whole number from 1 to {_LARGEST_SIZE}")
+    return value
+
+
+def _real(raw: dict, name: str, default: float | None = None) -> float:
+    value = default if raw.get(name) is None else raw[name]
+    if value is None:
+        raise KeyError(name)
+    if type(value) not in (int, float) or not -1e30 < value < 1e30:
+        raise ValueError(f"{name}={value!r} is no number")
+    return value
 
 
 def _config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
@@ -107,7 +162,7 @@ def _config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
         # The tokenizer's business: without these lines transformers would assume 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": _short(dtype),
     }
 
 
@@ -126,10 +181,9 @@ def load(
     `names`, only the parameters it says yes to are read; the others stay on the meta device, to be
     dropped or filled by the caller.
     """
-    config = load_config(path)
+    weights = read_tensors(path, names, dtype, device)  # refuses sizes that no file bears out
     with torch.device("meta"):
-        model = Llama(config)
-    weights = read_tensors(path, names, dtype, device)
+        model = Llama(load_config(path))
     for name, tensor in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         owner.weight = nn.Parameter(tensor)
@@ -146,41 +200,84 @@ def read_tensors(
     """Those parameters of the checkpoint folder `path` that `names` says yes to (default: all).
 
     Nothing else is read from the disk. A tied head is no parameter of its own: ask for
-    `model.embed_tokens.weight`. Names and shapes are held against `config.json` before any reading.
+    `model.embed_tokens.weight`; a file that stores a head beside it must store the same. Names,
+    shapes and types are held against `config.json` before any reading. Without `dtype`, all
+    parameters have to be of one type.
     """
     path = Path(path)
-    expected = _expected_shapes(load_config(path))
+    config, files = load_config(path), _files_of(path)
+    if config.num_layers > len(files):
+        raise ValueError(
+            f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are no weights for "
+            f"so many: {len(files)} tensors in all"
+        )
+    expected = _expected_shapes(config, path / CONFIG)
     wanted = {name for name in expected if names is None or names(name)}
-    files = _files_of(path)
     missing = sorted(wanted - files.keys())
     if missing:
         raise ValueError(f"{path}: no weights for {_some(missing)}, which {CONFIG} asks for")
     # Old files store the rotary frequencies; tied ones may repeat the embedding as the head.
-    known = expected.keys() | {"lm_head.weight"}
+    known = expected.keys() | {HEAD}
     foreign = sorted(n for n in files.keys() - known if not n.endswith("rotary_emb.inv_freq"))
     if foreign:
         raise ValueError(f"{path}: weights for {_some(foreign)}, which {CONFIG} knows nothing of")
 
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    first: tuple[str, torch.dtype] | None = None
+    if config.tie_embeddings and HEAD in files and EMBEDDING in wanted:
+        expected[HEAD] = expected[EMBEDDING]
+        wanted.add(HEAD)
     for file in sorted({files[name] for name in wanted}):
         with _open(file) as contents:
             there = set(contents.keys())
             for name in sorted(name for name in wanted if files[name] == file):
                 if name not in there:
                     raise ValueError(f"{file}: no {name}, although {INDEX} says that it is here")
-                shape = tuple(contents.get_slice(name).get_shape())
-                if shape != expected[name]:
+                tensor = _read(file, contents, name, expected[name])
+                first, found = first or (name, tensor.dtype), tensor.dtype
+                if dtype is None and found != first[1]:
                     raise ValueError(
-                        f"{file}: {name} has shape {shape}, but by {CONFIG} it is {expected[name]}"
+                        f"{file}: {name} is {_short(found)}, but {first[0]} is {_short(first[1])}; "
+                        "say which `dtype` all shall have"
                     )
-                tensors[name] = contents.get_tensor(name).to(device=device or "cpu", dtype=dtype)
+                tensors[name] = tensor.to(device=device or "cpu", dtype=dtype)
+    head = tensors.pop(HEAD) if HEAD in wanted and config.tie_embeddings else None
+    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+        raise ValueError(
+            f"{files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they are tied; "
+            "write tie_word_embeddings: false if the head is one of its own"
+        )
     return tensors
 
 
-def _expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _read(file: Path, contents: safe_open, name: str, expected: tuple[int, ...]) -> Tensor:
+    """A tensor of the open `file`, once its shape and type are known to be right."""
+    try:
+        part = contents.get_slice(name)
+        shape, kind = tuple(part.get_shape()), part.get_dtype()
+        if shape != expected:
+            raise ValueError(f"{file}: {name} has shape {shape}, but by {CONFIG} it is {expected}")
+        if kind not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(
+                f"{file}: {name} is stored as {kind}: quantised weights are not supported; "
+                "use F64, F32, F16 or BF16"
+            )
+        return contents.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: {name} cannot be read ({error})") from None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _expected_shapes(config: LlamaConfig, file: Path | str = CONFIG) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter; tied ones once, under the name of the embedding."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+    try:
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+    except RuntimeError as error:  # sizes that multiply to more than torch can count
+        raise ValueError(f"{file}: no model has such sizes ({error})") from None
 
 
 def _files_of(path: Path) -> dict[str, Path]:
@@ -189,6 +286,12 @@ def _files_of(path: Path) -> dict[str, Path]:
         weight_map = _read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{path / INDEX}: no weight_map in it")
+        for name, file in weight_map.items():
+            if not (isinstance(file, str) and _is_shard(file)):
+                raise ValueError(
+                    f"{path / INDEX}: {name} is said to be in {file!r:.200}, which is no name of a "
+                    "safetensors file in this folder"
+                )
         return {name: path / file for name, file in weight_map.items()}
     if not (path / SINGLE).exists():
         raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
@@ -196,8 +299,13 @@ def _files_of(path: Path) -> dict[str, Path]:
         return dict.fromkeys(contents.keys(), path / SINGLE)
 
 
+def _is_shard(name: str) -> bool:
+    """A file right here: a strangers' index must not lead to other folders, nor to devices."""
+    return re.fullmatch(r"[\w\-+=.]{1,240}\.safetensors", name) is not None
+
+
 def _open(file: Path) -> safe_open:
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"{file}: the file is missing, although {INDEX} names it")
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -214,7 +322,7 @@ def _read_json(file: Path) -> dict:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: holds a {type(content).__name__}, not a JSON object")
@@ -257,7 +365,7 @@ def save(
 def _checked(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """The parameters to write, detached and contiguous."""
     expected = _expected_shapes(config)
-    given = set(state) - ({"lm_head.weight"} if config.tie_embeddings else set())
+    given = set(state) - ({HEAD} if config.tie_embeddings else set())
     if given != expected.keys():
         missing, foreign = sorted(expected.keys() - given), sorted(given - expected.keys())
         raise ValueError(

@@ -68,6 +68,37 @@ def test_every_kind_of_control():
     assert isinstance(box.sliders["b"], ipywidgets.FloatSlider)
 
 
+def test_controls_stand_in_two_columns_above_a_picture_of_fixed_size():
+    """Catches a picture that fills the column, and what is below jumping as it gets lower."""
+
+    def tall(inches=1):
+        return Figure(figsize=(2, inches))
+
+    box = widgets.explore(tall, inches=(1, 5))
+    controls, image, _ = box.children
+    assert controls.layout.grid_template_columns == "repeat(2, max-content)"
+    heights = []
+    for inches in (1, 3, 2):
+        box.sliders["inches"].value = inches
+        heights.append(image.layout.height)
+        assert image.layout.width == "192px" and image.layout.object_fit == "contain"
+    assert heights == ["96px", "288px", "288px"]
+
+
+def test_controls_that_mean_nothing_are_greyed_out():
+    box = widgets.explore(
+        bars,
+        height=(1, 9),
+        colour=["black", "red"],
+        only_if={"height": lambda colour, **_: colour == "red"},
+    )
+    assert box.sliders["height"].disabled
+    box.sliders["colour"].value = "red"
+    assert not box.sliders["height"].disabled and not box.sliders["colour"].disabled
+    with pytest.raises(ValueError, match=r"only_if speaks of \['h'\], but the controls are"):
+        widgets.explore(bars, height=(1, 9), only_if={"h": bool})
+
+
 @pytest.mark.parametrize("control", [(3, 1), (1,), [], "many", 4])
 def test_what_is_no_control_is_refused(control):
     with pytest.raises(ValueError, match="height=.* is no control; use"):

@@ -1,15 +1,21 @@
 """What we write, transformers reads, and the reverse; what is broken is said clearly."""
 
+import inspect
 import json
 import os
+import re
 import struct
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from minipar.model import hf
 from minipar.model.llama import Llama, RopeScaling
@@ -168,6 +174,46 @@ def test_a_tied_head_is_not_stored_but_may_be(folder):
     assert back.lm_head.weight is back.model.embed_tokens.weight and same_weights(back, model)
 
 
+@pytest.mark.parametrize("where", ["value", "shape"])
+def test_a_head_that_is_not_the_embedding_is_no_tied_one(where, folder):
+    """transformers unties with a warning; here the file has to say so. Catches one ignored."""
+    model = saved(folder, "tied")
+    weights = load_file(folder / hf.SINGLE)
+    head = weights["model.embed_tokens.weight"].clone()
+    head[3, 5] += 1
+    weights["lm_head.weight"] = head if where == "value" else head[:-1]
+    save_file(weights, folder / hf.SINGLE)
+    said = "write tie_word_embeddings: false" if where == "value" else r"lm_head.weight has shape"
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{said}"):
+        hf.load(folder)
+    elsewhere = hf.read_tensors(folder, lambda name: ".layers." in name)  # a stage without either
+    assert len(elsewhere) == 9 * model.config.num_layers
+    if where == "value":
+        edit_config(folder, tie_word_embeddings=False)
+        back = hf.load(folder)
+        assert torch.equal(back.lm_head.weight, head)
+        assert torch.equal(back.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_of_several_types_are_refused_or_made_one(dtype, folder):
+    saved(folder)
+    weights = load_file(folder / hf.SINGLE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / hf.SINGLE)
+    said = "is bfloat16, but .* is float32; say which `dtype`"
+    if dtype != torch.bfloat16:
+        said = "is stored as .*8.*: quantised weights are not supported"
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {name} {said}"):
+        hf.load(folder)
+    if dtype == torch.bfloat16:
+        assert {p.dtype for p in hf.load(folder, torch.float32).parameters()} == {torch.float32}
+    else:
+        with pytest.raises(ValueError, match="quantised"):
+            hf.load(folder, torch.float32)
+
+
 # ------------------------------------------------------------------------------------------- saving
 
 
@@ -252,6 +298,20 @@ def test_bad_targets_are_refused(folder):
 
 # ------------------------------------------------------------------------------- broken checkpoints
 
+OTHER_MODELS = [  # settings that make another function of a Llama, from their relatives
+    dict(sliding_window=4096),
+    dict(logits_scaling=8.0),
+    dict(residual_multiplier=0.22),
+    dict(final_logit_softcapping=30.0),
+    dict(use_qk_norm=True),
+    dict(attention_dropout=0.1),
+    dict(num_local_experts=8),
+    dict(no_rope_layers=[0, 1]),
+    dict(layer_types=["full_attention", "sliding_attention"]),
+    dict(per_layer_config={"0": {"hidden_act": "gelu"}}),
+    dict(partial_rotary_factor=0.5),
+    dict(attention_chunk_size=8192),
+]
 BAD_CONFIGS = [
     (dict(model_type="mistral"), "model_type='mistral'; only 'llama'"),
     (dict(model_type=...), "model_type=None; only 'llama'"),
@@ -266,6 +326,18 @@ BAD_CONFIGS = [
     (dict(num_hidden_layers=4), "no weights for model.layers.3.input_layernorm.weight, .* 6 more"),
     (dict(num_hidden_layers=2), "weights for model.layers.2.* knows nothing of"),
     (dict(intermediate_size=81), r"down_proj.weight has shape \(48, 80\), but .* \(48, 81\)"),
+    *((change, f"{name}=.* is not supported") for change in OTHER_MODELS for name in change),
+    (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "from layer to layer"),
+    (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5: use 1"),
+    (dict(rope_parameters=[1]), "config.json: "),
+    (dict(tie_word_embeddings="no"), "tie_word_embeddings='no' is neither true nor false"),
+    (dict(num_hidden_layers=10**7), "num_hidden_layers=10000000, but there are no weights"),
+    (dict(num_attention_heads=10**12), "num_attention_heads=1000000000000 is no whole number"),
+    (dict(num_attention_heads=True), "num_attention_heads=True is no whole number"),
+    (dict(hidden_size=48.0), "hidden_size=48.0 is no whole number"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan is no number"),
+    (dict(rope_theta="1e4"), "rope_theta='1e4' is no number"),
+    (dict(vocab_size=2**24, hidden_size=2**24, head_dim=2**24), "(embed_tokens|no model|lm_head)"),
 ]
 
 
@@ -276,6 +348,37 @@ def test_a_configuration_that_does_not_fit_is_refused(changes, message, folder):
     with pytest.raises(ValueError, match=message) as caught:
         hf.load(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_every_setting_that_the_computation_of_transformers_reads_is_read_or_refused(folder):
+    """Oracle: the settings that their code names. Catches one that is ignored in silence."""
+    named = set(re.findall(r"config\.(\w+)", inspect.getsource(modeling_llama)))
+    named -= {"_attn_implementation", "pad_token_id"}  # how it is computed; which row stays zero
+    assert named >= {"attention_dropout", "hidden_act", "rms_norm_eps"}  # the search finds some
+    saved(folder)
+    before = hf.load_config(folder)
+    plain = TheirConfig().to_dict()
+    for name in named:
+        other = {"hidden_act": "gelu", "rope_parameters": {"rope_theta": 7.0}}
+        value = other.get(name, True if plain[name] is False else 0.5)
+        config = (folder / "config.json").read_text(encoding="utf-8")
+        edit_config(folder, **{name: value})
+        try:
+            assert hf.load_config(folder) != before, name
+        except ValueError as error:
+            assert "not supported" in str(error) or name in str(error)
+        (folder / "config.json").write_text(config, encoding="utf-8")
+
+
+def test_settings_that_change_nothing_are_no_hindrance(folder):
+    """All that transformers 5 writes by itself, and what relatives leave behind, switched off."""
+    saved(folder)
+    mine = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    edit_config(folder, **(TheirConfig().to_dict() | mine | {"pretraining_tp": 4}))
+    off = dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28)
+    off |= dict(layer_types=["full_attention"] * 3, logits_scaling=1.0, num_experts=0)
+    edit_config(folder, **off, temperature=0.6, unsloth_version="2024.9")
+    assert hf.load_config(folder) == CONFIGS["gqa"]
 
 
 def cut(file, keep: float = 0.5) -> None:
@@ -331,3 +434,123 @@ def test_damaged_shards_are_named(folder):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="nowhere/config.json: cannot be read"):
         hf.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../secret.safetensors", "/etc/passwd", "", ".", 7, None, [], "a\0b.safetensors"]
+    + ["x" * 300 + ".safetensors", "sub/dir.safetensors", "model.bin"],
+)
+def test_an_index_leads_to_files_of_its_folder_only(file, folder):
+    """Catches other folders, devices and names that the system cannot even look up."""
+    saved(folder, max_shard_bytes=SHARD_BYTES)
+    (folder.parent / "secret.safetensors").write_bytes(b"")
+    index = json.loads((folder / hf.INDEX).read_text(encoding="utf-8"))
+    index["weight_map"]["lm_head.weight"] = file
+    (folder / hf.INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json: lm_head.weight is said to be in"):
+        hf.load(folder)
+
+
+def test_a_shard_that_is_a_loop_or_a_pipe_is_missing(folder):
+    saved(folder, max_shard_bytes=SHARD_BYTES)
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    for make in (lambda: os.symlink(second.name, first), lambda: os.mkfifo(first), first.mkdir):
+        content = first.read_bytes() if first.is_file() else None
+        if content is not None:
+            kept = content
+            first.unlink()
+        second_content = second.read_bytes() if second.exists() else kept
+        make()
+        if first.is_symlink():  # each points to the other
+            second.unlink()
+            os.symlink(first.name, second)
+        with pytest.raises(ValueError, match="the file is missing"):
+            hf.load(folder)
+        if second.is_symlink():
+            second.unlink()
+            second.write_bytes(second_content)
+        (first.rmdir if first.is_dir() and not first.is_symlink() else first.unlink)()
+
+
+# ------------------------------------------------------------------------- hypothesis hands it over
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from([10**30, 2**63, [], {}, [1], {"a": {}}, "../x", "F32", "llama3", [[[]]]]),
+)
+SMALL = replace(CONFIGS["tied"], num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def valid():
+    """(config, index, weights) of a checkpoint in two shards, as bytes."""
+    model = Llama(SMALL)
+    state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    config = json.dumps(hf._config_json(SMALL, torch.float32)).encode()
+    index = json.dumps({"weight_map": dict.fromkeys(state, "model-1.safetensors")}).encode()
+    return {"config.json": config, hf.INDEX: index, "model-1.safetensors": save(state)}
+
+
+def mutated(draw, document: dict) -> bytes:
+    """The JSON object with some entries replaced, removed or added, one level down as well."""
+    for _ in range(draw(st.integers(1, 3))):
+        inner = [v for v in document.values() if isinstance(v, dict)]
+        owner = draw(st.sampled_from([document, *inner]))
+        key = draw(st.sampled_from([*owner, "extra", "sliding_window", "rope_parameters"]))
+        if draw(st.integers(0, 3)):
+            owner[key] = draw(JUNK)
+        else:
+            owner.pop(key, None)
+    return json.dumps(document).encode()
+
+
+def hand_over(folder, valid, data) -> None:
+    """One file of the three is another; it loads, finite in shape, or is refused by name."""
+    name = data.draw(st.sampled_from(sorted(valid)))
+    content = valid[name]
+    how = data.draw(st.sampled_from(["mutated", "cut", "bytes", "flipped"]))
+    if how == "cut":
+        content = content[: data.draw(st.integers(0, len(content)))]
+    elif how == "bytes":
+        content = data.draw(st.binary(max_size=100))
+    elif how == "flipped":
+        at = data.draw(st.integers(0, min(len(content), 3000) - 1))
+        flipped = content[at] ^ data.draw(st.integers(1, 255))
+        content = content[:at] + bytes([flipped]) + content[at + 1 :]
+    elif name.endswith(".json"):
+        content = mutated(data.draw, json.loads(content))
+    else:
+        length = struct.unpack("<Q", content[:8])[0]
+        header = mutated(data.draw, json.loads(content[8 : 8 + length]))
+        content = struct.pack("<Q", len(header)) + header + content[8 + length :]
+    folder.mkdir(exist_ok=True)
+    for file, whole in (valid | {name: content}).items():
+        (folder / file).write_bytes(whole)
+    try:
+        model = hf.load(folder)
+    except ValueError as error:
+        assert str(folder) in str(error), error
+    else:
+        assert len({p.dtype for p in model.parameters()}) == 1
+        assert not any(p.is_meta for p in model.parameters())
+
+
+lenient = dict(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(max_examples=50, **lenient)
+@given(data=st.data())
+def test_whatever_a_stranger_hands_over_loads_or_is_refused_by_name(valid, tmp_path, data):
+    hand_over(tmp_path / "given", valid, data)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, **lenient)
+@given(data=st.data())
+def test_whatever_many_strangers_hand_over_loads_or_is_refused_by_name(valid, tmp_path, data):
+    hand_over(tmp_path / "given", valid, data)

@@ -295,6 +295,23 @@ def test_bubbles_of_the_zero_bubble_schedules(p):
     assert got == approx((p - 1) * (1.0 + 1.3 - 2 * 0.8))  # 2401.10241, table 2
 
 
+@pytest.mark.parametrize("p", range(1, 7))
+def test_zb_h2_has_its_bubble_from_2p_minus_1_microbatches_on(p):
+    """Any costs with W <= F, I, and what fewer microbatches cost. Catches a promise for m >= p."""
+    for m in range(max(1, p - 1), 2 * p + 3):
+        schedule = make("zb_h2", p, m)
+        own = bubble_between(simulate(schedule)) * 3 * m
+        assert own == approx(max(0, 2 * p - 1 - m)), (p, m)
+        if max(p, 2) <= m <= 2 * p - 3:
+            assert simulate(schedule).duration > simulate(make("zb_h1", p, m)).duration
+        if m >= 2 * p - 1:
+            assert simulate(schedule).duration <= simulate(make("zb_h1", p, m)).duration
+            for forward, inputs, weights in ((1.0, 1.3, 0.8), (0.5, 2.0, 0.5), (2.0, 0.7, 0.1)):
+                t = simulate(schedule, Costs(forward, inputs, weights))
+                expected = (p - 1) * (forward + inputs - 2 * weights)
+                assert bubble_between(t) * m * (forward + inputs + weights) == approx(expected)
+
+
 @pytest.mark.parametrize(
     "m, v, ratio",
     [(16, 4, 0.109375), (32, 2, 0.109375), (8, 4, 0.21875), (8, 1, 0.875)],
@@ -603,6 +620,22 @@ def test_what_is_wrong_is_said(rows, message):
     lines = [f"rank {rank}: {row}" for rank, row in enumerate(rows.split("|"))]
     with pytest.raises(ValueError, match=message):
         validate(Schedule.parse(HEAD + "\n".join(lines)))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (Action(0, "X", 0), "0X0 on rank 0: there is no kind 'X'; use one of F, B, I, W, SF"),
+        (Action(0, None, 0), "there is no kind None"),
+        (Action(0, "F", -1), "0F-1 on rank 0: there are 1 stages, 2 microbatches"),
+        (Action(-1, "F", 0), "-1F0 on rank 0: there are 1 stages"),
+    ],
+)
+def test_actions_that_no_schedule_has_are_refused(wrong, message):
+    """Made in Python, which no parser has read. Catches an IndexError, and extras that pass."""
+    schedule = make("gpipe", 1, 2)
+    with pytest.raises(ValueError, match=message):
+        validate(replace(schedule, actions=((*schedule.actions[0], wrong),)))
 
 
 @pytest.mark.parametrize(

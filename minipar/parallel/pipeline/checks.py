@@ -12,7 +12,7 @@ once messages are large. `simulate.lower` places messages so that both work.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import COMPUTE, MESSAGES, Action, Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
@@ -89,7 +89,12 @@ def _check_complete(schedule: Schedule) -> None:
     count: Counter[Action] = Counter()
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if action.stage >= stages or action.microbatch >= m:
+            if action.kind not in (*COMPUTE, *MESSAGES):
+                raise ValueError(
+                    f"{action} on rank {rank}: there is no kind {action.kind!r}; use one of "
+                    f"{_list((*COMPUTE, *MESSAGES))}"
+                )
+            if not (0 <= action.stage < stages and 0 <= action.microbatch < m):
                 raise ValueError(
                     f"{action} on rank {rank}: there are {stages} stages, {m} microbatches"
                 )

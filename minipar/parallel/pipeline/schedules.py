@@ -10,9 +10,9 @@ Scores: Every schedule here is a *score*: phases `(times, "F B")`, played by `co
         warm-up, steady state and cool-down of any number of microbatches come out of two lines.
 
 Shapes: p ranks, M microbatches, v stages per rank, S = p v stages, r rank. Bubbles below are idle
-        time per rank, for equal stages, M >= p (V shapes: M >= 2p) and free messages; F, B, I, W
-        are times of a whole rank's share of the model, and B = I + W. `live` counts microbatches
-        held by a stage, from F to the end of B or W; one costs 1/v of a rank's share.
+        time per rank, for equal stages, M >= p (V shapes: M >= 2p; zb_h2: M >= 2p-1) and free
+        messages; F, B, I, W are times of a whole rank's share of the model, and B = I + W. `live`
+        counts microbatches held by a stage, from F to the end of B or W; one costs 1/v of a share.
         Rows from zb_h1 on hold for W <= F and W <= I; the last three for F = I = W, and even M for
         dualpipe. zb_h2 and zb_v count from a rank's own first action to its last, as their papers
         do (`simulate.bubble_between`). DeepSeek's (p/2-1)(F&B + B - 3W) for DualPipe takes a pair
@@ -173,6 +173,8 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     A rank starts r F later than rank 0 and ends as much later; a step that waits for all ranks
     still waits for (p-1) F. The paper therefore lets ranks start the optimizer on their own.
+    Wants m >= 2p - 1: of fewer, each that lacks (down to m = p - 1) leaves a bubble of one F, and
+    up to m = 2p - 3 the step is longer than zb_h1's.
     """
     return _one_stage(
         "zb_h2",
