@@ -15,11 +15,7 @@ KERNELS: tuple[tuple[str, str, str], ...] = (
     (r"\bmscclpp", "", "MSCCL++: known by its argument types (microsoft/mscclpp)"),
     (r"\boneccl_", "", "oneCCL's kernels on Intel's GPUs, such as oneccl_allreduce_pcie"),
     (r"\bhcom_|\bhccl", "", "HCCL on Ascend: hcom_allReduce_, hcom_alltoallv_"),
-    (
-        r"\bdeep_ep::(?!layout)",
-        "all_to_all",
-        "DeepEP: dispatch, combine, notify_*; layout:: only counts (csrc/kernels/internode.cu)",
-    ),
+    (r"\bdeep_ep::(?!layout)", "all_to_all", "DeepEP; its layout:: only counts (csrc/kernels)"),
     (r"\bEp(Dispatch|Combine)\w*Kernel", "all_to_all", "MoRI's experts (ROCm/mori, src/ops)"),
     (r"\bmoeA2A(Dispatch|Combine)", "all_to_all", "TensorRT-LLM's experts (moeAlltoAllKernels.cu)"),
     (
@@ -27,11 +23,7 @@ KERNELS: tuple[tuple[str, str, str], ...] = (
         "",
         "torch's symmetric memory (symm_mem/CUDASymmetricMemoryOps.cu); Triton's of that name",
     ),
-    (
-        r"\ball_to_all_vdev|\ballToAll(V|Get)|\bexchangeSplitAndOffset",
-        "all_to_all",
-        "torch's symmetric memory over NVSHMEM (symm_mem/nvshmem_extension.cu)",
-    ),
+    (r"\b(all_to_all_vdev|allToAllV|exchangeSplit)", "all_to_all", "symm_mem/nvshmem_extension.cu"),
     (
         r"\b(nv|roc|i)shmem|_on_stream_kernel",
         "",

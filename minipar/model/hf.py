@@ -111,16 +111,11 @@ def _refuse_what_would_be_ignored(file: Path, raw: dict) -> None:
             )
 
 
-_LARGEST_SIZE = 1 << 24
-
-
 def _size(raw: dict, name: str, default: int | None = None) -> int:
     """A whole number that some model may have; `default` where it is null or not there."""
-    value = default if raw.get(name) is None else raw[name]
-    if value is None:
-        raise KeyError(name)
-    if value != default and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
-        raise ValueError(f"{name}={value!r} is no whole number from 1 to {_LARGEST_SIZE}")
+    value = _real(raw, name, default)
+    if value != default and not (type(value) is int and 0 < value <= 1 << 24):
+        raise ValueError(f"{name}={value!r} is no whole number from 1 to {1 << 24}")
     return value
 
 

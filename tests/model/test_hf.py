@@ -333,7 +333,7 @@ BAD_CONFIGS = [
     (dict(tie_word_embeddings="no"), "tie_word_embeddings='no' is neither true nor false"),
     (dict(num_hidden_layers=10**7), "num_hidden_layers=10000000, but there are no weights"),
     (dict(num_attention_heads=10**12), "num_attention_heads=1000000000000 is no whole number"),
-    (dict(num_attention_heads=True), "num_attention_heads=True is no whole number"),
+    (dict(num_attention_heads=True), "num_attention_heads=True is no number"),
     (dict(hidden_size=48.0), "hidden_size=48.0 is no whole number"),
     (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan is no number"),
     (dict(rope_theta="1e4"), "rope_theta='1e4' is no number"),
@@ -452,25 +452,15 @@ def test_an_index_leads_to_files_of_its_folder_only(file, folder):
         hf.load(folder)
 
 
-def test_a_shard_that_is_a_loop_or_a_pipe_is_missing(folder):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
+def test_a_shard_that_is_no_file_is_missing(make, folder):
+    """A pipe would be waited for without end, a link to itself followed."""
     saved(folder, max_shard_bytes=SHARD_BYTES)
-    first, second, *_ = sorted(folder.glob("*.safetensors"))
-    for make in (lambda: os.symlink(second.name, first), lambda: os.mkfifo(first), first.mkdir):
-        content = first.read_bytes() if first.is_file() else None
-        if content is not None:
-            kept = content
-            first.unlink()
-        second_content = second.read_bytes() if second.exists() else kept
-        make()
-        if first.is_symlink():  # each points to the other
-            second.unlink()
-            os.symlink(first.name, second)
-        with pytest.raises(ValueError, match="the file is missing"):
-            hf.load(folder)
-        if second.is_symlink():
-            second.unlink()
-            second.write_bytes(second_content)
-        (first.rmdir if first.is_dir() and not first.is_symlink() else first.unlink)()
+    first = min(folder.glob("*.safetensors"))
+    first.unlink()
+    make(first)
+    with pytest.raises(ValueError, match=f"{first.name}: the file is missing"):
+        hf.load(folder)
 
 
 # ------------------------------------------------------------------------- hypothesis hands it over

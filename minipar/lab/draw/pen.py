@@ -197,20 +197,12 @@ def png(figure: Figure) -> bytes:
 
 
 def _literal(figure: Figure) -> Figure:
-    """The figure, with all its letters as they are: a `$` in a name from outside is no formula.
-
-    Tick labels are ours, and powers of ten among them are formulas.
-    """
+    """The figure, a `$` in a name from outside being no formula; tick labels are ours."""
     ticks = {
-        id(label)
-        for ax in figure.axes
-        for axis in (ax.xaxis, ax.yaxis)
-        for tick in (*axis.majorTicks, *axis.minorTicks)
-        for label in (tick.label1, tick.label2)
+        label for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in axis.findobj(Text)
     }
-    for text in figure.findobj(Text):
-        if id(text) not in ticks:
-            text.set_parse_math(False)
+    for text in set(figure.findobj(Text)) - ticks:
+        text.set_parse_math(False)
     return figure
 
 
