@@ -559,7 +559,7 @@ def mutated(draw):
         for key in way:
             owner = owner[key]
         if draw(st.booleans()):
-            owner[last] = draw(JUNK)
+            owner[last] = copy.deepcopy(draw(JUNK))  # or it might hold itself
         else:
             del owner[last]
         if not document:

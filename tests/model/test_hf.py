@@ -5,6 +5,7 @@ import json
 import os
 import re
 import struct
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -492,7 +493,7 @@ def mutated(draw, document: dict) -> bytes:
         owner = draw(st.sampled_from([document, *inner]))
         key = draw(st.sampled_from([*owner, "extra", "sliding_window", "rope_parameters"]))
         if draw(st.integers(0, 3)):
-            owner[key] = draw(JUNK)
+            owner[key] = deepcopy(draw(JUNK))
         else:
             owner.pop(key, None)
     return json.dumps(document).encode()
