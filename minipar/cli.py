@@ -444,7 +444,10 @@ def overlap(command: Overlap) -> None:
 def read_timeline(traces: list[str]) -> Timeline:
     """Read a timeline of ours, or the traces of torch.profiler."""
     if len(traces) == 1 and is_ours(traces[0]):
-        return Timeline.load(traces[0])
+        recorded = Timeline.load(traces[0])
+        if not recorded.spans:
+            raise ValueError(f"{traces[0]} is a timeline without spans")
+        return recorded
     return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
 
 

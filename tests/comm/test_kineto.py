@@ -463,6 +463,7 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
         (b'{"traceEvents": [1]}', "1 of its 1 events are malformed"),
         (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
         (b'{"minipar": 1, "traceEvents": [null], "label": ""}', "not what Timeline.save writes"),
+        (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
         (gzip.compress(b"{}")[:-6], "no readable trace"),
     ]:
         (tmp_path / "x.json").write_bytes(content)
