@@ -40,9 +40,8 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-import cloudpickle
-
 from minipar.comm.backends import check_backend
+from minipar.comm.pack import pack_call, unpack
 from minipar.comm.processes import Nursery, Process
 from minipar.comm.worker import Failure, Setup
 
@@ -62,7 +61,11 @@ class RankError(RuntimeError):
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in self.failures.values():
             alike.setdefault((failure.kind, failure.message), []).append(failure)
-        return [f"{_who(same)}:\n{same[0].report}" for same in alike.values()]
+        # Of reports of one and the same failure, the one that tells most.
+        longest = (max((f.report for f in same), key=len) for same in alike.values())
+        return [
+            f"{_who(same)}:\n{text}" for same, text in zip(alike.values(), longest, strict=True)
+        ]
 
     def __reduce__(self):
         return RankError, (self.failures,)
@@ -99,6 +102,7 @@ class Ranks:
         threads: threads of each rank for computing.
         sink: receives what ranks print, while they run; None lets them print for themselves.
         mend: after a failure make the pool usable again; otherwise end it.
+        max_lines: how many lines a rank may print in a call; more are only counted. None: all.
         preload: names of modules that every rank should find imported when it starts.
         start: "fork" from a clean process, or "spawn" each rank from scratch: slower, but safe
             everywhere. None picks "fork" on Linux.
@@ -116,6 +120,7 @@ class Ranks:
         threads: int = 1,
         sink: OutputSink | None = prefixed,
         mend: bool = True,
+        max_lines: int | None = None,
         preload: tuple[str, ...] = (),
         start: str | None = None,
     ) -> None:
@@ -128,10 +133,14 @@ class Ranks:
         self.size, self.grace, self.mend, self.sink = size, grace, mend, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
-        self._call = 0
+        self.lock = threading.RLock()  # held by the thread whose call is running
+        self.closed = False
+        self._call, self._listening = 0, False
+        self._pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="minipar-")
+        capture, preload = sink is not None, tuple(preload)
         self._setup = Setup(
-            size, backend, timeout, threads, sink is not None, self._folder, tuple(preload)
+            size, backend, timeout, threads, capture, max_lines, self._folder, preload
         )
         self._nursery = Nursery(self._setup) if start == "fork" else None
         self._processes: list[Process | None] = [None] * size
@@ -148,23 +157,19 @@ class Ranks:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
         The function and its arguments travel by value when they are of `__main__` or local, by
-        name otherwise. Raises `RankError` when a rank fails.
+        name otherwise. Calls of several threads take turns. Raises `RankError` when a rank fails,
+        and `CannotTravel`, a `TypeError`, for what cannot be pickled.
         """
         return self.run_each(fn, [args] * self.size, **kwargs)
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """Call ``fn(*args_of[rank], **kwargs)`` on each rank; None leaves a rank out."""
         self._check_open()
-        calls = [
-            None if args is None else ("call", cloudpickle.dumps((fn, args, kwargs)))
-            for args in args_of
-        ]
-        return self._supervise(calls)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the ranks have ended."""
-        return not self._processes
+        distinct = {id(args): args for args in args_of if args is not None}
+        packed = {key: pack_call(fn, args, kwargs) for key, args in distinct.items()}
+        calls = [None if args is None else ("call", packed[id(args)]) for args in args_of]
+        with self.lock:
+            return self._supervise(calls)
 
     @property
     def pids(self) -> list[int]:
@@ -174,7 +179,7 @@ class Ranks:
     def restart(self) -> None:
         """End all ranks and start fresh ones in their place."""
         self._check_open()
-        with _Interrupts():
+        with self.lock, _Interrupts():
             for process in self._processes:
                 process.kill()
             for process in self._processes:
@@ -186,16 +191,20 @@ class Ranks:
             self._join_all()
 
     def close(self) -> None:
-        """End all ranks, at once."""
-        processes, self._processes = self._processes, []
-        for process in processes:
-            if process is not None:
-                process.kill()
-        for process in processes:
-            if process is not None:
-                process.reap()
+        """End all ranks, at once; a call that is running in another thread fails."""
+        if self._pid != os.getpid():
+            return  # a fork of the process whose ranks they are
+        self.closed = True
+        for process in filter(None, self._processes):
+            process.kill()
+        turn = self.lock.acquire(timeout=10)  # that call has noticed
+        for process in filter(None, self._processes):
+            process.reap()
+        self._processes = []
         if self._nursery is not None:
             self._nursery.close()
+        if turn:
+            self.lock.release()
         shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
 
@@ -205,9 +214,17 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self):
+        raise TypeError(
+            "it is the pool of ranks itself, which stays in the process that started it; "
+            "did you mean `rank`?"
+        )
+
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("these ranks have ended; start new ones with Ranks(...)")
+        if self._pid != os.getpid():
+            raise RuntimeError("these ranks obey the process that started them, not a fork of it")
 
     # ------------------------------------------------------------------ supervision
     def _start(self, rank: int) -> None:
@@ -222,6 +239,9 @@ class Ranks:
 
     def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
         """Send `messages[rank]`, collect the answers, and see to it that everybody comes back."""
+        self._check_open()
+        if self._listening:
+            raise RuntimeError("a sink cannot call the ranks while it hears them")
         self._call += 1
         job = _Job(self._call, {r for r, m in enumerate(messages) if m is not None}, limit)
         if self.time_limit is not None and limit is None:
@@ -236,7 +256,7 @@ class Ranks:
                     self._listen(job, interrupts)
                     self._press(job)
                 except BaseException as error:  # Ctrl-C, or a test's time limit
-                    if not self.mend:
+                    if self.closed or not self.mend:
                         self.close()
                         raise
                     if job.interrupted is not None:  # the second time: no more patience
@@ -244,17 +264,23 @@ class Ranks:
                     job.interrupted = error
                     self._stop(job)
             joining = limit is not None
+            if self.closed:
+                raise RuntimeError("these ranks were ended during the call")
             if job.dead or job.stopped or (job.failures and not job.all_alike):
                 if not self.mend:
                     self.close()
                 elif not joining:
                     self._mend(job.dead)
+            elif job.left and not joining:  # a call ended with dist.destroy_process_group()
+                self._mend([])
         if job.interrupted is not None:
             raise job.interrupted
         if job.failures:
-            raise RankError(dict(sorted(job.failures.items())))
+            # Where code failed somewhere, connections that broke elsewhere are a consequence.
+            causes = {rank: f for rank, f in job.failures.items() if not f.broken}
+            raise RankError(dict(sorted((causes or job.failures).items())))
         answers = [job.results.get(rank) for rank in range(self.size)]
-        return [None if answer is None else cloudpickle.loads(answer) for answer in answers]
+        return [None if answer is None else unpack(answer) for answer in answers]
 
     def _mend(self, dead: list[int]) -> None:
         """Put fresh ranks in the place of the dead, and let all meet again."""
@@ -266,10 +292,7 @@ class Ranks:
             self.restart()
 
     def _listen(self, job: "_Job", interrupts: "_Interrupts") -> None:
-        """Take in one message of each rank that speaks; wait for half a second at most.
-
-        One, so that a rank that never stops talking cannot keep us from seeing to the others.
-        """
+        """Take in what each rank has said by now; wait for half a second at most."""
         due = min(job.deadline, math.inf if job.limit is None else job.limit)
         patience = max(0.0, min(0.5, due - time.monotonic()))
         asked = {rank: self._processes[rank] for rank in sorted(job.waiting)}
@@ -281,19 +304,30 @@ class Ranks:
             try:
                 if process.work not in ready:
                     raise EOFError("ended, though a child of its own still holds the pipe")
-                kind, *content = process.work.recv()
+                said = process.heard()
             except (EOFError, OSError):
                 job.died(rank, self.size, process.reap())
                 continue
-            if kind in ("result", "failure") and rank in job.killed:
-                continue  # its last word, but its end is what we wait for
-            if kind == "result":
-                job.waiting.discard(rank)
-                job.results[rank] = content[0]
-            elif kind == "failure":
-                job.failed(rank, content[0])
-            else:
+            for number, kind, *content in said:
+                self._take(job, rank, number, kind, content)
+
+    def _take(self, job: "_Job", rank: int, number: int, kind: str, content: list) -> None:
+        """Enter what a rank has said; an answer to another call is none to this one."""
+        if kind not in ("result", "failure"):
+            self._listening = True
+            try:
                 self.sink(rank, kind, content[0])
+            finally:
+                self._listening = False
+        elif number == job.number and rank not in job.killed:  # then its end is what we wait for
+            answer, joined = content
+            if not joined:
+                job.left.add(rank)
+            if kind == "failure":
+                job.failed(rank, answer)
+            else:
+                job.waiting.discard(rank)
+                job.results[rank] = answer
 
     def _press(self, job: "_Job") -> None:
         """Once somebody has failed: wait, then stop the others, then kill them."""
@@ -336,6 +370,7 @@ class _Job:
         self.failures: dict[int, Failure] = {}
         self.dead: list[int] = []
         self.killed: set[int] = set()
+        self.left: set[int] = set()  # ranks that are not in our process group any more
         self.stopped = False
         self.deadline = math.inf
         self.interrupted: BaseException | None = None

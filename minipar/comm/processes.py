@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from minipar.comm.worker import Setup, rank_main
@@ -41,13 +41,23 @@ class Nursery:
 
     def __init__(self, setup: Setup) -> None:
         self._socket, theirs = socket.socketpair()
+        self._ready = False
         call = f"_nursery({theirs.fileno()}, {setup.folder!r}, {setup.preload!r})"
         self._process = _python(call, [theirs.fileno()], setup.threads)
         theirs.close()
 
+    def ready(self, seconds: float | None) -> bool:
+        """Wait until it has imported torch, for so many seconds at most; tell whether it has."""
+        if not self._ready and wait([self._socket], seconds):
+            self._ready = True
+            with suppress(OSError):
+                self._socket.recv(1)
+        return self._ready
+
     def ask(self, request: tuple, fds: tuple[int, ...] = ()) -> Any:
         """Send a request; return the answer. Raises `RuntimeError` when the nursery is gone."""
         answer = b""
+        self.ready(None)
         with suppress(OSError):
             socket.send_fds(self._socket, [pickle.dumps(request)], fds)
             answer = self._socket.recv(1 << 16)
@@ -75,8 +85,9 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     # A scheduler signals every process of a job; what to do then is up to the ranks.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    parent = socket.socket(fileno=fd)
+    parent, pids = socket.socket(fileno=fd), set()
     with suppress(OSError):  # the parent ended while we were answering
+        parent.send(b".")
         while True:
             request, fds, _, _ = socket.recv_fds(parent, 1 << 16, 2)
             if not request:
@@ -86,17 +97,30 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
                 pid = os.fork()
                 if pid == 0:
                     parent.close()
+                    os.setpgid(0, 0)  # with all that it will start, so that they end together
                     with suppress(OSError, AttributeError):
                         # PR_SET_PDEATHSIG: the kernel ends a rank with the nursery, come what may.
                         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     rank_main(content, *fds)
+                with suppress(OSError):  # whoever is first, the parent may kill the group at once
+                    os.setpgid(pid, pid)
+                pids.add(pid)
                 for theirs in fds:
                     os.close(theirs)
                 parent.send(pickle.dumps(pid))
             else:
+                pids.discard(content)
                 parent.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(content, 0)[1])))
+    for pid in pids:
+        kill_group(pid)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
+
+
+def kill_group(pid: int) -> None:
+    """End a rank at once, and the processes that were started in it."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left of it
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Process:
@@ -124,15 +148,37 @@ class Process:
             self._pidfd = os.pidfd_open(self.pid)
         self.signs = [self.work] if self._pidfd is None else [self.work, self._pidfd]
 
+    def heard(self) -> list[tuple]:
+        """Return what the rank has said: a message at least, and texts that follow on it, joined.
+
+        A hundred at most, so that a rank that never stops talking lets the others be heard.
+        Raises `EOFError` or `OSError` when it has ended.
+        """
+        number, kind, *content = self.work.recv()
+        if kind not in ("stdout", "stderr"):
+            return [(number, kind, *content)]
+        said, texts = [], content
+        with suppress(EOFError, OSError):  # it will be found again
+            while len(texts) < 100 and self.work.poll():
+                after = self.work.recv()
+                if after[:2] != (number, kind):
+                    said.append(after)
+                    break
+                texts.append(after[2])
+        return [(number, kind, "".join(texts)), *said]
+
     def kill(self) -> None:
         """End the process at once, if it has not ended yet."""
         if self.exitcode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     def reap(self) -> int:
-        """Wait for the end of the process; return its exit code, -9 for signal 9."""
+        """Wait for the end of the process; return its exit code, -9 for signal 9.
+
+        What was started in it ends as well.
+        """
         if self.exitcode is None:
+            kill_group(self.pid)
             if self._nursery is None:
                 self.exitcode = self._popen.wait()
             else:

@@ -6,7 +6,6 @@ under it.
 """
 
 import importlib
-import io
 import os
 import shutil
 import signal
@@ -16,18 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from minipar.comm.backends import device_of, init
 from minipar.comm.mesh import Mesh
+from minipar.comm.output import Output, Stream
+from minipar.comm.pack import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Setup:
     timeout: float
     threads: int
     capture: bool
+    max_lines: int | None  # that a rank may print in a call
     folder: str  # where the ranks meet
     preload: tuple[str, ...]
     rank: int = -1
@@ -69,9 +69,13 @@ class _Worker:
 
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
+        self.pid = os.getpid()
         self.call = 0  # number of the latest call
+        self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while somebody else's code runs
         self.lock = threading.Lock()
+        self.output = Output(self.say, f"rank {setup.rank}", setup.max_lines)
+        self.children = _Children(self.output)
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)
@@ -83,7 +87,8 @@ class _Worker:
         torch.set_num_threads(self.setup.threads)
         device_of(self.setup.rank)
         if self.setup.capture:
-            sys.stdout, sys.stderr = _Stream("stdout", self.say), _Stream("stderr", self.say)
+            self.children.listen()
+            sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
         while True:
             self.call, kind, content = self.work.recv()
             try:
@@ -91,22 +96,26 @@ class _Worker:
             except BaseException as error:
                 self.busy.clear()
                 answer = ("failure", self._failure(error))
+            if os.getpid() != self.pid:  # a child of os.fork(): the answer is not for it to give
+                leave_child(answer[1].report if answer[0] == "failure" else "")
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):  # the function may have put anything in their place
                     stream.flush()
-            self.say(*answer)
+            self.children.take_in()
+            self.output.end()
+            self.say(*answer, dist.group.WORLD is self.world)
 
     def _answer(self, kind: str, content: Any) -> bytes:
         if kind == "join":
             self._join(content)
-            return cloudpickle.dumps(None)
-        fn, args, kwargs = cloudpickle.loads(content)
+            return pack(None)
+        fn, args, kwargs = unpack(content)
         self.busy.set()
         try:
             result = fn(*args, **kwargs)
         finally:
             self.busy.clear()
-        return cloudpickle.dumps(result)
+        return pack(result)
 
     def _join(self, meeting: str) -> None:
         if dist.is_initialized():
@@ -119,11 +128,13 @@ class _Worker:
             rank=self.setup.rank,
             world_size=self.setup.size,
         )
+        self.world = dist.group.WORLD
 
     def _failure(self, error: BaseException) -> Failure:
         # Somebody who renders errors better than we do (a notebook cell) attaches the text.
         report = getattr(error, "report", None)
         if report is None:
+            add_hint(error)
             # The first frames are this loop's; a reader wants those of the function.
             tb = error.__traceback__
             for _ in range(2):
@@ -137,12 +148,15 @@ class _Worker:
         broken = isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
         return Failure(Mesh.label, kind, message, str(report), broken=broken)
 
-    def say(self, kind: str, content: Any) -> None:
-        """Send a message to the parent; a signal must not cut it in two."""
+    def say(self, kind: str, *content: Any) -> None:
+        """Send a message to the parent; a signal must not cut it in two.
+
+        It bears the number of the call, so that it is never taken for the answer to another.
+        """
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             with self.lock:
-                self.work.send((kind, content))
+                self.work.send((self.call, kind, *content))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
@@ -168,7 +182,56 @@ class _Worker:
         except (EOFError, OSError):  # the pipe is closed: our parent is gone
             shutil.rmtree(self.setup.folder, ignore_errors=True)
         finally:
-            os._exit(0)
+            leave()
+
+
+class _Children:
+    """What processes that a rank has forked print: it is handed to the rank, and travels with it.
+
+    They must not write to the rank's pipe: two messages at once would be garbled.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._lock = output, threading.Lock()
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def listen(self) -> None:
+        os.register_at_fork(after_in_child=self._in_child)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while self._ours.recv(1, socket.MSG_PEEK):
+            self.take_in()
+
+    def take_in(self) -> None:
+        """Hand on what was said until now."""
+        with self._lock, suppress(BlockingIOError):
+            while True:
+                said = self._ours.recv(1 << 13, socket.MSG_DONTWAIT).decode()
+                self._output.write(*said.split(":", 1))
+
+    def _in_child(self) -> None:
+        # Made anew: a thread of the rank, which is not here, may have held its lock.
+        self._output.__init__(self._say, "", None)
+
+    def _say(self, stream: str, text: str) -> None:
+        for start in range(0, len(text), 500):  # a datagram is small
+            self._theirs.send(f"{stream}:{text[start : start + 500]}".encode())
+
+
+def leave_child(report: str) -> None:
+    """End a process that user code has forked in a rank and that came back from it."""
+    with suppress(Exception):
+        print(report, end="\n" * bool(report), file=sys.stderr)
+        _worker.output.end()
+    os._exit(bool(report))
+
+
+def leave() -> None:
+    """End this rank and the processes that were started in it."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 _worker: _Worker | None = None  # of this process, if it is a rank
@@ -181,44 +244,30 @@ def shield() -> None:
 
 
 def say(kind: str, content: Any) -> None:
-    """From inside a rank: hand (picklable) `content` to the sink of the parent."""
+    """From inside a rank: hand (picklable) `content` to the sink of the parent.
+
+    What was printed before travels first; beyond `max_lines` of a call it is counted only.
+    """
     assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if os.getpid() != _worker.pid:
+        raise RuntimeError("a process forked by a rank can print, but show no pictures")
+    if _worker.output.make_room():
+        _worker.say(kind, content)
+
+
+def notify(kind: str, content: Any) -> None:
+    """As `say`, of what is no output: it is not counted, and nothing travels before it."""
     _worker.say(kind, content)
 
 
-class _Stream(io.TextIOBase):
-    """The standard output of a rank: whole lines travel to the parent as they are written."""
-
-    encoding, errors = "utf-8", "strict"
-
-    def __init__(self, name: str, say: Callable[[str, str], None]) -> None:
-        self.name, self._say, self._text, self._lock = name, say, "", threading.RLock()
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            self._text += text
-            cut = max(self._text.rfind("\n"), self._text.rfind("\r")) + 1
-            whole, self._text = self._text[:cut], self._text[cut:]
-        if whole:
-            self._say(self.name, whole)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._lock:
-            text, self._text = self._text, ""
-        if text:
-            self._say(self.name, text)
-
-    def isatty(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        raise OSError("the output of a rank goes through a pipe of its own")
+def add_hint(error: BaseException) -> None:
+    """Attach a sentence to an error that means something else on the ranks of a pool."""
+    with suppress(Exception):  # str() of it may fail
+        if "initialize the default process group twice" in str(error):
+            error.add_note(
+                "The ranks have joined before your code runs: leave init_process_group out. After "
+                "destroy_process_group() they join again by themselves."
+            )
 
 
 def abort_groups() -> None:
@@ -262,4 +311,4 @@ def rank_main(setup: Setup, work_fd: int, control_fd: int) -> None:
         pass
     finally:
         # Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
-        os._exit(0)
+        leave()

@@ -24,6 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 from IPython import get_ipython
@@ -35,6 +36,7 @@ from minipar.comm import launch, worker
 from minipar.comm import link as links
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import check_sizes
+from minipar.comm.output import last_state
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 
@@ -86,6 +88,7 @@ class Ranks(launch.Ranks):
         mesh: sizes of the axes of ``mesh`` on the ranks; all in one axis ``dp`` if not given.
         backend: "link", on which the notebooks are the same everywhere, GPU or not; or "gloo", or
             "nccl" for real GPUs.
+        max_lines: how many lines a rank may print in a cell; more are only counted. None: all.
         options: of `minipar.comm.launch.Ranks`.
 
     Raises `ValueError` for a size, link, mesh or backend that cannot be.
@@ -98,6 +101,7 @@ class Ranks(launch.Ranks):
         link: Any = "none",
         mesh: dict[str, int] | None = None,
         backend: str = "link",
+        max_lines: int | None = 200,
         **options: Any,
     ) -> None:
         global _current
@@ -113,7 +117,8 @@ class Ranks(launch.Ranks):
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
         if _current is not None:
             _current.close()
-        super().__init__(size, backend=backend, sink=self._hear, preload=preload, **options)
+        options = {"sink": self._hear, "preload": preload, "max_lines": max_lines} | options
+        super().__init__(size, backend=backend, **options)
         self._prepare()
         _current = self
         register_magic()
@@ -131,12 +136,13 @@ class Ranks(launch.Ranks):
         With `live` all ranks may speak at any time. Raises `CellError`.
         """
         chosen = set(range(self.size) if on is None else on)
-        self._live = live
-        try:
-            args = [(code, number) if rank in chosen else None for rank in range(self.size)]
-            self.run_each(shell.run_cell, args)
-        finally:
-            self._live = False
+        args = [(code, number) if rank in chosen else None for rank in range(self.size)]
+        with self.lock:
+            self._live = live
+            try:
+                self.run_each(shell.run_cell, args)
+            finally:
+                self._live = False
 
     def __getitem__(self, expression: str) -> list[Any]:
         """Evaluate an expression on every rank: ``ranks["loss"]``; tensors come to the CPU."""
@@ -155,34 +161,50 @@ class Ranks(launch.Ranks):
         self.link = wire
 
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
-        """As in `launch.Ranks`; after a failure the namespaces fit the new process group."""
-        remade, pids = self.remade, list(self._processes and self.pids)
-        speakers = [rank for rank, args in enumerate(args_of) if args is not None]
-        self._transcript, self._stuck = _Transcript(speakers, self._live), {}
-        if source := Source.of(fn, cell_numbers()):
-            args_of = [None if args is None else (source, fn, *args) for args in args_of]
-            fn = shell.call_from
-        try:
-            return super().run_each(fn, args_of, **kwargs)
-        except RankError as error:
-            raise CellError(error.failures, self._recover(remade, pids)) from None
-        except KeyboardInterrupt:
-            raise Interrupted(self._recover(remade, pids)) from None
-        except TimeoutError as error:
-            raise TimedOut(f"{error}. {self._recover(remade, pids)}") from None
-        finally:
-            self._transcript.close()
-            self._transcript = None
+        """As in `launch.Ranks`; the namespaces fit the process group afterwards, if it is new."""
+        with self.lock:
+            remade, pids = self.remade, list(self._processes and self.pids)
+            speakers = [rank for rank, args in enumerate(args_of) if args is not None]
+            self._transcript, self._stuck = _Transcript(speakers, self._live), {}
+            if source := Source.of(fn, cell_numbers()):
+                args_of = [None if args is None else (source, fn, *args) for args in args_of]
+                fn = shell.call_from
+            advice = ""
+            try:
+                results = super().run_each(fn, args_of, **kwargs)
+                advice = self._recover(remade, pids)
+                return results
+            except RankError as error:
+                raise CellError(error.failures, self._recover(remade, pids)) from None
+            except KeyboardInterrupt:
+                raise Interrupted(self._recover(remade, pids)) from None
+            except TimeoutError as error:
+                raise TimedOut(f"{error}. {self._recover(remade, pids)}") from None
+            finally:
+                self._transcript.close()
+                self._transcript = None
+                if advice:
+                    print(advice)
 
     def restart(self) -> None:
         """End all ranks and start fresh ones, with empty namespaces."""
-        super().restart()
-        self._prepare()
+        with self.lock:
+            super().restart()
+            self._prepare()
 
     def __repr__(self) -> str:
         wire = f", {self.link.label}" if self.backend == "link" else ""
         state = "closed" if self.closed else f"backend {self.backend}{wire}"
         return f"Ranks({self.size})  # {state}"
+
+    def _start(self, rank: int) -> None:
+        """As in `launch.Ranks`, with a sign of life while it takes long; it vanishes afterwards."""
+        if get_ipython() is not None and self._nursery and not self._nursery.ready(2.0):
+            wait = {"text/plain": f"starting {self.size} ranks: each is to find torch imported ..."}
+            sign = display(wait, raw=True, display_id=True)
+            self._nursery.ready(None)
+            sign.update({"text/plain": ""}, raw=True)
+        super()._start(rank)
 
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
@@ -255,25 +277,25 @@ class _Transcript:
     def hear(self, rank: int, kind: str, content: Any) -> None:
         if rank in self._live:
             self._show(rank, kind, content)
-        elif self._held[rank] and kind != "display" and self._held[rank][-1][0] == kind:
-            self._held[rank][-1] = kind, self._held[rank][-1][1] + content
         else:
-            self._held[rank].append((kind, content))
+            self._held.setdefault(rank, []).append((kind, content))
 
     def close(self) -> None:
         self._end_line()
         for rank, said in self._held.items():
-            for kind, content in said:
-                if kind != "display":  # of a progress bar, its last state
-                    content = re.sub(r"[^\n]*\r(?!\n)", "", content)
-                self._show(rank, kind, content)
+            for kind, contents in groupby(said, key=lambda each: each[0]):
+                if kind == "display":
+                    for _, content in contents:
+                        self._show(rank, kind, content)
+                else:  # of a progress bar, its last state
+                    text = "".join(content for _, content in contents).replace("\r\n", "\n")
+                    states = (last_state(line).strip("\r") for line in text.split("\n"))
+                    self._write(rank, kind, "\n".join(states))
             self._end_line()
 
     def _show(self, rank: int, kind: str, content: Any) -> None:
         if kind != "display":
             self._write(rank, kind, content)
-        elif set(content[0]) == {"text/plain"}:
-            self._write(rank, "stdout", content[0]["text/plain"] + "\n")
         else:
             self._write(rank, "stdout", "\n")
             display(content[0], raw=True, metadata=content[1])
@@ -330,7 +352,7 @@ def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
     asked, ranks, here = parse_argstring(_ranks_magic, line), current(), get_ipython()
     if ranks is None:
-        raise Misused("no ranks are running; start some with  ranks = Ranks(4)")
+        raise Misused("no ranks are running; run the first cell, or  ranks = Ranks(4)")
     try:
         on = chosen_ranks(asked.ranks, ranks.size) if asked.ranks else None
     except ValueError as error:
@@ -349,11 +371,22 @@ def cell_numbers() -> dict[str, int]:
     return getattr(getattr(get_ipython(), "compile", None), "_filename_map", {})
 
 
+def _explain_name(here: Any, kind: type, error: NameError, tb: Any, tb_offset: Any = None) -> None:
+    """Show a `NameError` as ever; if it is a name of ours, with what to do."""
+    if error.name in ("rank", "world_size", "mesh", "device"):
+        error.add_note(f"`{error.name}` is known on the ranks: begin the cell with  %%ranks")
+    elif error.name in ("ranks", "Ranks"):
+        error.add_note(f"`{error.name}` comes from the first cell of the notebook: run it again")
+    here.showtraceback((kind, error, tb), tb_offset=tb_offset)
+
+
 def register_magic() -> None:
     """Make ``%%ranks`` known, in a notebook; elsewhere do nothing."""
     here = get_ipython()
     if here is not None and not isinstance(here, RankShell):
         here.register_magic_function(_ranks_magic, "cell", "ranks")
+        if not here.custom_exceptions:  # there is room for one handler only
+            here.set_custom_exc((NameError,), _explain_name)
 
 
 register_magic()  # so that %%ranks without ranks is answered, too

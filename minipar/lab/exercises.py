@@ -26,11 +26,14 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
 The tests prove every file found there: the solution passes, each wrong answer fails as it says.
 """
 
+import dis
 import importlib.util
 import inspect
 import math
+import re
 import secrets
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +50,7 @@ from IPython.display import Code
 from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, group_timeout, groups_along
+from minipar.comm.pack import CannotTravel
 from minipar.lab import cells
 from minipar.lab.shell import Source, call_from
 
@@ -241,7 +245,7 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
         except CheckFailed as error:
             if error.criterion == "written":
                 raise CheckFailed(str(error), "written") from None
-            again = f'check("{number}", {getattr(answer, "__name__", "...")}, seed={seed})'
+            again = f'check("{number}", {name_of(answer)}, seed={seed})'
             raise CheckFailed(
                 f"Exercise {number}{_on((size,))}: not there yet ({error.criterion}).\n{error}\n"
                 f"What counts as good: {asked.good}.\nThe same inputs again: {again}",
@@ -249,7 +253,12 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
             ) from None
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
     if asked.bonuses and not bonus:
-        print(f'Want more? check("{number}", ..., bonus=True): {", ".join(asked.bonuses)}')
+        harder = f'check("{number}", {name_of(answer)}, bonus=True)'
+        print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
+
+
+def name_of(answer: Callable) -> str:
+    return getattr(answer, "__name__", "your_function")
 
 
 def _on(sizes: tuple[int, ...]) -> str:
@@ -273,30 +282,46 @@ def _judge(name: str, criterion: Callable[[Case], None], case: Case) -> None:
         criterion(case)
     except CheckFailed as error:
         raise CheckFailed(str(error), name) from None
+    except Exception as error:  # an answer so strange that the check was not made for it
+        result = _short(case.results[0])
+        raise CheckFailed(f"this is no answer: {result} ({_in_a_line(error)})", name) from None
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 80 else f"{text[:70]} ..., a {type(value).__name__}"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 # ====================================================================== running an answer
 def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
     """Run `answer` once on the first `size` ranks. Raises `CheckFailed` if it does not return."""
+    if _only_raises(answer, "NotImplementedError"):  # seen without ranks, which take a while
+        raise _waiting(asked)
     given = asked.given(size, torch.Generator().manual_seed(seed))
     source = Source.of(answer, cells.cell_numbers())
     ranks = _pool(size)
     sizes = asked.mesh or {"dp": size}
     calls = [(answer, asked.run, source, sizes, mine) for mine in given]
     calls += [(answer, asked.run, source, sizes, ())] * (ranks.size - size)
+    with ranks.lock:
+        return Case(size, given, *_run_on(ranks, calls, asked, size))
+
+
+def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tuple[list, list]:
+    """Return what came back from each of the first `size` ranks, and what each has sent."""
     before, ranks.time_limit = ranks.time_limit, TIME_LIMIT
     try:
         answers = ranks.run_each(_play, calls)[:size]
     except RankError as error:
-        kinds = {failure.kind for failure in error.failures.values()}
-        if kinds == {"NotImplementedError"}:
-            raise CheckFailed(
-                f"Exercise {asked.id} is waiting for you: {asked.title}.\n"
-                f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
-                "run its cell, then this one again.",
-                "written",
-            ) from None
-        raise CheckFailed("\n\n".join(error.reports()), "run") from None
+        if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
+            raise _waiting(asked) from None
+        raise CheckFailed(_with_who_has_left("\n\n".join(error.reports())), "run") from None
+    except CannotTravel as error:
+        raise CheckFailed(str(error), "run") from None
     except TimeoutError as error:
         raise CheckFailed(
             f"{error}\nDoes a rank wait for a message that nobody sends, or loop for ever? "
@@ -305,7 +330,35 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
         ) from None
     finally:
         ranks.time_limit = before
-    return Case(size, given, [result for result, _ in answers], [sent for _, sent in answers])
+    return [result for result, _ in answers], [sent for _, sent in answers]
+
+
+def _only_raises(answer: Callable, error: str) -> bool:
+    """Whether no way leads through a function but to raise `error`, as in an untouched stub."""
+    code = getattr(answer, "__code__", None)
+    steps = [step.opname for step in dis.get_instructions(code)] if code else []
+    forks = any("JUMP" in step or step.startswith(("RETURN", "YIELD", "FOR")) for step in steps)
+    return error in getattr(code, "co_names", ()) and steps[-1] == "RAISE_VARARGS" and not forks
+
+
+def _waiting(asked: Exercise) -> CheckFailed:
+    return CheckFailed(
+        f"Exercise {asked.id} is waiting for you: {asked.title}.\n"
+        f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
+        "run its cell, then this one again.",
+        "written",
+    )
+
+
+_END = "the end"  # how a rank calls the barrier after a learner's function
+
+
+def _with_who_has_left(text: str) -> str:
+    """A learner who never wrote a barrier is told what is behind it."""
+    has_left = r"\1 \2 have left your function"
+    text = re.sub(rf"(ranks) ([\d, ]+) called {_END}\b", has_left, text)
+    text = re.sub(rf"(rank) (\d+) called {_END}\b", has_left.replace("have", "has"), text)
+    return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
 
 
 _own: Ranks | None = None
@@ -320,7 +373,7 @@ def _pool(size: int) -> Ranks:
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:
             _own.close()
-        _own = Ranks(1 if size == 1 else max(4, size), backend="link")
+        _own = Ranks(1 if size == 1 else max(4, size), backend="link", max_lines=200)
     return _own
 
 
@@ -333,17 +386,23 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     sent: list[Sent] = []
 
     def note(work: link_group.LinkWork) -> None:
-        if work.verb not in ("recv", "barrier") and work.exception() is None:
+        if work.verb not in ("recv", "barrier", _END) and work.exception() is None:
             sent.append(Sent(work.verb, work.num_bytes, getattr(work, "peer", None)))
 
     wire = link.current()
     link.use("none")
     link.observers.append(note)
     try:
-        args = (answer, axis, *given)
-        result = run(*args) if source is None else call_from(source, run, *args)
-        for one in axes:
-            dist.barrier(one.group)  # everybody is through, so nothing is under way any more
+        args = (watched := _Watched(answer), axis, *given)
+        try:
+            result = run(*args) if source is None else call_from(source, run, *args)
+        except Exception as error:
+            if watched.returned and not watched.is_in(error.__traceback__):
+                raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from None
+            raise
+        with link.standing_for(_END):
+            for one in axes:
+                dist.barrier(one.group)  # all are through, so nothing is under way any more
     finally:
         worker.shield()  # an interrupted clean-up would leave torch with half a group
         link.observers.remove(note)
@@ -351,6 +410,36 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
         for one in axes:
             dist.destroy_process_group(one.group)
     return result, sent
+
+
+class _Watched:
+    """A learner's function; tells an error inside of it from one about what it returned."""
+
+    def __init__(self, answer: Callable) -> None:
+        self._answer, self.returned = answer, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._answer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._answer(*args, **kwargs)
+        # In words, for the sake of memory that an exercise may measure.
+        what = "None" if result is None else f"a {type(result).__name__}"
+        self.returned = f"your function returned {what}"
+        return result
+
+    def is_in(self, tb: Any) -> bool:
+        """Whether a traceback leads through code of the learner's."""
+        file = getattr(getattr(self._answer, "__code__", None), "co_filename", None)
+        return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(tb))
+
+
+class NoAnswer(TypeError):
+    """What a learner's function returned cannot be used at all."""
+
+    @property
+    def report(self) -> str:
+        return str(self)
 
 
 def _own_axis(name: str, sizes: dict[str, int]) -> Axis | None:

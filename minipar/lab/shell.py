@@ -43,10 +43,18 @@ class _Publisher(DisplayPublisher):
     """Sends what `display` is given to the notebook."""
 
     def publish(self, data: dict, metadata: dict | None = None, *_: Any, **__: Any) -> None:
-        worker.say("display", (data, metadata or {}))
+        _show(data, metadata)
 
     def clear_output(self, wait: bool = False) -> None:
         pass  # the other ranks write to the same place
+
+
+def _show(data: dict, metadata: dict | None) -> None:
+    """Text goes the way of what is printed, with its limits; pictures and tables travel alone."""
+    if set(data) == {"text/plain"}:
+        print(data["text/plain"])
+    else:
+        worker.say("display", (data, metadata or {}))
 
 
 class _LastValue(DisplayHook):
@@ -62,10 +70,17 @@ class _LastValue(DisplayHook):
         pass
 
     def write_format_data(self, format_dict: dict, md_dict: dict | None = None) -> None:
-        worker.say("display", (format_dict, md_dict or {}))
+        _show(format_dict, md_dict)
 
     def finish_displayhook(self) -> None:
         pass
+
+
+class NoExit(RuntimeError):
+    """A cell on the ranks called ``quit()``."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"quit() does nothing here: {self}"]
 
 
 class RankShell(InteractiveShell):
@@ -79,10 +94,17 @@ class RankShell(InteractiveShell):
     def enable_gui(self, gui: str | None = None) -> None:
         pass  # a rank has no windows
 
+    def ask_exit(self) -> None:
+        """What ``quit()`` calls."""
+        raise NoExit("the ranks end with the notebook; ranks.restart() there makes fresh ones")
+
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         worker.shield()  # being stopped while the error is put into words would lose the words
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped):
+            worker.add_hint(error)
+            if isinstance(error, NameError) and error.name == "ranks":
+                error.add_note("`ranks` is in the notebook; here are `rank` and `world_size`")
             _cut_plumbing(error)
             super().showtraceback(*args, **kwargs)
 
@@ -141,7 +163,7 @@ def _look(shell: RankShell) -> None:
     called = time.monotonic() - work.t_issue
     if work.t_start is None and called > PATIENCE and not _anything_moves():
         own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
-        worker.say("stuck", (work.verb, _line_of(own[0], shell)))
+        worker.notify("stuck", (work.verb, _line_of(own[0], shell)))
 
 
 def _anything_moves() -> bool:
@@ -234,6 +256,7 @@ def call_from(source: Source, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     except Exception as error:
         _cut_plumbing(error)
+        worker.add_hint(error)
         frames = error.__traceback__
         while frames.tb_next and frames.tb_frame.f_code.co_filename != source.filename:
             frames = frames.tb_next

@@ -38,6 +38,8 @@ def run(answer, axis, weights, x, y):
     taken = set(answer.__code__.co_names) if hasattr(answer, "__code__") else set()
     text = answer(axis.size, M)
     text = text.as_text() if isinstance(text, Schedule) else text
+    if not isinstance(text, str):
+        return repr(text), "valid", f"expected the text of a schedule, got {text!r}", {}
     finished = {function.__name__ for function in SCHEDULES.values()} | {"make", "SCHEDULES"}
     if taken & finished:
         return text, "own", f"your own, please: not by {', '.join(sorted(taken & finished))}", {}

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -137,7 +138,165 @@ def test_dataloader_workers_inside_a_rank(pool):
     assert_works(pool)
 
 
+def test_threads_take_turns(pool):
+    """Catches: answers without the number of their call (30 of 30 went to another thread)."""
+    wrong, failed = [], []
+
+    def ask(thread: int) -> None:
+        try:
+            for i in range(25):
+                answer = pool.run(lambda mine: (time.sleep(0.001), mine)[1], (thread, i))
+                wrong.extend(each for each in answer if each != (thread, i))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == failed == []
+
+
+def test_an_answer_to_another_call_is_dropped(pool):
+    """As of a rank that answers twice."""
+
+    def answer_twice() -> str:
+        worker._worker.say("result", worker.pack("of no call"), True)  # the number is right ...
+        worker._worker.call -= 1  # ... and this one's is not
+        return "late"
+
+    pool.run(lambda: None)
+    assert pool.run(answer_twice) == ["of no call"] * 4
+    assert pool.run(rank) == [0, 1, 2, 3]
+
+
+def test_a_sink_cannot_call_the_ranks(pool, monkeypatch):
+    """A call within a call would wait for answers that the other takes away."""
+    with monkeypatch.context() as patch, within(RECOVERY):
+        patch.setattr(pool, "sink", lambda *_: pool.run(rank))
+        with pytest.raises(RuntimeError, match="a sink cannot call the ranks"):
+            pool.run(lambda: print("hello"))
+    assert_works(pool)
+
+
+def test_a_fork_of_this_process_leaves_the_ranks_alone(pool):
+    """Its atexit would end ranks that are not its own; its calls would take others' answers."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            pool.close()
+            try:
+                pool.run(rank)
+            except RuntimeError as error:
+                code = 7 * ("not a fork of it" in str(error))
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- what user code leaves
+def test_a_child_that_a_rank_forks_never_answers(pool, monkeypatch):
+    """Catches: the child falls into the rank's loop and answers; what it prints cuts messages."""
+    heard = []
+    monkeypatch.setattr(pool, "sink", lambda *what: heard.append(what))
+
+    def fork(how: str) -> tuple[int, int]:
+        pid = os.fork()
+        if pid:
+            return os.getpid(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print("from a child")
+        if how == "raises":
+            raise ValueError("in the child")
+        return 0, 0
+
+    assert pool.run(fork, "returns") == [(pid, 0) for pid in pool.pids]
+    assert [text for _, _, text in heard] == ["from a child\n"] * 4
+    assert pool.run(fork, "raises") == [(pid, 1) for pid in pool.pids]
+    errors = "".join(text for _, stream, text in heard if stream == "stderr")
+    assert errors.count("ValueError: in the child") == 4
+    assert_works(pool)
+
+
+def start_a_child() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+@pytest.mark.parametrize("end", ["killed", "restart"])
+def test_what_ranks_have_started_ends_with_them(pool, end):
+    children = pool.run(start_a_child)
+    assert all(map(is_alive, children))
+    if end == "restart":
+        pool.restart()
+    else:
+        with pytest.raises(RankError):
+            pool.run(killed)
+    gone = children if end == "restart" else children[2:3]
+    deadline = time.monotonic() + 3
+    while any(map(is_alive, gone)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [is_alive(pid) for pid in children] == [pid not in gone for pid in children]
+    assert_works(pool)
+
+
+def test_ranks_join_again_after_destroy_process_group(pool):
+    """The last line of every tutorial. Catches: a pool that is of no use until `restart`."""
+    remade, pids = pool.remade, pool.pids
+    with within(RECOVERY):
+        pool.run(lambda: dist.destroy_process_group())
+        assert_works(pool)
+        pool.run(lambda: dist.destroy_process_group() if rank() == 2 else None)
+        assert_works(pool)
+    assert pool.remade == remade + 2 and pool.pids == pids
+
+    def joins_for_itself() -> None:
+        dist.destroy_process_group()
+        where = {"rank": int(os.environ["RANK"]), "world_size": 1}
+        dist.init_process_group("gloo", store=dist.HashStore(), **where | {"rank": 0})
+
+    pool.run(joins_for_itself)  # a group, but not ours
+    assert_works(pool)
+    with pytest.raises(RankError, match="twice!\nThe ranks have joined before your code runs"):
+        pool.run(lambda: dist.init_process_group("gloo"))
+    assert_works(pool)
+
+
 # ---------------------------------------------------------------------- output
+@pytest.fixture
+def brief(pool, monkeypatch):
+    """The pool, with five lines a call."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_setup", replace(pool._setup, max_lines=5))
+        pool.restart()
+        yield pool
+    pool.restart()
+
+
+def test_a_flood_is_cut_off_and_the_time_limit_comes_through(brief, monkeypatch):
+    """Catches: a pipe so full of `hello` that nothing else is heard (90 s later: no end)."""
+
+    def flood() -> None:
+        print("an error", file=sys.stderr)
+        while True:
+            print("hello")
+
+    heard = []
+    monkeypatch.setattr(brief, "sink", lambda *what: heard.append(what))
+    monkeypatch.setattr(brief, "time_limit", 0.5)
+    with within(0.5 + 1), pytest.raises(TimeoutError, match="not done after 0.5 s"):
+        brief.run(flood)
+    for r in range(4):
+        said = [text for who, stream, text in heard if who == r and stream == "stdout"]
+        lines = "".join(said).splitlines()
+        assert lines[:-1] == ["hello"] * 4  # and one to stderr
+        assert re.fullmatch(rf"\.\.\. [\d,]+ more lines of rank {r}", lines[-1])
+    assert len(heard) < 40
+    heard.clear()
+    brief.run(lambda: print("next"))  # every call has its five lines
+    assert sorted(heard) == [(r, "stdout", "next\n") for r in range(4)]
+
+
 def test_output_goes_through_the_sink(pool, monkeypatch):
     heard = []
     monkeypatch.setattr(pool, "sink", lambda *what: heard.append((*what, time.monotonic())))
@@ -161,12 +320,11 @@ def test_output_goes_through_the_sink(pool, monkeypatch):
         out = [text for stream, text, _ in mine if stream == "stdout"]
         assert "".join(out) == (f"one {r}\nhalf and half\na\nb\nprogress 1\rprogress 2\rno newline")
         assert all(text.endswith(("\n", "\r")) for text in out[:-1])  # lines are whole
-        assert "half and half\n" in out
         assert [text for stream, text, _ in mine if stream == "stderr"] == ["error\n"]
         assert [content for stream, content, _ in mine if stream == "figure"] == [{"rank": r}]
         streams = [stream for stream, _, _ in mine]
         assert streams.index("figure") == len(streams) - 2  # in the order in which it was said
-        heard_at = next(when for _, text, when in mine if text == f"one {r}\n")
+        heard_at = next(when for _, text, when in mine if text.startswith(f"one {r}\n"))
         assert heard_at < said[r] + 0.3  # while the rank was still running
 
 
@@ -445,9 +603,38 @@ def test_results_that_cannot_travel(pool):
     with pytest.raises(ValueError, match="not a number"):  # it is we who cannot load it
         pool.run(lambda: Unloadable() if rank() == 2 else 1)
     assert_works(pool)
-    with pytest.raises(TypeError, match="cannot pickle"):
-        pool.run(lambda lock: None, threading.Lock())
     assert_works(pool)
+
+
+def test_what_cannot_be_sent_is_named(pool):
+    """Catches: "cannot pickle 'socket' object", and nobody knows whose."""
+    with pytest.raises(TypeError, match="argument 0 cannot be sent to the ranks: cannot pickle"):
+        pool.run(lambda lock: None, threading.Lock())
+    lock = threading.Lock()
+
+    def inner() -> None:
+        lock.acquire()
+
+    def outer() -> None:
+        inner()
+
+    path = "the function `outer` mentions `inner`, which mentions `lock`, which cannot be sent"
+    with pytest.raises(TypeError, match=path):
+        pool.run(outer)
+    with pytest.raises(TypeError, match="mentions `pool`, which .* did you mean `rank`?"):
+        pool.run(lambda: pool)
+    assert_works(pool)
+
+
+def test_a_function_that_says_torch_and_config_travels(pool):
+    """cloudpickle takes torch.compiler.config along, a module of a class that it does not know."""
+
+    def both(model: object) -> tuple:
+        return torch.compiler.is_compiling(), model.config
+
+    model = type("Model", (), {"config": 3})()
+    assert isinstance(sys.modules["torch.compiler.config"], type(sys)), "no such module any more"
+    assert pool.run(both, model) == [(False, 3)] * 4
 
 
 def test_an_error_of_ranks_can_be_pickled(pool):
@@ -632,6 +819,10 @@ def test_closing(tmp_path):
         pids = [*small.pids, small._nursery._process.pid]
         folder = small._folder
         assert os.path.isdir(folder)
+        # By another thread, in the middle of a call, which must not mend what ends on purpose.
+        threading.Timer(0.3, small.close).start()
+        with within(RECOVERY), pytest.raises(RuntimeError, match="ended during the call"):
+            small.run(time.sleep, 60)
     assert small.closed and small.pids == []
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not os.path.exists(folder)
@@ -661,7 +852,7 @@ def raise_on(who: int) -> None:
 
 # ---------------------------------------------------------------------- nothing survives
 PARENT = """
-import os, signal, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
 from minipar.comm.launch import Ranks
 start, end = sys.argv[1:]
@@ -669,6 +860,7 @@ ranks = Ranks(3, start=start, sink=None)
 nursery = [ranks._nursery._process.pid] if ranks._nursery else []
 print(*ranks.pids, *nursery, ranks._folder, flush=True)
 def busy():
+    subprocess.Popen(["sleep", "600"])
     if dist.get_rank() == 0:
         dist.recv(torch.empty(1), 1)
     if dist.get_rank() == 1:
@@ -722,11 +914,18 @@ def test_nothing_survives_the_parent(parents, start, end):
     if end in ("SIGKILL", "SIGTERM"):  # the others end by themselves, maybe already
         assert all(is_alive(int(pid)) for pid in pids) and os.path.isdir(folder)
     assert parent.stdout.readline() == b"busy\n"
+    children = []
+    if end.startswith("SIG"):  # else they may have ended by now
+        deadline = time.monotonic() + 10
+        while len(children) < 3 and time.monotonic() < deadline:
+            ranks = [psutil.Process(int(pid)) for pid in pids[:3]]
+            children = [child.pid for rank in ranks for child in rank.children()]
+        assert len(children) == 3
     if end.startswith("SIG"):
         parent.send_signal(signal.Signals[end])
     parent.wait(20)
     deadline = time.monotonic() + 3
-    left = pids
+    left = pids = [*pids, *map(str, children)]
     while (left or os.path.exists(folder)) and time.monotonic() < deadline:
         left = [pid for pid in left if is_alive(int(pid))]
         time.sleep(0.02)

@@ -42,11 +42,13 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def run(self, code: str, *, stop_after: float | None = None, limit: float = 40.0) -> Outputs:
+    def run(
+        self, code: str, *, stop_after: float | list[float] = (), limit: float = 40.0
+    ) -> Outputs:
         """Execute a cell; with `stop_after` the stop button is pressed so many seconds later."""
         outputs, start = Outputs(), time.monotonic()
-        if stop_after is not None:
-            threading.Timer(stop_after, self.manager.interrupt_kernel).start()
+        for seconds in [stop_after] if isinstance(stop_after, float) else stop_after:
+            threading.Timer(seconds, self.manager.interrupt_kernel).start()
         asked = self.client.execute(code)
         while True:
             left = limit - (time.monotonic() - start)
@@ -68,6 +70,11 @@ class Kernel:
             elif kind == "status" and content["execution_state"] == "idle":
                 outputs.seconds = time.monotonic() - start
                 return outputs
+
+    def restart(self) -> None:
+        """As the button does it."""
+        self.manager.restart_kernel(now=False)
+        self.client.wait_for_ready(timeout=60)
 
     def close(self) -> None:
         self.client.stop_channels()

@@ -11,6 +11,7 @@ import pytest
 
 from minipar.lab.cells import _Transcript, chosen_ranks
 from minipar.lab.stress import FAILURES, stress, table
+from tests.comm.test_launch import is_alive
 from tests.lab.kernel import Kernel
 
 pytestmark = pytest.mark.slow  # many processes come and go here
@@ -55,7 +56,7 @@ def test_without_ranks_the_magic_says_how_to_start_some(notebook):
     """Runs first, while the kernel is bare."""
     notebook.run("import minipar.lab.cells")
     shown = notebook.run("%%ranks\nprint(1)")
-    assert shown.error == "%%ranks: no ranks are running; start some with  ranks = Ranks(4)"
+    assert shown.error == "%%ranks: no ranks are running; run the first cell, or  ranks = Ranks(4)"
 
 
 def test_output_is_labelled_in_rank_order(nb):
@@ -152,7 +153,49 @@ def test_the_link_changes_between_cells_and_stays_with_new_ranks(nb):
     nb.run("ranks.use('1gbe')")
 
 
+def test_a_flood_is_cut_off_and_the_limit_is_told_at_once(nb):
+    """Without a cap the front end is at it for minutes; a message per line would be 800 of them."""
+    nb.run("ranks.time_limit = 1.0")
+    shown = nb.run("%%ranks\nwhile True: print('hello')")
+    nb.run("ranks.time_limit = None")
+    assert shown.error.startswith("Stopped. ranks 0, 1, 2, 3: not done after 1 s")
+    assert shown.seconds < 1 + USABLE
+    for r in range(4):
+        lines = [line for line in shown.text.splitlines() if line.startswith(f"[{r}]")]
+        assert lines[:-1] == [f"[{r}] hello"] * 200
+        assert re.fullmatch(rf"\[{r}\] \.\.\. [\d,]+ more lines of rank {r}", lines[-1])
+    assert len(shown.arrived) < 300
+    many = nb.run("%%ranks -r 1,2\nfor i in range(300): display(str(i))\n'x' * 10_000")
+    assert many.text.count("[1] ") == 201 and many.text.endswith("] ... 101 more lines of rank 2\n")
+    held = nb.run("%%ranks\nprint('bla' * 400_000)\nprint('a\\rb\\r' * 100_000)")
+    assert held.error == "" and held.text.count(" ... 1,198,000 more characters") == 4
+
+
 # ---------------------------------------------------------------------- errors
+def test_slips_are_answered_in_a_line(nb):
+    note = nb.run("rank + 1").error.splitlines()[-1]
+    assert note == "`rank` is known on the ranks: begin the cell with  %%ranks"
+    forgotten = nb.run("kept = ranks; del ranks\nranks")
+    assert forgotten.error.splitlines()[-1].startswith("`ranks` comes from the first cell")
+    assert nb.run("ranks = kept; no_such_name").error.endswith("'no_such_name' is not defined")
+    assert "here are `rank` and `world_size`" in nb.run("%%ranks\nranks").error
+    assert nb.run("%%ranks\nquit()").error.splitlines()[1].startswith("quit() does nothing here")
+    for name, why in (("ranks", "did you mean `rank`?"), ("quit", "cannot pickle")):
+        nb.run(f"def slip():\n    return {name}")
+        shown = nb.run("ranks.run(slip)").error
+        assert shown.startswith(f"the function `slip` mentions `{name}`, which cannot be sent")
+        assert why in shown and len(shown.splitlines()) == 1
+
+
+def test_a_group_that_a_cell_destroys_is_made_again(nb):
+    keep(nb)
+    shown = nb.run("%%ranks\ndist.all_reduce(torch.ones(1))\ndist.destroy_process_group()")
+    assert shown.error == "" and shown.text.startswith("The process group was made anew, all vari")
+    twice = nb.run("%%ranks\ndist.init_process_group('gloo')").error
+    assert "The ranks have joined before your code runs: leave init_process_group out" in twice
+    assert recovered(nb) < USABLE
+
+
 def test_a_traceback_is_the_ranks_own_with_the_lines_of_the_notebook(nb):
     keep(nb)
     number = int(re.search(r"Cell In\[(\d+)\]", nb.run("1 / 0").error)[1]) + 1  # of the next cell
@@ -227,6 +270,18 @@ def test_the_stop_button(nb, code):
     assert "all variables are kept" in shown.error
     assert shown.text == "".join(f"[{r}] before\n" for r in range(4))
     assert shown.seconds - 0.5 + recovered(nb) < USABLE
+
+
+def test_the_stop_button_twice_ends_ranks_that_are_deaf(nb):
+    """The first time a rank has 3 s to obey; who holds the interpreter in C never does."""
+    keep(nb)
+    pids = ast.literal_eval(nb.run("ranks.pids").value)
+    deaf = "%%ranks\nimport re, subprocess\nsubprocess.Popen(['sleep', '600'])\n"
+    deaf += "if rank == 1: re.match(r'(a+)+$', 'a' * 60 + 'b')\ndist.barrier()"
+    shown = nb.run(deaf, stop_after=[1.0, 1.6])
+    assert shown.error_name == "Interrupted" and "rank 1 restarted with an empty" in shown.error
+    assert shown.seconds < 1.6 + USABLE and gone([pids[1]], 3)
+    assert recovered(nb, "[42, None, 42, 42]") < USABLE
 
 
 def test_a_time_limit_presses_the_button_by_itself(nb):
@@ -327,10 +382,19 @@ def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel():
         bad = kernel.run("Ranks(2, mesh={'tp': 3})")
         assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
         assert all(psutil.pid_exists(pid) for pid in second)
+        child = "ranks.run(lambda: __import__('subprocess').Popen(['sleep', '600']).pid)"
+        second += ast.literal_eval(kernel.run(child).value)
+        kernel.client.execute("%%ranks\nwhile True: pass")
+        time.sleep(0.5)
+        kernel.restart()
+        assert gone(second, 3)
+        assert "`%%ranks` not found" in kernel.run("%%ranks\n1").stderr + kernel.run("1").error
+        third = ast.literal_eval(kernel.run(start).value)
+        third += ast.literal_eval(kernel.run(child).value)
         kernel.client.execute("%%ranks\nwhile True: pass")
         time.sleep(0.5)
         os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
-        assert gone(second, 3)
+        assert gone(third, 3)
     finally:
         kernel.close()
 
@@ -338,7 +402,7 @@ def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel():
 def gone(pids: list[int], seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
-        if not any(psutil.pid_exists(pid) for pid in pids):
+        if not any(map(is_alive, pids)):
             return True
         time.sleep(0.05)
     return False

@@ -76,7 +76,9 @@ def test_an_exercise_is_complete(number):
 
 
 @pytest.mark.parametrize(("number", "source"), STUBS)
-def test_the_stub_of_the_notebook_is_waiting(number, source):
+def test_the_stub_of_the_notebook_is_waiting(number, source, monkeypatch):
+    """And no rank is started for it."""
+    monkeypatch.setattr(exercises, "_pool", None)
     space = {"torch": torch, "dist": dist, "Tensor": torch.Tensor}
     exec("from minipar.comm.mesh import Axis, Mesh\nfrom torch import nn\n" + source, space)
     stub = next(v for k, v in reversed(space.items()) if callable(v) and k in source)
@@ -130,9 +132,60 @@ def test_a_copy_without_answers_checks_as_before(number, handout, monkeypatch):
 
 
 # ---------------------------------------------------------------------- the machinery
+@pytest.mark.parametrize("number", IDS)
+def test_an_answer_of_another_kind_gets_a_sentence(number):
+    """Catches: "'NoneType' object has no attribute 'splitlines'", with the lines of our own."""
+    for returned in (None, ["?"]):
+        text = str(refused(number, lambda *_, returned=returned: returned))
+        assert "Traceback" not in text and "solutions/" not in text
+        assert "object" not in text or "this is no answer (" in text
+
+
+def test_who_has_left_the_function_called_no_barrier():
+    def only_rank_0(tensor, axis):
+        if axis.rank == 0:
+            dist.all_reduce(tensor, group=axis.group)
+        return tensor
+
+    def all_but_rank_2(tensor, axis):
+        if axis.rank != 2:
+            dist.all_reduce(tensor, group=axis.group)
+        return tensor
+
+    first, second = str(refused("2.1", only_rank_0)), str(refused("2.1", all_but_rank_2))
+    assert "; ranks 1, 2, 3 have left your function" in first and "barrier" not in first
+    assert "; rank 2 has left your function" in second and "in only_rank_0" in first
+
+    def a_barrier_of_ones_own(tensor, axis):
+        if axis.rank == 0:
+            dist.all_reduce(tensor, group=axis.group)
+        else:
+            dist.barrier(axis.group)
+
+    assert "ranks 1, 2, 3 called barrier" in str(refused("2.1", a_barrier_of_ones_own))
+
+
+def test_slips_that_cannot_travel_get_a_sentence(pool):
+    def slip(tensor, axis):
+        return tensor * pool.size
+
+    error = refused("2.1", slip)
+    assert error.criterion == "run" and "`slip` mentions `pool`, which cannot" in str(error)
+
+
+def test_the_bonus_can_be_asked_for_as_printed(capsys):
+    def average_gradients(*args):
+        return exercise("3.1").solution(*args)
+
+    check("3.1", average_gradients)
+    want_more = capsys.readouterr().out.splitlines()[-1]
+    assert 'Want more? check("3.1", average_gradients, bonus=True): ' in want_more
+
+
 def test_an_untouched_stub_gets_a_friendly_line():
     def stub(tensor, axis):
-        raise NotImplementedError("exercise 2.1")
+        if axis.size:
+            raise NotImplementedError("exercise 2.1")
 
     error = refused("2.1", stub)
     assert error.criterion == "written" and str(error).startswith("Exercise 2.1 is waiting for you")

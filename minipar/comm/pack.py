@@ -1,0 +1,83 @@
+"""How a function and its arguments travel to a rank: by value if they are of `__main__`, pickled.
+
+Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
+"""
+
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+
+class CannotTravel(TypeError):
+    """A function or an argument cannot be sent to the ranks; says which part of it, and why."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()  # in a notebook: the frames would all be those of pickle
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, thing: Any) -> Any:
+        # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
+        # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
+        if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
+            return importlib.import_module, (thing.__name__,)
+        return super().reducer_override(thing)
+
+
+def pack(thing: Any) -> bytes:
+    """Return `thing` pickled. Raises what pickle raises, mostly `TypeError`."""
+    file = io.BytesIO()
+    _Pickler(file).dump(thing)
+    return file.getvalue()
+
+
+unpack = cloudpickle.loads
+
+
+def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
+    """Return the call ``fn(*args, **kwargs)`` pickled. Raises `CannotTravel`."""
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        parts = [("what is called", fn), *((f"argument {i}", arg) for i, arg in enumerate(args))]
+        parts += [(f"argument `{name}`", arg) for name, arg in kwargs.items()]
+        seen: set[int] = set()
+        reasons = [_why_not(part, thing, seen) for part, thing in parts]
+        raise CannotTravel(next(filter(None, reasons), str(error))) from None
+
+
+def _why_not(part: str, thing: Any, seen: set[int]) -> str:
+    """Say what it is in `thing`, called `part`, that cannot be pickled; "" if it can be."""
+    if id(thing) in seen:
+        return ""
+    seen.add(id(thing))
+    try:
+        pack(thing)
+    except Exception as error:
+        if isinstance(thing, FunctionType):
+            part = part if part.endswith("which") else f"the function `{thing.__name__}`"
+            for name, value in _mentioned(thing):
+                if why := _why_not(f"{part} mentions `{name}`, which", value, seen):
+                    return why
+        return f"{part} cannot be sent to the ranks: {error}"
+    return ""
+
+
+def _mentioned(fn: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function reaches besides its arguments: its closure and its globals, by name."""
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not filled yet
+            yield name, cell.cell_contents
+    for name in _global_names(fn.__code__):
+        if name in fn.__globals__:
+            yield name, fn.__globals__[name]
+
+
+def _global_names(code: CodeType) -> list[str]:
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return [*code.co_names, *(name for each in inner for name in _global_names(each))]
