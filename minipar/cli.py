@@ -6,32 +6,35 @@ that was asked to stop by a signal, and has saved, ends with 0.
 """
 
 import contextlib
+import difflib
 import io
 import itertools
 import json
+import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
 from tqdm import tqdm
 
+from minipar import __version__
 from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Mesh, check_fits_here
 from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
 from minipar.train import checkpoint, trainer
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, check_numbers
+from minipar.train.corpus import load_tokenizer, try_out
 from minipar.train.metrics import read
 from minipar.train.report import Report
 from minipar.train.stop import pass_on
@@ -45,7 +48,7 @@ class Export:
     run: tyro.conf.Positional[str]
     """Folder of the run, or of one of its checkpoints."""
     folder: tyro.conf.Positional[str]
-    """Where to write config.json and model.safetensors."""
+    """Where to write config.json, model.safetensors and tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ Command = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command in `argv`; end the process with its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _print_anything()
     try:
         name, command = parse(argv)
         _COMMANDS[name].run(command)
@@ -87,13 +91,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _explain(error)
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:
+        code = BROKEN_PIPE
     except (OSError, FloatingPointError) as error:
         _complain(error)
         code = 1
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
+    if code == BROKEN_PIPE:  # or the interpreter would try again to print the rest, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if code and int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(3)  # torchrun ends all ranks with the first: let the one that speaks be first
     sys.exit(code)
+
+
+BROKEN_PIPE = 141
+"""Exit code when the reader of our output has gone, as of `| head -1`: what shells make of it."""
+
+
+def _print_anything() -> None:
+    """Let no name of a file end a run because the locale has no letters for it."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 # ---------------------------------------------------------------------- reading the command line
@@ -106,25 +128,36 @@ def parse(argv: list[str]) -> tuple[str, Command]:
         print("usage: minipar COMMAND [flags]\n")
         for name, what in _COMMANDS.items():
             print(f"  minipar {name:18} {what.summary}")
-        print("\n`minipar COMMAND --help` lists the flags.")
+        print("\n`minipar COMMAND --help` lists the flags; `minipar --version` says which this is.")
+        sys.exit(0)
+    if argv[0] in ("-V", "--version"):
+        print(f"minipar {__version__}")
         sys.exit(0)
     # The longest command that the line begins with: "bench ddp" before "bench".
     name = next((n for n in _COMMANDS if argv[: len(n.split())] == n.split()), None)
     if name is None:
         asked = " ".join(argv[: 2 if argv[0] == "bench" else 1])
-        raise ValueError(f"{asked!r} is no command; use one of {', '.join(_COMMANDS)}")
+        near = difflib.get_close_matches(asked, _COMMANDS, 1)
+        hint = f"did you mean {near[0]}? There are" if near else "use one of"
+        raise ValueError(f"{asked!r} is no command; {hint} {', '.join(_COMMANDS)}")
     kind, flags = _COMMANDS[name].config, argv[len(name.split()) :]
     default = tyro.MISSING_NONPROP
     if kind is TrainConfig and (resumed := _value_of("--resume", flags)):
-        default = TrainConfig.load(run_of(resumed) / "config.json")
+        run = run_of(resumed)
+        default = TrainConfig.load(run / "config.json")
+        if default.tokenizer and (run / "tokenizer.json").exists():
+            default = replace(default, tokenizer=str(run / "tokenizer.json"))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return name, tyro.cli(kind, prog=f"minipar {name}", args=flags, default=default)
+            command = tyro.cli(kind, prog=f"minipar {name}", args=flags, default=default)
     except SystemExit as stop:
         if stop.code:
             raise ValueError(_first_words(complaint.getvalue())) from None
         raise
+    if kind is not TrainConfig:  # which has more to say
+        check_numbers(command)
+    return name, command
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
@@ -137,16 +170,15 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
 
 
 def _first_words(box: str) -> str:
-    """What is wrong, out of the box that tyro draws around it: the lines above its first rule."""
-    lines = []
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
-        if line.startswith("╭"):
-            continue
-        text = line.strip("│ ").strip()
-        if set(text) <= set("─╰╯"):
-            break
-        lines.append(text)
-    return " ".join(lines) or "cannot read the command line"
+    """What is wrong, out of the box that tyro draws around it: the lines above its first rule.
+
+    And of what follows, the flags that may have been meant.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", "", box)
+    first, *rest = re.split(r"─{9,}", re.sub(r"─ [^\n]* ─+", "", plain, count=1))
+    near = [word for part in rest if "Perhaps" in part for word in re.findall(r"\n +(--\S+)", part)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (" ".join(first.split()) or "cannot read the command line") + hint
 
 
 def _complain(error: BaseException) -> None:
@@ -158,6 +190,8 @@ def _complain(error: BaseException) -> None:
 def _explain(error: RankError) -> int:
     """Print who failed and why; return the exit code."""
     failures = list(error.failures.values())
+    if any(failure.kind == "BrokenPipeError" for failure in failures):
+        return BROKEN_PIPE
     messages = {failure.message: failure for failure in failures}  # most often all ranks' is one
     if _is_bad_input(error) and len(messages) == 1:
         _complain(ValueError(failures[0].message))
@@ -185,6 +219,8 @@ def train(config: TrainConfig) -> None:
         start = str(checkpoint_of(Path(config.resume)))
         checkpoint.verify(Path(start))
     config.check_text()
+    if not backends.under_torchrun():
+        check_fits_here(config.num_ranks, config.weight_bytes())
     if backends.under_torchrun():
         _train_under_torchrun(config, folder, start)
         return
@@ -316,9 +352,13 @@ def checkpoint_of(path: Path, asked: str = "--resume") -> Path:
 
 
 class Progress:
-    """A bar on a terminal; a line every ten seconds where there is none. Lives in rank 0."""
+    """A bar on a terminal; without, a line of the first step, the last, and every ten seconds.
+
+    Lives in rank 0.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
+        _print_anything()
         self.bar = tqdm(
             total=trainer.config.steps,
             initial=trainer.step,
@@ -333,7 +373,7 @@ class Progress:
             f"{trainer.mesh.size} ranks on {trainer.device.type}",
             flush=True,
         )
-        self.total, self.spoken = trainer.config.steps, time.monotonic()
+        self.total, self.spoken = trainer.config.steps, -math.inf
         self.seconds = self.tokens = 0.0
 
     def __call__(self, line: dict[str, Any]) -> None:
@@ -368,7 +408,7 @@ def conclude(report: Report | None, folder: Path) -> None:
         points=["validation"],
         xlabel="step",
         ylabel="loss in nats per token",
-        title=f"{folder.name}: validation loss {report.validation_loss:.3f}",
+        title=f"{os.fsencode(folder.name).decode(errors='replace')}: validation loss {report.validation_loss:.3f}",
     )
     draw.save(figure, folder / "loss.png")
     if (folder / "timeline.json").exists():
@@ -409,17 +449,26 @@ def summary(report: Report) -> str:
 
 # ---------------------------------------------------------------------- minipar export
 def export(command: Export) -> None:
-    """Write the newest weights of a run as a Hugging Face folder, with its tokenizer if it has one.
+    """Write the newest weights of a run as a Hugging Face folder, with its tokenizer.
 
-    Byte tokens are no tokenizer that others could read.
+    That is the file in the folder of the run. What its configuration names may be any file of this
+    machine, if the run is a stranger's.
     """
-    run = run_of(command.run, "export")
+    run, folder = run_of(command.run, "export"), Path(command.folder)
     start = checkpoint_of(Path(command.run), "export")
-    checkpoint.export(start, Path(command.folder))
-    print(f"{start} -> {command.folder}/: config.json and safetensors")
-    tokenizer = TrainConfig.load(run / "config.json").tokenizer
-    if tokenizer:
-        shutil.copy(tokenizer, Path(command.folder) / "tokenizer.json")
+    own = None
+    if (named := TrainConfig.load(run / "config.json").tokenizer) != "":
+        own = run / "tokenizer.json"
+        if not own.is_file():
+            raise ValueError(f"export {run}: it has no tokenizer.json; copy {named} to {own}")
+        try_out(own)
+    tokenizer = load_tokenizer(own)
+    checkpoint.export(start, folder)
+    tokenizer.save(folder / "tokenizer.json")
+    # Or transformers would take the tokenizer of a Llama, which has other rules for blanks.
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind) + "\n", encoding="utf-8")
+    print(f"{start} -> {folder}/: config.json, safetensors and tokenizer.json")
 
 
 # ---------------------------------------------------------------------- minipar overlap

@@ -41,6 +41,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from minipar.comm.backends import check_backend
+from minipar.comm.mesh import check_fits_here
 from minipar.comm.pack import pack_call, unpack
 from minipar.comm.processes import Nursery, Process
 from minipar.comm.worker import Failure, Setup
@@ -126,6 +127,7 @@ class Ranks:
     ) -> None:
         if size < 1:
             raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
+        check_fits_here(size)
         check_backend(backend, size)
         start = start or ("fork" if sys.platform == "linux" else "spawn")
         if start not in ("fork", "spawn"):

@@ -56,8 +56,8 @@ class Link:
 
     def scaled(self, factor: float) -> "Link":
         """Return this link slowed by `factor`, to sit beside a processor as much slower."""
-        if not factor > 0:
-            raise ValueError(f"cannot slow a link {factor} times; use a factor above 0")
+        if not 0 < factor <= 1e6:
+            raise ValueError(f"cannot slow a link {factor} times; use a factor above 0, up to 1e6")
         return replace(
             self,
             latency=self.latency * factor,

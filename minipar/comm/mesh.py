@@ -17,10 +17,13 @@ In torch: `torch.distributed.device_mesh.DeviceMesh`.
 
 import datetime
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch.distributed as dist
 
 AXES = {
@@ -34,6 +37,12 @@ AXES = {
 
 RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint")
 """What a mesh has besides its axes."""
+
+MOST_RANKS = 2**20
+"""Of a mesh on paper: more than there are anywhere, and few enough to try all their layouts."""
+
+RANK_BYTES = 100e6
+"""Memory of a process that has imported torch and joined a group, at the least."""
 
 
 # ---------------------------------------------------------------------- arithmetic
@@ -64,6 +73,28 @@ def groups_along(names: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[i
         others = tuple(coord for name, coord in coords.items() if name not in names)
         groups.setdefault(others, []).append(rank)
     return [tuple(group) for group in groups.values()]
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that `text` spells in one to nine of the digits 0 to 9, else None."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def check_fits_here(size: int, weight_bytes: float = 0) -> None:
+    """Raise `ValueError` for more ranks than this machine can start.
+
+    `weight_bytes` is what each holds besides itself. Cores may be shared, within reason; memory
+    may not.
+    """
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    rank_bytes = RANK_BYTES + weight_bytes
+    most = min(max(64, cores), int(memory / rank_bytes))
+    if size > most:
+        raise ValueError(
+            f"{size:,} ranks do not fit this machine: it has {cores} cores and "
+            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more, so "
+            f"that up to {most} do; use fewer, a smaller model, or torchrun on more machines"
+        )
 
 
 def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from minipar.comm.mesh import Axis
+from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import tensor
 from minipar.parallel.compression import COMPRESSORS
@@ -35,6 +35,7 @@ from minipar.parallel.pipeline.actions import Schedule
 MESH = ("pp", "dp", "cp", "tp")  # from the axis that needs the least of a link to the one in a node
 EACH_NUMBER_ALONE = ("none", "fp16", "bf16")
 """Compression that rounds a number without a look at its neighbours in the bucket."""
+MOST_MICROBATCHES = 10_000  # of a plan: a schedule is a list of all that is done with them
 
 
 # ---------------------------------------------------------------------- 1. the plan
@@ -83,8 +84,8 @@ class Plan:
                 raise ValueError(f"plan {text!r}: {part!r} is not one of {', '.join(kinds)}, once")
             if kinds[name] is bool and value.lower() in ("", "true", "false"):
                 values[name] = value.lower() != "false"
-            elif kinds[name] is int and value.isdecimal():
-                values[name] = int(value)
+            elif kinds[name] is int and (number := whole_number(value)) is not None:
+                values[name] = number
             elif kinds[name] is str and equals:
                 values[name] = value
             else:
@@ -133,6 +134,10 @@ class Plan:
         for name in (*MESH, "microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} must be 1 or more"
+        if self.num_ranks > MOST_RANKS:
+            yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
+        if self.microbatches > MOST_MICROBATCHES:
+            yield f"microbatches={self.microbatches} must be at most {MOST_MICROBATCHES:,}"
         for field in fields(self):
             allowed, value = get_args(field.type), getattr(self, field.name)
             if allowed and value not in allowed:
@@ -160,7 +165,10 @@ class Plan:
             if self.schedule != "1f1b" or self.stages_per_rank:
                 yield f"schedule={self.schedule} is for a pipeline of several ranks, and pp=1"
             return
-        num_stages = self.make_schedule().num_stages
+        # No schedule has fewer stages, and to list what very many ranks do would take long.
+        num_stages = self.pp * max(1, self.stages_per_rank)
+        if num_stages <= config.num_layers:
+            num_stages = self.make_schedule().num_stages
         if num_stages > config.num_layers:
             yield (
                 f"schedule={self.schedule} on pp={self.pp} cuts the model into {num_stages} "
@@ -213,7 +221,12 @@ class Plan:
         return schedule.copies > 1 or (config.tie_embeddings and ends[0] != ends[1])
 
     def nearest(self, config: LlamaConfig) -> "Plan":
-        """The plan for as many ranks that works and changes the least; options before axes."""
+        """The plan for as many ranks that works and changes the least; options before axes.
+
+        Of more ranks than there can be, the largest of dp alone.
+        """
+        if self.num_ranks > MOST_RANKS:
+            return Plan(dp=MOST_RANKS)
         changes = []
         for field in fields(self):
             if field.name in MESH:
@@ -257,7 +270,8 @@ def meshes(num_ranks: int) -> Iterator[dict[str, int]]:
         if len(axes) == 1:
             yield {axes[0]: left}
             return
-        for size in (n for n in range(1, left + 1) if left % n == 0):
+        small = [n for n in range(1, math.isqrt(left) + 1) if left % n == 0]
+        for size in sorted({*small, *(left // n for n in small)}):
             for rest in spread(left // size, axes[1:]):
                 yield {axes[0]: size, **rest}
 

@@ -38,12 +38,16 @@ import torch
 from torch import Tensor
 
 from minipar.comm.collectives import Op, Pending
-from minipar.comm.mesh import Axis
+from minipar.comm.mesh import Axis, whole_number
 from minipar.parallel import ddp
 
 Ramp = list[tuple[int, int]]  # (step, the batch size from there on), in order of the steps
 RateRule = Literal["sqrt", "linear", "fixed"]
 _POWERS = {"sqrt": 0.5, "linear": 1.0, "fixed": 0.0}
+
+
+LARGEST_BATCH = 1_000_000
+"""Sequences; runs of the largest models take some ten thousand."""
 
 
 # ---------------------------------------------------------------------- 1. by a plan
@@ -55,14 +59,14 @@ def parse_ramp(text: str) -> Ramp:
     ramp: Ramp = []
     for part in text.replace(" ", "").split(",") if text else []:
         size, _, step = part.partition("@")
+        pair = whole_number(step), whole_number(size)
         previous = ramp[-1][0] if ramp else 0
-        is_pair = size.isdecimal() and step.isdecimal() and int(size) > 0
-        if not is_pair or int(step) <= previous:
+        if None in pair or not 0 < pair[1] <= LARGEST_BATCH or pair[0] <= previous:
             raise ValueError(
-                f"--batch-ramp {text!r}: {part!r} is not sequences@step with a step above "
-                f"{previous}; try 64@100,128@200"
+                f"--batch-ramp {text!r}: {part!r} is not sequences@step with up to "
+                f"{LARGEST_BATCH:,} sequences and a step above {previous}; try 64@100,128@200"
             )
-        ramp.append((int(step), int(size)))
+        ramp.append(pair)
     return ramp
 
 

@@ -5,19 +5,21 @@ A run writes its configuration as `config.json`; `--resume` starts from that fil
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from minipar.comm import link
-from minipar.comm.mesh import AXES
+from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
-from minipar.train.batch_size import parse_ramp
-from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, load_tokenizer
+from minipar.train.batch_size import LARGEST_BATCH, parse_ramp
+from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, try_out
 from minipar.train.metrics import summary_writer
 from minipar.train.straggler import parse_slow
 
@@ -34,6 +36,11 @@ _IN_A_PLAN = {
     "recompute": "checkpointing",
 }
 """Flags, and the words of a `Plan` for them."""
+
+LARGEST = 10**9
+"""What any number typed may be at most. More would only overflow: a clock, an index, the memory."""
+
+LARGEST_FILE = 1_000_000  # bytes of a config.json
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,8 @@ class TrainConfig:
         for name in ("lr", "max_norm", "timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be above 0")
+        check_numbers(self)
+        self._check_batch()
         longest = self.model_config().max_seq_len
         if self.seq_len > longest:
             raise ValueError(
@@ -207,7 +216,7 @@ class TrainConfig:
                 f"use up to {longest}"
             )
         own_tokenizer = Path(self.init) / "tokenizer.json"
-        if self.init and not self.tokenizer and own_tokenizer.exists():
+        if self.init and not self.tokenizer and not ByteTokenizer.wrote(own_tokenizer):
             raise ValueError(
                 f"--init {self.init} knows text as its own tokens, not as bytes; "
                 f"add --tokenizer {own_tokenizer}"
@@ -216,8 +225,6 @@ class TrainConfig:
             summary_writer()
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
-        if self.timeout > 1e9:  # more than what fits into nanoseconds means: never
-            raise ValueError(f"--timeout {self.timeout:g} must be at most 1e9 seconds")
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
         if self.precision != "float32" and self.dtype != "float32":
@@ -254,6 +261,20 @@ class TrainConfig:
                     f"{flag} is for ranks that have a whole model each, and --mesh {self.mesh} "
                     f"cuts it up; use --mesh dp={self.num_ranks}"
                 )
+
+    def _check_batch(self) -> None:
+        for name in ("batch_size", "grow_batch_to"):
+            if getattr(self, name) > LARGEST_BATCH:
+                asked = f"--{_flag(name)} {getattr(self, name)}"
+                raise ValueError(f"{asked} must be at most {LARGEST_BATCH:,} sequences")
+        dp = self.mesh_sizes().get("dp", 1)
+        most = -(-self.batch_size // dp)
+        if self.microbatches > most:
+            raise ValueError(
+                f"--microbatches {self.microbatches} would be empty, all but {most}: of "
+                f"--batch-size {self.batch_size}, each of dp={dp} ranks has no more sequences; "
+                f"use up to {most}"
+            )
 
     def _check_shares(self) -> None:
         """Batches that change their size, and ranks that differ in speed."""
@@ -381,13 +402,18 @@ class TrainConfig:
             )
         return found
 
+    def weight_bytes(self) -> int:
+        """Bytes of the whole model, which each rank holds before it is cut up."""
+        return self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
+
     def check_text(self) -> None:
         """Raise `ValueError` where the tokenizer or the text cannot be used; reads all of it.
 
         A stream is left alone, and how many tokens a tokenizer makes of a text is not tried: both
         take long, and the ranks will find out.
         """
-        load_tokenizer(self.tokenizer or None)
+        if self.tokenizer:
+            try_out(self.tokenizer)
         if not self.data.startswith("hf:"):
             corpus = load_corpus(self.data, ByteTokenizer())
             if not self.tokenizer:
@@ -407,13 +433,14 @@ class TrainConfig:
         """Return {"dp": 4} for "dp=4"."""
         sizes: dict[str, int] = {}
         for part in self.mesh.replace(" ", "").split(","):
-            axis, _, size = part.partition("=")
-            if axis not in AXES or not size.isdecimal() or int(size) < 1 or axis in sizes:
+            axis, _, digits = part.partition("=")
+            size = whole_number(digits) or 0
+            if axis not in AXES or axis in sizes or not 1 <= size <= MOST_RANKS:
                 raise ValueError(
                     f"--mesh {self.mesh!r}: {part!r} is not axis=size with a new axis out of "
-                    f"{', '.join(AXES)} and a size from 1 up; try dp=4"
+                    f"{', '.join(AXES)} and a size from 1 to {MOST_RANKS:,}; try dp=4"
                 )
-            sizes[axis] = int(size)
+            sizes[axis] = size
         return sizes
 
     @property
@@ -429,15 +456,17 @@ class TrainConfig:
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` where it is not that."""
         try:
+            if path.stat().st_size > LARGEST_FILE:
+                raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
             values = json.loads(path.read_text(encoding="utf-8"))
             kinds = get_type_hints(cls)
             known = {name: value for name, value in values.items() if name in kinds}
-        except (OSError, AttributeError, ValueError) as error:
+            for name, value in known.items():
+                if not _is_a(value, kinds[name]):
+                    raise ValueError(f"{name}={shortened(repr(value))}")
+            return cls(**known)
+        except (OSError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
-        for name, value in known.items():
-            if not _is_a(value, kinds[name]):
-                raise ValueError(f"{path} is not the configuration of a run: {name}={value!r}")
-        return cls(**known)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -446,6 +475,22 @@ def _is_a(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:
         return type(value) is kind
     return isinstance(value, (int, float) if kind is float else kind)
+
+
+def check_numbers(record: Any) -> None:
+    """Raise `ValueError` for a flag of the dataclass `record` that is above `LARGEST`, or NaN."""
+    for field in fields(record):
+        values = getattr(record, field.name)
+        for value in values if isinstance(values, tuple) else (values,):
+            is_number = isinstance(value, (int, float)) and field.name != "seed"
+            if is_number and not abs(value) <= LARGEST:
+                asked = f"--{_flag(field.name)} {shortened(str(value))}"
+                raise ValueError(f"{asked} must be a number up to {LARGEST:,}")
+
+
+def shortened(text: str) -> str:
+    """The beginning of `text`, so that a message stays one that people read."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _flag(name: str) -> str:

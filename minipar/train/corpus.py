@@ -11,8 +11,11 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +25,9 @@ import torch
 from torch import Tensor
 
 # ------------------------------------------------------------------------------------ tokenizers
+
+MOST_TOKENIZER_BYTES = 256_000_000  # ten times the largest of the field
+MOST_WORDS = 1 << 22
 
 
 class Tokenizer(Protocol):
@@ -36,6 +42,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Sequence[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
+
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json for Hugging Face's libraries."""
 
 
 class ByteTokenizer:
@@ -55,9 +64,30 @@ class ByteTokenizer:
         """Bytes that are no UTF-8 (a young model writes many) become U+FFFD."""
         return bytes(_plain(ids)).decode("utf-8", errors="replace")
 
+    def save(self, path: Path) -> None:
+        """Write it as a vocabulary in which no character is known, only its bytes are."""
+        path.write_text(self._as_file(), encoding="utf-8")
+
+    @classmethod
+    def wrote(cls, path: Path) -> bool:
+        """Whether the file at `path` means the same as no file: bytes."""
+        return not path.is_file() or path.read_bytes() == cls._as_file().encode()
+
+    @staticmethod
+    def _as_file() -> str:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
+        tokenizer = tokenizers.Tokenizer(model)
+        fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+        tokenizer.decoder = tokenizers.decoders.Sequence([fallback, fuse])
+        return tokenizer.to_str()
+
 
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read by the `tokenizers` package.
+
+    A text is encoded whole and always alike: what the file says of truncation, padding and dropout,
+    which are for training on single sentences, is left aside.
 
     Raises ValueError when the file is missing or no tokenizer.
     """
@@ -69,25 +99,96 @@ class FileTokenizer:
     )
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception
-            raise ValueError(f"{path} is no tokenizer.json: {_one_line(error)}") from error
-        vocabulary = self._tokenizer.get_vocab()
+        self.path = path = tokenizer_file(path)
+        with self._says_its_name():
+            self._text = path.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(self._text)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            if getattr(self._tokenizer.model, "dropout", None):
+                self._tokenizer.model.dropout = None
+            vocabulary = self._tokenizer.get_vocab()
         # ids may have gaps, and an embedding must have a row for the largest one
         self.vocab_size: int = max(vocabulary.values()) + 1 if vocabulary else 0
+        if not 0 < self.vocab_size <= MOST_WORDS:
+            raise ValueError(
+                f"{path} is no tokenizer.json to train with: it has {self.vocab_size:,} ids; "
+                f"use 1 to {MOST_WORDS:,}"
+            )
         known = (vocabulary[name] for name in self.SEPARATORS if name in vocabulary)
         self.separator: int | None = next(known, None)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._says_its_name():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(_plain(ids))
+        with self._says_its_name():
+            return self._tokenizer.decode(_plain(ids))
+
+    def save(self, path: Path) -> None:
+        """Write the file as it was."""
+        path.write_text(self._text, encoding="utf-8")
+
+    @contextmanager
+    def _says_its_name(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The package raises bare Exception; its panics are not even that.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            why = error.strerror if isinstance(error, OSError) else _one_line(error)
+            raise ValueError(f"{self.path} is no tokenizer.json: {why}") from None
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """Return the tokenizer.json that `path`, the file or its folder, stands for.
+
+    Raises ValueError where there is none, or one that is too large to be one.
+    """
+    path = _expanded(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
+    if path.stat().st_size > MOST_TOKENIZER_BYTES:
+        raise ValueError(f"{path} is no tokenizer.json: it has {_size(path.stat().st_size)}")
+    return path
+
+
+_TRY_OUT = r"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+if sys.platform == "linux":
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+import tokenizers
+try:
+    tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
+    tokenizer.decode(tokenizer.encode("a" * 99 + " 1 \u00e4\n").ids)
+except BaseException as error:
+    sys.exit(" ".join(str(error).split()))
+"""
+
+
+def try_out(path: str | Path) -> None:
+    """Raise ValueError where the tokenizer.json at `path` cannot be used.
+
+    In a process of its own: a file that was made up may send the package out of memory, which ends
+    its process, or into an endless search.
+    """
+    path = tokenizer_file(path)
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY_OUT, str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+    )
+    if done.returncode:
+        why = _one_line(done.stderr.decode("utf-8", errors="replace"))
+        if done.returncode < 0:  # a signal has ended it
+            why = "it takes more memory or time than it should"
+        raise ValueError(f"{path} is no tokenizer.json: {why}")
+    load_tokenizer(path)
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
@@ -101,6 +202,8 @@ def _plain(ids: Iterable[int]) -> list[int]:
 
 # ---------------------------------------------------------------------------------------- corpus
 
+MOST_FILES = 1_000_000
+MOST_BYTES = 20_000_000_000  # of text, which every rank holds
 MIN_TOKENS = 2  # per part: one input and its target
 STREAM_LIMIT_BYTES = 100_000_000  # a streamed dataset may have no end
 WILDCARDS = set("*?[")
@@ -131,7 +234,8 @@ def load_corpus(
     `source` is one of
     - `stdlib`: every .py file of this Python's standard library, without its tests and without
       installed packages (tests are more than half of it, and much of them tables of data);
-    - a file, a glob, or a folder (all files below it that are neither hidden nor binary);
+    - a file, a glob, or a folder (all files below it that are neither hidden nor binary; links to
+      folders are followed, into each folder once);
     - `.jsonl` (named, in a glob or in a folder): one document per line, in the field `text`;
     - `hf:NAME` or `hf:NAME:SPLIT`: streamed by the optional `datasets` package, at most
       100 MB unless `limit_bytes` says otherwise.
@@ -140,10 +244,21 @@ def load_corpus(
     `validation_fraction` of the tokens is reached, but never past half of them; a single document
     gives its end. `limit_bytes` reads only the first bytes of the text.
 
-    Raises ValueError, naming the source, when it is missing, empty, binary, malformed or too short.
+    Raises ValueError, naming the source, when it is missing, empty, binary, malformed, too short,
+    or beyond `MOST_FILES` and `MOST_BYTES`.
     """
-    if not 0 < validation_fraction <= 0.5:
-        raise ValueError(f"validation_fraction={validation_fraction} is not in (0, 0.5]; try 0.05")
+    try:
+        return _load(source, tokenizer, limit_bytes, validation_fraction, seed)
+    except OSError as error:  # no permission, a name that is too long, a broken disk ...
+        at = error.filename or source
+        raise ValueError(f"cannot read {at}: {error.strerror or _one_line(error)}") from error
+
+
+def _load(
+    source: str, tokenizer: Tokenizer, limit_bytes: int | None, fraction: float, seed: int
+) -> Corpus:
+    if not 0 < fraction <= 0.5:
+        raise ValueError(f"validation_fraction={fraction} is not in (0, 0.5]; try 0.05")
     if limit_bytes is not None and limit_bytes < 1:
         raise ValueError(f"limit_bytes={limit_bytes} leaves no text; use a positive number or None")
     if limit_bytes is None and source.startswith("hf:"):
@@ -180,7 +295,7 @@ def load_corpus(
             f"{source} is too short: {_count(num_tokens, 'token')}; training and validation "
             f"need at least {MIN_TOKENS} each"
         )
-    train, validation = _split(names, tokens, validation_fraction, seed)
+    train, validation = _split(names, tokens, fraction, seed)
 
     counts = [_count(len(files), "file")] if files else []
     counts += [_count(len(names), "document")] if len(names) != len(files) else []
@@ -205,17 +320,19 @@ def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], st
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
         return _read(paths, root, limit_bytes), "the Python standard library"
-    path = Path(source).expanduser()
+    path = _expanded(source)
     if source and path.is_file():
         return _read([path], path.parent, limit_bytes, must_be_text=True), source
     if source and path.is_dir():
         return _read(list(_walk(path)), path, limit_bytes), source
+    if source and path.exists():
+        raise ValueError(f"{source} is a device, a pipe or a socket; --data takes regular files")
     if not WILDCARDS & set(source):
         raise ValueError(
             f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
             "a .jsonl file or hf:NAME"
         )
-    paths = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    paths = list(_limited(_glob(path.parts), source))
     if not any(map(Path.is_file, paths)):
         raise ValueError(f"no file matches {source!r}")
     # names begin where the first wildcard stands
@@ -224,28 +341,84 @@ def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], st
     return _read(paths, root, limit_bytes), source
 
 
+def _expanded(path: str | Path) -> Path:
+    """With a home in the place of "~", if there is one."""
+    return Path(os.path.expanduser(path))
+
+
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
     """The files below `root`, without hidden ones and without the folders called `left_out`."""
-    for folder, subfolders, files in os.walk(root):
-        # os.walk goes on with what is left in this very list
+    found = (Path(folder, name) for folder, files in _folders(root, left_out) for name in files)
+    yield from _limited((path for path in found if path.name[0] != "."), root)
+
+
+def _limited(paths: Iterable[Path], source: Any) -> Iterator[Path]:
+    for number, path in enumerate(paths):
+        if number == MOST_FILES:
+            raise ValueError(f"{source} holds more than {MOST_FILES:,} files; name a part of it")
+        yield path
+
+
+def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:
+    """(folder, names of its files) for `root` and what is below it, each folder once.
+
+    Links may lead to a folder twice, or in a circle.
+    """
+    seen = {_identity(folder) for folder in root.resolve().parents}
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        is_new = (identity := _identity(folder)) not in seen
+        seen.add(identity)
         hidden = {name for name in subfolders if name[0] == "." or name == "__pycache__"}
-        subfolders[:] = set(subfolders) - hidden - set(left_out)
-        yield from (Path(folder, name) for name in files if name[0] != ".")
+        # os.walk goes on with what is left in this very list
+        subfolders[:] = sorted(set(subfolders) - hidden - set(left_out)) if is_new else []
+        if is_new:
+            yield folder, files
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _glob(parts: Sequence[str]) -> Iterator[Path]:
+    """What `glob.glob` finds for the pattern, except that `**` goes into each folder once."""
+    if "**" not in parts:
+        yield from map(Path, glob.iglob(os.path.join(*parts)))
+        return
+    deep = parts.index("**")
+    rest = list(itertools.dropwhile("**".__eq__, parts[deep:])) or ["*"]
+    for root in glob.iglob(os.path.join(*parts[:deep])) if deep else ["."]:
+        for folder, _ in _folders(Path(root)) if os.path.isdir(root) else ():
+            yield from _glob([glob.escape(folder), *rest])
 
 
 def _read(
     paths: list[Path], root: Path, limit_bytes: int | None, *, must_be_text: bool = False
 ) -> Iterator[_Document]:
     files = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
+    num_bytes = 0
     for name, path in sorted(files.items()):
-        try:
-            if path.suffix == ".jsonl":
-                yield from _read_jsonl(path, name)
-                continue
-            with path.open("rb") as file:
-                data = file.read(-1 if limit_bytes is None else limit_bytes)
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        size = path.stat().st_size
+        if not size:
+            continue  # such as those of /proc, which may go on for ever
+        with path.open("rb") as file:
+            data = file.read(1 << 16 if limit_bytes is None else limit_bytes)
+            if limit_bytes is None and b"\0" not in data:
+                num_bytes += size
+                if num_bytes > MOST_BYTES:
+                    raise ValueError(
+                        f"{root} holds more text than the {_size(MOST_BYTES)} that a rank should "
+                        f"hold, of which {path} has {_size(size)}; name a part of it"
+                    )
+                if path.suffix != ".jsonl":
+                    data += file.read(size - len(data))
+        if path.suffix == ".jsonl":
+            yield from _read_jsonl(path, name)
+            continue
         is_binary = b"\0" in data
         if is_binary and must_be_text:
             raise ValueError(f"{path} is binary (it holds NUL bytes); expected text")
@@ -270,10 +443,10 @@ def _stream(source: str) -> Iterator[_Document]:
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
         from datasets import load_dataset
-    except ImportError as error:
+    except ImportError:
         raise ValueError(
             f'{source} needs the datasets package: pip install "minipar[datasets]"'
-        ) from error
+        ) from None
     try:
         rows = load_dataset(name, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
@@ -286,7 +459,7 @@ def _text_of(row: Any, where: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with a field 'text'")
     if not isinstance(row.get("text"), str):
-        fields = ", ".join(map(repr, row)) or "none"
+        fields = ", ".join(map(repr, itertools.islice(row, 8)))[:200] or "none"
         raise ValueError(f"{where}: no string in field 'text' (its fields: {fields})")
     return row["text"]
 
@@ -341,5 +514,5 @@ def _size(num_bytes: int) -> str:
     return _count(num_bytes, "byte")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:500]

@@ -74,7 +74,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     lines = []
     for number, text in enumerate(
-        path.read_text(encoding="utf-8").splitlines(keepends=True), start=1
+        path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), start=1
     ):
         if not text.endswith("\n"):
             break

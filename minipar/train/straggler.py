@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import timeline
+from minipar.comm.mesh import whole_number
 
 SHORTEST_SLEEP = 1e-3  # seconds; the clock of a sleep is too coarse for less
 
@@ -114,13 +115,14 @@ def parse_slow(text: str, num_ranks: int) -> dict[int, float]:
     for part in text.replace(" ", "").split(",") if text else []:
         rank, _, factor = part.partition("=")
         try:
-            number, value = int(rank), float(factor)
+            number, value = whole_number(rank), float(factor)
         except ValueError:
-            number, value = -1, 0.0
-        if not 0 <= number < num_ranks or number in factors or not 1 <= value < math.inf:
+            number, value = None, 0.0
+        is_new = number is not None and number < num_ranks and number not in factors
+        if not is_new or not 1 <= value <= 1e6:
             raise ValueError(
                 f"--slow {text!r}: {part!r} is not rank=factor with a new rank from 0 to "
-                f"{num_ranks - 1} and a factor from 1 up; try {num_ranks - 1}=2"
+                f"{num_ranks - 1} and a factor from 1 to 1e6; try {num_ranks - 1}=2"
             )
         factors[number] = value
     return factors

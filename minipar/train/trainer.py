@@ -340,6 +340,7 @@ class Trainer:
         weights = self.setup.full_state_dict()
         if not self.is_first:
             return ""
+        print(f"writing a sample of {self.config.sample_tokens:,} tokens ...", flush=True)
         model = self._whole_model(self.model.config)
         model.load_state_dict(weights)
         prompt = self.corpus.validation[:32].to(self.device, torch.int64)[None]
@@ -379,6 +380,8 @@ def _train(
     if trainer.is_first:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         config.save(trainer.folder / "config.json")
+        if config.tokenizer:
+            trainer.tokenizer.save(trainer.folder / "tokenizer.json")
     report = trainer.run(progress(trainer) if progress and trainer.is_first else lambda _: None)
     if trainer.is_first and report is not None:
         if trainer.timeline.spans:
