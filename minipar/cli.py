@@ -403,12 +403,13 @@ def conclude(report: Report | None, folder: Path) -> None:
     validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]
     if validated:
         lines["validation"] = validated
+    name = os.fsencode(folder.name).decode(errors="replace")  # whatever the locale made of it
     figure = draw.curves(
         {name: tuple(zip(*points, strict=True)) for name, points in lines.items()},
         points=["validation"],
         xlabel="step",
         ylabel="loss in nats per token",
-        title=f"{os.fsencode(folder.name).decode(errors='replace')}: validation loss {report.validation_loss:.3f}",
+        title=f"{name}: validation loss {report.validation_loss:.3f}",
     )
     draw.save(figure, folder / "loss.png")
     if (folder / "timeline.json").exists():

@@ -19,9 +19,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tokenizers
 import torch
+from transformers import AutoTokenizer
 
+import minipar
 from minipar import cli
+from minipar.comm.launch import RankError
+from minipar.comm.worker import Failure
 from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
 from minipar.model.llama import PRESETS
 from minipar.train import checkpoint, saver, trainer
@@ -80,11 +85,15 @@ def work(tmp_path_factory):
         sample_tokens=0,
     )
     trainer.train(config, str(work / "run"))
-    for name in ("no_config", "bad_config", "wrong_type", "no_checkpoint", "truncated", "headless"):
+    names = "no_config bad_config wrong_type no_checkpoint truncated headless strangers linked"
+    for name in names.split():
         shutil.copytree(work / "run", work / name)
     (work / "no_config/config.json").unlink()
     (work / "bad_config/config.json").write_text('{"steps": 2', encoding="utf-8")
     (work / "wrong_type/config.json").write_text('{"steps": "many"}', encoding="utf-8")
+    for name in ("strangers", "linked"):
+        dataclasses.replace(config, tokenizer="/etc/hostname").save(work / name / "config.json")
+    (work / "linked/tokenizer.json").symlink_to("/etc/hostname")
     shutil.rmtree(work / "no_checkpoint/checkpoints/step_000002")
     os.truncate(work / "truncated/checkpoints/step_000002/weights_00000.safetensors", 1000)
     (work / "headless/checkpoints/step_000002/manifest.json").unlink()
@@ -104,8 +113,21 @@ def argparse_like() -> None:
 # ---------------------------------------------------------------------- 1. malformed calls
 MALFORMED = {
     # what is typed (W is the folder of `work`): what the line must say
-    "traim": "'traim' is no command; use one of train",
+    "trian": "'trian' is no command; did you mean train? There are train, ",
+    "bench dpp": "did you mean bench ddp?",
+    "wash": "'wash' is no command; use one of train",
     "train --bogus 1": "--bogus",
+    "train --step 5": "Unrecognized options: --step, 5; did you mean --steps",
+    "train --steps " + "9" * 5000: "--steps",
+    "train --steps 1" + "0" * 30: "--steps 1000000000000000000000000000000 must be a number up to",
+    "train --mesh dp=65": "65 ranks do not fit this machine",
+    "train --mesh dp=500000": "500,000 ranks do not fit this machine",
+    "train --mesh dp=٣": "'dp=٣' is not axis=size",
+    "train --preset llama-3-8b --mesh dp=60": "a rank takes 32.2 GB or more",
+    "train --microbatches 1000": "--microbatches 1000 would be empty, all but 8",
+    "train --data /dev/zero": "is a device, a pipe or a socket",
+    "train --data ~nouser/x": "no file or folder '~nouser/x'",
+    "train --tokenizer W/folder": "no tokenizer at",
     "train extra": "extra",
     "train --steps": "--steps",
     "train --steps many": "many",
@@ -153,6 +175,8 @@ MALFORMED = {
     "export W/run": "required",
     "export W/nowhere W/out": "nowhere does not exist; name the folder of a run",
     "export W/no_checkpoint W/out": "the run has no checkpoint",
+    "export W/strangers W/out": "it has no tokenizer.json; copy /etc/hostname to",
+    "export W/linked W/out": "linked/tokenizer.json is no tokenizer.json",
     "export W/truncated W/out": "weights_00000.safetensors has 1000 bytes instead of",
     "export W/run W/a.txt": "is a file; a checkpoint is a folder",
     "train --resume W/run/checkpoints/step_000001": "does not exist",
@@ -160,6 +184,8 @@ MALFORMED = {
     "bench": "'bench' is no command",
     "bench tea": "'bench tea' is no command",
     "bench fsdp --ranks 1": "at least 2",
+    "bench fsdp --rounds 10000000000": "--rounds 10000000000 must be a number up to 1,000,000,000",
+    "bench compression --lr inf": "--lr inf must be a number up to",
     "bench tensor --ranks 3": "--ranks 3",
     "bench tensor --seq-len 33": "--seq-len 33",
     "bench context --ranks 3": "--ranks 3",
@@ -215,6 +241,7 @@ def test_a_malformed_call_is_one_clear_line(work, capfd, no_ranks, monkeypatch, 
     typed = [word.replace("W/", f"{work}/", 1) for word in words.split()]
     assert_one_line(*call(capfd, *typed), MALFORMED[words])
     assert list(tmp_path.iterdir()) == []  # no trace of a run
+    assert not (work / "out").exists()  # nor of an export
 
 
 def test_nccl_without_gpus_is_one_clear_line(work, capfd, no_ranks):
@@ -283,6 +310,7 @@ def test_usage_names_every_command(capfd):
     for typed in ([], ["--help"], ["-h"]):
         code, out, _ = call(capfd, *typed)
         assert code == 0 and all(f"minipar {name}" in out for name in cli._COMMANDS)
+    assert call(capfd, "--version") == (0, f"minipar {minipar.__version__}\n", "")
 
 
 @pytest.mark.slow
@@ -333,6 +361,48 @@ def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
         monkeypatch.setitem(cli._COMMANDS, "train", cli._COMMANDS["train"]._replace(run=fails))
         code, _, err = call(capfd, "train")
         assert code == 1 and err == f"minipar: error: {error}\n"
+
+
+def test_a_reader_that_has_gone_ends_it_without_a_word(tmp_path):
+    """As of `| head -1`. Mutant: "[Errno 32] Broken pipe", or a traceback at exit."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        command("--help"), stdout=write_end, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    os.close(write_end)
+    assert done.returncode == 141 and done.stderr == b""
+
+
+def test_what_ranks_say_of_a_broken_pipe_is_left_out(capfd):
+    failure = Failure("rank 0 of 2", "BrokenPipeError", "[Errno 32] Broken pipe", "Traceback")
+    died = Failure("rank 1 of 2", "RuntimeError", "connection closed", "Traceback")
+    assert cli._explain(RankError({0: failure, 1: died})) == 141
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
+    """Of the run, not of the path in its configuration; or of bytes. transformers reads both."""
+    words = {"[UNK]": 0, "to": 1, "be": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "theirs.json"))
+    run = tmp_path / "run"
+    config = TrainConfig.load(work / "run/config.json")
+    config = dataclasses.replace(config, tokenizer=str(tmp_path / "theirs.json"), steps=1)
+    trainer.train(config, str(run))
+    (tmp_path / "theirs.json").unlink()
+    _, resumed = cli.parse(["train", "--resume", str(run)])
+    assert resumed.tokenizer == str(run / "tokenizer.json")
+    text = "to be  or\tnot Ä 漢\n"
+    expected = {run: [1, 2, 0, 0, 0, 0], work / "run": list(text.encode())}
+    for source, ids in expected.items():
+        out = tmp_path / f"hf-{source.parent.name}"
+        code, said, _ = call(capfd, "export", source, out)
+        assert code == 0 and "tokenizer.json" in said
+        read_back = AutoTokenizer.from_pretrained(out)
+        assert read_back.encode(text, add_special_tokens=False) == ids
+    assert read_back.decode(ids) == text
 
 
 # ---------------------------------------------------------------------- 4. real runs
@@ -472,6 +542,50 @@ def test_kill_9_of_a_rank_and_resume(work, tmp_path, capfd, uninterrupted):
     assert re.search(r"^step 60/60: loss \d\.\d{3}, [\d,]+ tokens/s$", out, re.M)
     for row in ("loss", "speed", "validation loss", "communication", "peak memory", "files"):
         assert re.search(rf"^ *{row}  \S", out, re.M), row
+
+
+HOSTILE = {
+    "": "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONOPTIMIZE=2 "
+    "http_proxy=nonsense:: HTTPS_PROXY=http://256.1.1.1:99999 ALL_PROXY=x://y",
+    "ulimit -v 8000000": "TMPDIR=/nowhere/at/all PYTHONIOENCODING=latin-1",
+    "mount -t tmpfs -o size=64k none /dev/shm": "",
+    "ip link set lo up && ip addr del 127.0.0.1/8 dev lo": "",
+}
+"""What is done before a run, and its environment."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before",
+    [name if not name else pytest.param(name, marks=pytest.mark.exhaustive) for name in HOSTILE],
+)
+def test_a_run_in_a_hostile_environment(work, tmp_path, before):
+    """No home, few files, a folder for temporary ones with a long name, names of other letters."""
+    if before.startswith(("mount", "ip")) and os.geteuid():
+        pytest.skip("only root may do that")
+    temporary = tmp_path / ("very long " * 20) / ("name " * 20)
+    temporary.mkdir(parents=True)
+    text = tmp_path / "Straße 漢.txt"
+    text.write_text("Ä — to be or not to be, 漢字\n" * 400, encoding="utf-8")
+    typed = ["train", "--data", text, "--out", tmp_path / "rüns", "--name", "ünï 漢", *SMALL]
+    given = dict(pair.split("=", 1) for pair in HOSTILE[before].split())
+    environment = {**ENVIRONMENT, "TMPDIR": str(temporary), **given}
+    del environment["HOME"]
+    isolated = ["unshare", "-m", "-n"] if before.startswith(("mount", "ip")) else []
+    done = subprocess.run(
+        [*isolated, "bash", "-c", f'ulimit -n 64; {before or "true"} && exec "$@"', "bash"]
+        + command(*typed, "--mesh", "dp=2"),
+        capture_output=True,
+        env=environment,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    folder = tmp_path / "rüns/ünï 漢"
+    assert (folder / "report.json").exists() and (folder / "loss.png").exists()
+    assert "Ä" in (folder / "sample.txt").read_text(encoding="utf-8")
+    assert TrainConfig.load(folder / "config.json").steps == 6
+    assert b"step 1/6" in done.stdout and b"step 6/6" in done.stdout
+    assert list(temporary.iterdir()) == []
 
 
 def torchrun(work: Path, out: Path, mesh: str, *more: str) -> subprocess.CompletedProcess:

@@ -184,7 +184,7 @@ def try_out(path: str | Path) -> None:
         env={**os.environ, "RUST_BACKTRACE": "0"},
     )
     if done.returncode:
-        why = _one_line(done.stderr.decode("utf-8", errors="replace"))
+        why = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
         if done.returncode < 0:  # a signal has ended it
             why = "it takes more memory or time than it should"
         raise ValueError(f"{path} is no tokenizer.json: {why}")
@@ -332,8 +332,8 @@ def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], st
             f"no file or folder {source!r}; --data takes stdlib, a file, a folder, a glob, "
             "a .jsonl file or hf:NAME"
         )
-    paths = list(_limited(_glob(path.parts), source))
-    if not any(map(Path.is_file, paths)):
+    paths = list(_limited(filter(Path.is_file, _glob(path.parts)), source))
+    if not paths:
         raise ValueError(f"no file matches {source!r}")
     # names begin where the first wildcard stands
     fixed = itertools.takewhile(lambda part: not WILDCARDS & set(part), path.parent.parts)
@@ -514,5 +514,5 @@ def _size(num_bytes: int) -> str:
     return _count(num_bytes, "byte")
 
 
-def _one_line(error: object) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]

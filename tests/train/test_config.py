@@ -29,7 +29,8 @@ def test_mesh_is_read(mesh, sizes):
 
 @pytest.mark.parametrize(
     "mesh",
-    ["", "dp", "dp=", "dp=0", "dp=-1", "dp=x", "dp=1.5", "xx=2", "dp=2,dp=2", "dp=2,,", "=2"],
+    ["", "dp", "dp=", "dp=0", "dp=-1", "dp=x", "dp=1.5", "xx=2", "dp=2,dp=2", "dp=2,,", "=2"]
+    + ["dp=٣", "dp=２", "dp=²", "dp=" + "9" * 20, "dp=" + "9" * 5000, "tp=2000000"],
 )
 def test_a_wrong_mesh_is_refused(mesh):
     with pytest.raises(ValueError, match="--mesh .* is not axis=size .*; try dp=4"):
@@ -47,6 +48,16 @@ def test_a_wrong_mesh_is_refused(mesh):
         (dict(mesh="dp=2,tp=2", local_method="diloco"), "--local-method .* whole model .* dp=4"),
         (dict(mesh="dp=2,pp=2", slow="1=2"), "--slow 1=2 .* use --mesh dp=4"),
         (dict(mesh="dp=2,cp=2", grow_batch_to=64), "--grow-batch-to 64 .* use --mesh dp=4"),
+        (dict(mesh="dp=1000000,tp=1000000"), "1,000,000,000,000 ranks are more than the 1,048,576"),
+        (dict(mesh="pp=500000"), "pp=500000 cuts the model into 500000 stages"),
+        (dict(mesh="pp=2", microbatches=10**9), "would be empty, all but 32: .* use up to 32"),
+        (dict(plan="pp=2,microbatches=20000", batch_size=30000), "must be at most 10,000"),
+        (dict(plan="dp=9999999999"), "cannot read 'dp=9999999999'; try dp=2"),
+        (dict(plan="dp=٣"), "cannot read 'dp=٣'; try dp=2"),
+        (
+            dict(mesh="pp=2", pipeline_schedule="interleaved_1f1b", stages_per_rank=10**9),
+            "2000000000 stages",
+        ),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(changes, message):
@@ -71,10 +82,10 @@ def test_a_plan_is_spelled_out():
 @pytest.mark.parametrize(
     "name, values",
     {
-        "steps": (0, -1),
-        "batch_size": (0,),
+        "steps": (0, -1, 10**30),
+        "batch_size": (0, 10**9),
         "seq_len": (0, 10**6),
-        "microbatches": (0,),
+        "microbatches": (0, 9, 10**30),  # a rank of four has eight of the 32 sequences
         "eval_batches": (0,),
         "save_every": (0,),
         "record_every": (0,),
@@ -82,17 +93,19 @@ def test_a_plan_is_spelled_out():
         "weight_decay": (-0.1, float("nan"), float("inf")),
         "bucket_mb": (-1.0,),
         "eval_every": (-1,),
-        "sample_tokens": (-1,),
-        "lr": (0.0, -1e-3, float("nan"), float("inf")),
+        "sample_tokens": (-1, 10**400),
+        "lr": (0.0, -1e-3, float("nan"), float("inf"), 1e308),
+        "stages_per_rank": (10**10,),
+        "stall_seconds": (-1.0, 1e308),
         "max_norm": (0.0, -1.0),
         "timeout": (0.0, 1e30),
         "seed": (-1, 2**70),
         "preset": ("huge",),
         "name": ("a/b", "..", "/"),
-        "link": ("5gbe", "1gbe*0", "1gbe*x"),
-        "batch_ramp": ("64", "64@0", "0@5", "64@5,128@5"),
-        "grow_batch_to": (-1, 31),
-        "slow": ("4=2", "1=0.5", "x"),
+        "link": ("5gbe", "1gbe*0", "1gbe*x", "1gbe*1e308", "1gbe*nan"),
+        "batch_ramp": ("64", "64@0", "0@5", "64@5,128@5", "٦٤@5", "1000001@5", "9" * 5000 + "@5"),
+        "grow_batch_to": (-1, 31, 10**9),
+        "slow": ("4=2", "1=0.5", "x", "1=1e308", "1=nan", "-1=2", "١=2"),
         "rebalance_every": (-1, 5),  # of one microbatch per rank nothing can be moved
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,6 +1,7 @@
 """The corpus: text from any source that a user may name, split into two parts for good."""
 
 import json
+import os
 import sys
 import types
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minipar.train import corpus as corpora
 from minipar.train.corpus import ByteTokenizer, load_corpus, load_tokenizer
 
 BYTES = ByteTokenizer()
@@ -57,6 +59,28 @@ def test_tokenizer_file_ends_each_document_with_its_separator(tmp_path):
     corpus = load_corpus(str(lines), tokenizer)
     assert corpus.train.tolist() == [2, 3, 4, 1] * 7  # the mutant without separators has no 1
     assert corpus.validation.tolist() == [2, 3, 4, 1]
+
+
+def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
+    """Mutants: what the file says of truncation, padding or dropout is obeyed."""
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_bytes_as_a_file_are_the_same_bytes(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "bytes.json"
+    if not path.exists():
+        BYTES.save(path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode(text) == list(BYTES.encode(text)) and tokenizer.vocab_size == 256
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.separator is None
+    assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(path.parent))
 
 
 def test_large_vocabulary_is_int32(tmp_path):
@@ -137,6 +161,64 @@ def test_a_glob_and_its_folder_agree(tmp_path, monkeypatch):
     for relative in ("../**/*.txt", "./../*/*.txt"):
         assert load_corpus(relative, BYTES).validation.equal(folder.validation)
     assert load_corpus("*.txt", BYTES).num_files == 14
+
+
+def test_links_in_a_circle_are_followed_once(tmp_path):
+    """Mutant: `glob.glob`, which two links to a parent keep busy for ever."""
+    make_folder(tmp_path / "d", 9)
+    elsewhere = make_folder(tmp_path / "elsewhere", 3)
+    expected = load_corpus(str(tmp_path / "d"), BYTES)
+    for name, target in (("up", ".."), ("self", "."), ("broken", "nowhere")):
+        (tmp_path / "d/a" / name).symlink_to(target)
+    for source in ("d", "d/**", "d/**/*.txt", "d/**/**/*.txt", "**/d/**/0*"):
+        found = load_corpus(os.path.join(tmp_path, source), BYTES)
+        assert found.num_files == expected.num_files == 9, source
+    (tmp_path / "d/linked").symlink_to(elsewhere)
+    assert load_corpus(str(tmp_path / "d"), BYTES).num_files == 12
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """Mutants: a pipe without a writer, or a device without an end, is waited for."""
+    make_folder(tmp_path / "d", 9)
+    os.mkfifo(tmp_path / "d/pipe.jsonl")
+    (tmp_path / "d/zero.txt").symlink_to("/dev/zero")
+    assert load_corpus(str(tmp_path / "d"), BYTES).num_files == 9
+    for source in (tmp_path / "d/pipe.jsonl", "/dev/zero"):
+        with pytest.raises(ValueError, match="a device, a pipe or a socket"):
+            load_corpus(str(source), BYTES)
+    for source in ("~nouser/x", str(tmp_path / ("x" * 300))):
+        with pytest.raises(ValueError, match=r"no file or folder '~nouser/x'|cannot read .*xxx"):
+            load_corpus(source, BYTES)
+
+
+def test_a_source_has_bounds(tmp_path, monkeypatch):
+    make_folder(tmp_path, 9)
+    (tmp_path / "large.bin").write_bytes(b"\0" * 1000)  # counts for nothing
+    monkeypatch.setattr(corpora, "MOST_BYTES", 81)
+    monkeypatch.setattr(corpora, "MOST_FILES", 10)
+    for source in (str(tmp_path), f"{tmp_path}/**"):
+        load_corpus(source, BYTES)
+    monkeypatch.setattr(corpora, "MOST_BYTES", 80)
+    with pytest.raises(ValueError, match="holds more text than the 80 bytes .* name a part of it"):
+        load_corpus(str(tmp_path), BYTES)
+    monkeypatch.setattr(corpora, "MOST_FILES", 9)
+    for source in (str(tmp_path), f"{tmp_path}/**"):
+        with pytest.raises(ValueError, match="holds more than 9 files; name a part of it"):
+            load_corpus(source, BYTES)
+
+
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
+    make_folder(tmp_path, 9)
+
+    def refuses(path, *args):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(corpora.Path, "open", refuses)
+    with pytest.raises(ValueError, match=r"cannot read .*/00\.txt: Permission denied"):
+        load_corpus(str(tmp_path), BYTES)
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(ValueError, match=f"cannot read {tmp_path}: Permission denied"):
+        load_corpus(str(tmp_path), BYTES)
 
 
 @given(
