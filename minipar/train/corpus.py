@@ -147,7 +147,7 @@ def tokenizer_file(path: str | Path) -> Path:
 
     Raises ValueError where there is none, or one that is too large to be one.
     """
-    path = _expanded(path)
+    path = Path(os.path.expanduser(path))  # leaves a "~" that it does not know as it is
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
@@ -320,7 +320,7 @@ def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], st
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
         return _read(paths, root, limit_bytes), "the Python standard library"
-    path = _expanded(source)
+    path = Path(os.path.expanduser(source))
     if source and path.is_file():
         return _read([path], path.parent, limit_bytes, must_be_text=True), source
     if source and path.is_dir():
@@ -341,11 +341,6 @@ def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], st
     return _read(paths, root, limit_bytes), source
 
 
-def _expanded(path: str | Path) -> Path:
-    """With a home in the place of "~", if there is one."""
-    return Path(os.path.expanduser(path))
-
-
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
     """The files below `root`, without hidden ones and without the folders called `left_out`."""
     found = (Path(folder, name) for folder, files in _folders(root, left_out) for name in files)
@@ -364,24 +359,19 @@ def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, 
 
     Links may lead to a folder twice, or in a circle.
     """
-    seen = {_identity(folder) for folder in root.resolve().parents}
+    seen = {str(folder) for folder in root.resolve().parents}
 
     def unreadable(error: OSError) -> None:
         raise error
 
     for folder, subfolders, files in os.walk(root, onerror=unreadable, followlinks=True):
-        is_new = (identity := _identity(folder)) not in seen
-        seen.add(identity)
+        is_new = (real := os.path.realpath(folder)) not in seen
+        seen.add(real)
         hidden = {name for name in subfolders if name[0] == "." or name == "__pycache__"}
         # os.walk goes on with what is left in this very list
         subfolders[:] = sorted(set(subfolders) - hidden - set(left_out)) if is_new else []
         if is_new:
             yield folder, files
-
-
-def _identity(folder: str | Path) -> tuple[int, int]:
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
 
 
 def _glob(parts: Sequence[str]) -> Iterator[Path]:
