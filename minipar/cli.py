@@ -196,7 +196,7 @@ def _explain(error: RankError) -> int:
     if _is_bad_input(error) and len(messages) == 1:
         _complain(ValueError(failures[0].message))
         return 2
-    if all(failure.kind in _SAY_IT_ALL for failure in failures):
+    if all(f.kind in _SAY_IT_ALL or "allocate memory" in f.message for f in failures):
         for message, failure in messages.items():
             alone = "" if len(messages) < len(failures) else f"{failure.label}: "
             _complain(RuntimeError(f"{alone}{message}"))
@@ -205,7 +205,7 @@ def _explain(error: RankError) -> int:
     return 1
 
 
-_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError")
+_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemoryError")
 """Failures of ranks whose message is all that there is to know."""
 
 

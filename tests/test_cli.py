@@ -555,13 +555,15 @@ HOSTILE = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "before",
     [name if not name else pytest.param(name, marks=pytest.mark.exhaustive) for name in HOSTILE],
 )
 def test_a_run_in_a_hostile_environment(work, tmp_path, before):
     """No home, few files, a folder for temporary ones with a long name, names of other letters."""
-    if before.startswith(("mount", "ip")) and os.geteuid():
+    isolated = {"m": ["unshare", "-m"], "i": ["unshare", "-n"]}.get(before[:1], [])
+    if isolated and os.geteuid():
         pytest.skip("only root may do that")
     temporary = tmp_path / ("very long " * 20) / ("name " * 20)
     temporary.mkdir(parents=True)
@@ -571,13 +573,12 @@ def test_a_run_in_a_hostile_environment(work, tmp_path, before):
     given = dict(pair.split("=", 1) for pair in HOSTILE[before].split())
     environment = {**ENVIRONMENT, "TMPDIR": str(temporary), **given}
     del environment["HOME"]
-    isolated = ["unshare", "-m", "-n"] if before.startswith(("mount", "ip")) else []
     done = subprocess.run(
         [*isolated, "bash", "-c", f'ulimit -n 64; {before or "true"} && exec "$@"', "bash"]
         + command(*typed, "--mesh", "dp=2"),
         capture_output=True,
         env=environment,
-        timeout=PATIENCE,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     folder = tmp_path / "rüns/ünï 漢"
@@ -585,7 +586,7 @@ def test_a_run_in_a_hostile_environment(work, tmp_path, before):
     assert "Ä" in (folder / "sample.txt").read_text(encoding="utf-8")
     assert TrainConfig.load(folder / "config.json").steps == 6
     assert b"step 1/6" in done.stdout and b"step 6/6" in done.stdout
-    assert list(temporary.iterdir()) == []
+    assert not list(temporary.glob("minipar-*"))
 
 
 def torchrun(work: Path, out: Path, mesh: str, *more: str) -> subprocess.CompletedProcess:
