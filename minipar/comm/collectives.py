@@ -35,6 +35,8 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_SLICES = 1
+"""The tag of messages that make up a collective, to keep them apart from the caller's own."""
 
 
 class Pending:
@@ -129,7 +131,7 @@ def reduce_scatter(
 
         def hand_over(is_async: bool) -> Any:
             with link.standing_for(f"reduce_scatter({op})"):
-                return dist.all_to_all_single(arrived, pieces, None, None, axis.group, is_async)
+                return _swap(arrived, pieces, axis, is_async)
 
         def add_up(arrived: Tensor) -> Tensor:
             return _deliver(_combine(arrived, op, _landing(out, arrived, shape)), out)
@@ -207,7 +209,7 @@ def all_to_all(
         "all_to_all",
         axis,
         _sent("all_to_all", tensor, axis),
-        lambda a: dist.all_to_all_single(arrived, pieces, group=axis.group, async_op=a),
+        lambda a: _swap(arrived, pieces, axis, a),
         arrived,
         async_op,
         finish=lambda arrived: _join(arrived, concat_dim),
@@ -242,9 +244,7 @@ def _all_to_all_uneven(
         "all_to_all",
         axis,
         row_bytes * (sum(send_counts) - send_counts[axis.rank]),
-        lambda a: dist.all_to_all_single(
-            arrived, tensor, list(recv_counts), list(send_counts), axis.group, a
-        ),
+        lambda a: _swap(arrived, tensor, axis, a, list(recv_counts), list(send_counts)),
         arrived,
         async_op,
     )
@@ -373,18 +373,51 @@ def exchange(
         for (tensor, _), buffer in zip(sends, buffers, strict=True):
             buffer.copy_(tensor)
 
-    def call(_: bool) -> _All | None:
-        posts = [dist.P2POp(dist.isend, t, group=axis.group, group_peer=peer) for t, peer in sends]
-        posts += [dist.P2POp(dist.irecv, b, group=axis.group, group_peer=peer) for b, peer in recvs]
-        if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
-            return _All(
-                [post.op(post.tensor, None, post.group, 0, post.group_peer) for post in posts]
-            )
-        return _All(dist.batch_isend_irecv(posts)) if posts else None
-
     num_bytes = sum(tensor.nbytes for tensor, _ in sends)
     peers = list(dict.fromkeys(peer for _, peer in (*recvs, *sends)))
+    call = lambda _: _post(sends, recvs, axis)  # noqa: E731
     return _launch("exchange", axis, num_bytes, call, buffers, async_op, peers=peers)
+
+
+def _post(
+    sends: Sequence[tuple[Tensor, int]],
+    recvs: Sequence[tuple[Tensor, int]],
+    axis: Axis,
+    tag: int = 0,
+) -> "_All | None":
+    """Receives first: gloo tells the peer over the same connection that a buffer is there, and
+    behind a message that is leaving this would wait for its end. So both ways work at once.
+    """
+    posts = [dist.P2POp(dist.irecv, b, None, axis.group, tag, peer) for b, peer in recvs]
+    posts += [dist.P2POp(dist.isend, t, None, axis.group, tag, peer) for t, peer in sends]
+    if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
+        return _All([p.op(p.tensor, None, p.group, p.tag, p.group_peer) for p in posts])
+    return _All(dist.batch_isend_irecv(posts)) if posts else None
+
+
+def _swap(
+    arrived: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    is_async: bool,
+    recv_rows: Sequence[int] | None = None,
+    send_rows: Sequence[int] | None = None,
+) -> Any:
+    """Start an all-to-all of rows. Gloo's own sends first, so on a CPU it is messages of ours."""
+    if sent.device.type != "cpu" or dist.get_backend(axis.group) != "gloo":
+        rows = recv_rows, send_rows
+        return dist.all_to_all_single(arrived, sent, *rows, axis.group, is_async)
+    n, rank = axis.size, axis.rank
+    into = arrived.split(recv_rows or len(arrived) // n)
+    out = sent.split(send_rows or len(sent) // n)
+    into[rank].copy_(out[rank])
+    sources, peers = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
+    return _post(
+        [(out[p], p) for p in peers if out[p].numel()],
+        [(into[p], p) for p in sources if into[p].numel()],
+        axis,
+        tag=_SLICES,
+    )
 
 
 class _All:

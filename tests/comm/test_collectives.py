@@ -157,8 +157,9 @@ def check_small_shapes() -> None:
 def check_uneven() -> None:
     axis = Mesh(ep=dist.get_world_size()).ep
     n, r = axis.size, axis.rank
-    counts = [[(3 * i + 2 * j) % 5 for j in range(n)] for i in range(n)]  # [from][to], some 0
+    counts = [[(3 * i + 2 * j + 1) % 4 for j in range(n)] for i in range(n)]  # [from][to], some 0
     assert any(0 in row for row in counts)
+    assert counts[0][0] and counts[1][1]  # what stays must not be charged
     xs = [100.0 * i + torch.arange(sum(counts[i]) * 2).reshape(-1, 2) for i in range(n)]
     expected = torch.cat([x.split(row)[r] for x, row in zip(xs, counts, strict=True)])
     call = dict(send_counts=counts[r], recv_counts=[row[r] for row in counts])
@@ -204,6 +205,46 @@ def check_peers() -> None:
     if r < n - 1:
         assert comm.send(total, axis, r + 1, async_op=True).wait() is not None
     equal(total, torch.tensor([r * (r + 1) / 2]))
+
+
+def what_is_posted() -> list[list[str]]:
+    """The names of the messages of three calls, in order."""
+    axis, posted, batch = Mesh(dp=2).dp, [], dist.batch_isend_irecv
+    peer, mine = 1 - axis.rank, torch.ones(4)
+
+    def post(ops: list[dist.P2POp]) -> list[dist.Work]:
+        posted.append([op.op.__name__ for op in ops])
+        return batch(ops)
+
+    dist.batch_isend_irecv = post
+    try:
+        comm.exchange([(mine, peer)], [(torch.empty(4), peer)], axis)
+        comm.reduce_scatter(mine, axis)
+        comm.all_to_all(mine, axis)
+    finally:
+        dist.batch_isend_irecv = batch
+    return posted
+
+
+def test_receives_are_posted_before_sends(ranks):
+    """Else a real link works in one direction at a time: twice the time, see `tests/hosts`."""
+    for posted in ranks(2).run(what_is_posted):
+        assert posted == [["irecv", "isend"]] * 3
+
+
+def slices_beside_messages() -> tuple[list[float], list[float]]:
+    axis = Mesh(dp=2).dp
+    peer, mine = 1 - axis.rank, torch.arange(4.0) + 10 * axis.rank
+    early = comm.recv(torch.empty(2), axis, peer, async_op=True)
+    swapped = comm.all_to_all(mine, axis)
+    comm.send(torch.full((2,), -1.0), axis, peer)
+    return swapped.tolist(), early.wait().tolist()
+
+
+def test_slices_of_a_collective_are_no_messages_of_the_caller(ranks):
+    """Mutant: one tag for both, and the early receive takes a slice."""
+    first, second = ranks(2).run(slices_beside_messages)
+    assert first == ([0, 1, 10, 11], [-1, -1]) and second == ([2, 3, 12, 13], [-1, -1])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -373,6 +414,7 @@ def test_wire_bytes_against_the_literature():
         for verb in "broadcast", "reduce", "send":
             assert wire_bytes(verb, whole, n) == whole
     assert wire_bytes("all_reduce", 8, 8) / 8 == 1.75
+    assert wire_bytes("all_reduce", 10, 4) == 15 and wire_bytes("all_gather", 11, 3) == 7  # uneven
     for verb in "all_reduce", "all_gather", "broadcast", "send", "barrier":
         assert wire_bytes(verb, whole, 1) == 0
     assert wire_bytes("recv", whole, 4) == wire_bytes("barrier", whole, 4) == 0
