@@ -12,9 +12,10 @@ would have been done, so that overlap is real and the processor stays free to co
 Model (alpha-beta; Hockney 1994; Thakur, Rabenseifner & Gropp 2005, section 3; Chan et al. 2007):
 an operation starts when the last rank has called it and the link is free, and takes
 ``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`); links work in both directions at
-once. Each process group has a link of its own: collectives of one group queue, as on a CUDA stream,
-those of two groups do not slow each other down. Messages have a lane per peer and direction, where
-the next one may leave while the last one still travels.
+once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream;
+messages have a lane per peer and direction, where the next one may leave while the last one still
+travels. These wires do not slow each other down: a full mesh. Only on a `Topology` they do: what
+leaves a node, or comes in, by the same network card queues for it, of whatever group it is.
 
 This file is the model: links, topologies, what an operation costs, and which link is in use. The
 backend itself is in `link_group.py`.
@@ -25,10 +26,12 @@ backends, ``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch.distributed as dist
@@ -95,25 +98,71 @@ class Topology:
     """Two levels: ranks 0 .. `ranks_per_node` - 1 on node 0, and so on, `intra` inside, `inter`
     between nodes.
 
-    Each rank has its own port to the other nodes, as in machines with one network card per GPU.
-    (One card for all: give an `inter` with its bandwidth divided by `ranks_per_node`.) A group that
-    spans nodes is bounded by `inter`: ring and pairwise exchange advance in lockstep and have a hop
-    between nodes in every step, so the slowest hop rules. A message is bounded by the pair.
+    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once,
+    and its ranks share them evenly; None gives each rank a card, as in machines with one per GPU.
+    Two groups across nodes that talk at once by the same card take twice as long. A flat ring over
+    one card per node does not: in the order of the ranks, one of each node sends to another node,
+    and one receives. Ring and pairwise exchange advance in lockstep, so that the slowest hop rules.
     """
 
     nodes: int = 2
     ranks_per_node: int = 2
     intra: Link = LINKS["nvlink4"]
     inter: Link = LINKS["ib-ndr"]
+    cards_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
             raise ValueError(f"nodes={self.nodes}, ranks_per_node={self.ranks_per_node}: 1 or more")
+        good = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
+        if self.cards_per_node is not None and self.cards_per_node not in good:
+            raise ValueError(
+                f"cards_per_node={self.cards_per_node} does not divide ranks_per_node="
+                f"{self.ranks_per_node}; use {' or '.join(map(str, good))}"
+            )
 
     def between(self, ranks: Sequence[int]) -> Link:
         """Return the link that bounds a group of these global ranks."""
-        nodes = {rank // self.ranks_per_node for rank in ranks}
-        return self.intra if len(nodes) <= 1 else self.inter
+        return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
+
+    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return for how many seconds an operation keeps each lane of a card that it crosses.
+
+        Lane 2 c leaves card c, lane 2 c + 1 comes in. `ranks` are global; of a message, the sender
+        and the receiver. An all-to-all is a message per pair, all else a ring in their order.
+        """
+        if verb in ("send", "recv"):
+            hops, carried = [tuple(ranks)], float(num_bytes)
+        elif verb == "all_to_all":
+            hops, carried = list(permutations(ranks, 2)), num_bytes / len(ranks)
+        else:
+            hops = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+            carried = wire_bytes(verb, num_bytes, len(ranks))
+        lanes: dict[int, float] = Counter()
+        for src, dst in hops:
+            if carried and self._node(src) != self._node(dst):
+                for lane in (2 * self._card(src), 2 * self._card(dst) + 1):
+                    lanes[lane] += carried / self.inter.bandwidth
+        return dict(lanes)
+
+    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
+        """Return how long operations take that start at once: `(verb, num_bytes, global ranks)`."""
+        alone, latencies, busy = [], [0.0], Counter()
+        for verb, num_bytes, ranks in calls:
+            wire = self.between(ranks)
+            alone.append(seconds(verb, num_bytes, len(ranks), wire))
+            if lanes := self.lanes(verb, num_bytes, ranks):
+                latencies.append(_STEPS[verb](len(ranks)) * wire.latency)
+                busy.update(lanes)
+        return max(*alone, max(latencies) + max(busy.values(), default=0.0))
+
+    def _node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def _card(self, rank: int) -> int:
+        cards = self.cards_per_node or self.ranks_per_node
+        node, local = divmod(rank, self.ranks_per_node)
+        return node * cards + local * cards // self.ranks_per_node
 
     def scaled(self, factor: float) -> "Topology":
         """Return this topology with both links slowed by `factor`."""
@@ -126,7 +175,8 @@ class Topology:
 
     def __str__(self) -> str:
         shape = f"{self.nodes} nodes x {self.ranks_per_node} ranks"
-        return f"{shape} ({self.intra} inside, {self.inter} between)"
+        cards = f", {self.cards_per_node} cards per node" if self.cards_per_node else ""
+        return f"{shape} ({self.intra} inside, {self.inter} between{cards})"
 
 
 # ---------------------------------------------------------------------- cost
@@ -234,3 +284,13 @@ def stands_for() -> str:
 def among(ranks: Sequence[int]) -> Link:
     """Return the link that bounds a group of these global ranks now."""
     return _link.between(ranks) if isinstance(_link, Topology) else _link
+
+
+def cost(verb: str, num_bytes: int, ranks: Sequence[int]) -> tuple[float, dict[int, float]]:
+    """Return the seconds that an operation of these global ranks takes now if it is alone, and for
+    how long it keeps the lanes of network cards: see `Topology.lanes`, empty on a `Link`.
+    """
+    if isinstance(_link, Topology):
+        call = verb, num_bytes, ranks
+        return _link.seconds(call), _link.lanes(*call)
+    return seconds(verb, num_bytes, len(ranks), _link), {}

@@ -6,10 +6,7 @@ ranks that call different things get a `Mismatch` that says who called what, ins
 """
 
 import math
-import mmap
-import os
 import queue
-import tempfile
 import threading
 import time
 import zlib
@@ -17,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
 from minipar.comm import link
+from minipar.comm.link_tables import Calls, Cell, Transfer
 from minipar.comm.spans import wire_bytes
 
 
@@ -37,14 +35,6 @@ def register() -> None:
 # ---------------------------------------------------------------------- one operation
 class Mismatch(RuntimeError):
     """The ranks of a group did not all call the same thing. The group stays usable."""
-
-
-class Transfer(NamedTuple):
-    """When an operation starts, or one rank is ready to, and how long the wire needs for it."""
-
-    start: float
-    seconds: float
-    num_bytes: int = 0  # of a message
 
 
 class LinkWork(dist.Work):
@@ -128,59 +118,6 @@ class LinkWork(dist.Work):
         return self._inner._source_rank()
 
 
-Cell = tuple[int, int, int]
-
-
-class _Calls:
-    """Who called when: a table in memory that the ranks of a group share.
-
-    A cell is (end, src, dst): end 0 is the sender's of a message from src to dst, end 1 the
-    receiver's; (0, rank, rank) is for the collectives of `rank`. A rank posts before it hands the
-    operation to gloo, and reads when gloo is done: by then all that it waited for have posted. This
-    costs microseconds, while asking over gloo costs milliseconds.
-    """
-
-    SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._size = size
-        if rank == 0:
-            with tempfile.NamedTemporaryFile(prefix="minipar-link-", delete=False) as file:
-                file.truncate(2 * size * size * self.SLOTS * self.FIELDS * 8)
-            store.set("calls", file.name)
-        path = store.get("calls").decode()
-        try:
-            with open(path, "r+b") as file:
-                self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-        except FileNotFoundError:
-            raise RuntimeError("an emulated link joins the ranks of one machine only") from None
-        if store.add("opened", 1) == size:
-            os.unlink(path)  # the last to come: the memory lives on, the file need not
-
-    def post(self, cell: Cell, call: int, mine: Transfer) -> None:
-        """Say that this rank is ready for operation number `call` of this cell."""
-        at = self._at(cell, call)
-        for field, number in enumerate(mine, start=1):
-            self._numbers[at + field] = number
-        self._numbers[at] = call  # last: now the cell is good
-
-    def read(self, cell: Cell, call: int) -> Transfer | None:
-        """Return what was posted, or None if that rank has not called yet."""
-        at = self._at(cell, call)
-        number, *transfer = self._numbers[at : at + self.FIELDS]
-        return Transfer(*transfer) if number == call else None
-
-    def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
-        """The last to be ready and the longest transfer, among me and who posted."""
-        posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
-        return Transfer(max(t.start for t in posted), max(t.seconds for t in posted))
-
-    def _at(self, cell: Cell, call: int) -> int:
-        end, src, dst = cell
-        row = (end * self._size + src) * self._size + dst
-        return (row * self.SLOTS + call % self.SLOTS) * self.FIELDS
-
-
 # ---------------------------------------------------------------------- the process group
 class LinkGroup(dist.ProcessGroup):
     """A gloo group whose operations take as long as on the link in `use`."""
@@ -193,7 +130,7 @@ class LinkGroup(dist.ProcessGroup):
         # Gives the group a name, and the paths that never leave C++ a backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._calls = _Calls(options.store, rank, size)
+        self._calls = Calls(options.store, rank, size)
         self._num_collectives, self._num_messages = 0, Counter()
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
@@ -278,7 +215,7 @@ class LinkGroup(dist.ProcessGroup):
             whole = size * _num_bytes(pieces)
         elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's
             whole = _busiest(_flows(size, *args), self.rank(), size) * size // max(size - 1, 1)
-        duration = link.seconds(op.verb, whole, size, link.among(self.ranks))
+        duration, lanes = link.cost(op.verb, whole, self.ranks)
         checks, call = link.checks, link.stands_for()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
@@ -292,7 +229,8 @@ class LinkGroup(dist.ProcessGroup):
             self._calls.post(mine, number, transfer)
             for inner in op.launch(self.inner, args, opts):
                 inner.wait()  # not is_completed(), which gloo's reduce-scatter never reports
-            return self._calls.latest(everyone, number, transfer)
+            transfer = self._calls.latest(everyone, number, transfer)
+            return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
 
         sent = wire_bytes(op.verb, whole, size)
         work = LinkWork(verb, sent, list(_tensors(args[:1])), run)
@@ -356,9 +294,10 @@ class LinkGroup(dist.ProcessGroup):
         self._raise_if_aborted(verb)
         end, src, dst = cell
         other_end = (1 - end, src, dst)
-        wire = link.among((self.ranks[src], self.ranks[dst]))
+        pair = self.ranks[src], self.ranks[dst]
         num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
-        mine = Transfer(time.monotonic(), link.seconds(verb, num_bytes, 2, wire), num_bytes)
+        duration, lanes = link.cost(verb, num_bytes, pair)
+        mine, latency = Transfer(time.monotonic(), duration, num_bytes), link.among(pair).latency
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # whoever comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
@@ -368,25 +307,29 @@ class LinkGroup(dist.ProcessGroup):
 
         def run(ready: float) -> Transfer:
             inner.wait()
-            return self._calls.latest([other_end], call, mine._replace(start=ready))
+            transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
+            return self._calls.on_cards(cell, call, transfer, lanes)
 
         sent = wire_bytes(verb, num_bytes, 2)
-        work = LinkWork(verb, sent, tensors, run, inner, wire.latency)
+        work = LinkWork(verb, sent, tensors, run, inner, latency)
         work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> LinkWork:
         """Start to receive from whoever sends first; the slowest link of the group is assumed."""
         self._raise_if_aborted("recv")
-        wire = link.among(self.ranks)
-        duration = link.seconds("recv", _num_bytes(tensors), 2, wire)
+        wire, num_bytes = link.among(self.ranks), _num_bytes(tensors)
+        duration = link.seconds("recv", num_bytes, 2, wire)
         inner = self.inner.recv_anysource(tensors, tag)
 
         def run(ready: float) -> Transfer:
             inner.wait()
             sender = (0, inner._source_rank(), self.rank())
             call = self._number("recv", sender[1], tag)
-            return self._calls.latest([sender], call, Transfer(ready, duration))
+            transfer = self._calls.latest([sender], call, Transfer(ready, duration))
+            pair = self.ranks[sender[1]], self.ranks[self.rank()]
+            lanes = link.cost("recv", num_bytes, pair)[1]
+            return self._calls.on_cards(sender, call, transfer, lanes)
 
         work = LinkWork("recv", 0, tensors, run, inner, wire.latency)
         return self._enqueue(("recv", None), work)

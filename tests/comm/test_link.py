@@ -1,6 +1,8 @@
 """The emulated link: it takes the time it promises, changes no bit, and never hangs."""
 
 import math
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -15,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import collectives, link, link_group
+from minipar.comm import algorithms, collectives, link, link_group
 from minipar.comm.link import LINKS, Link, Topology
+from minipar.comm.link_tables import Cards
 from minipar.comm.mesh import Axis
 
 SLACK = 0.1  # seconds that a busy machine may add to an emulated time
@@ -117,7 +120,49 @@ def test_topology_picks_the_slowest_hop():
     assert topology.between(range(8)) == LINKS["100gbe"]
 
 
+SLOW = Link("slow", 1e-3, 1e6)
+ACROSS = [("all_reduce", 500_000, (0, 2)), ("all_reduce", 500_000, (1, 3))]
+
+
+@pytest.mark.parametrize(
+    "cards, calls, seconds",
+    [
+        # 1 MB/s and 1 ms; 1.5 MB go round a ring of four, one hop of each node out, one in.
+        (None, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
+        (1, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
+        (None, ACROSS, 0.502),
+        (1, ACROSS, 1.002),
+        (None, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (1, 3))], 1.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (1, 3))], 2.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (3, 1))], 1.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (0, 1))], 1.001),
+        # 250 kB for each pair: from each rank 2 across, so 4 by a card, where a rank sends 3.
+        (None, [("all_to_all", 1_000_000, (0, 1, 2, 3))], 0.753),
+        (1, [("all_to_all", 1_000_000, (0, 1, 2, 3))], 1.003),
+        (1, [("barrier", 0, (0, 1, 2, 3)), ("broadcast", 9, (0, 1))], 0.002),
+    ],
+)
+def test_what_crosses_a_card_at_once_shares_it(cards, calls, seconds):
+    """By hand. Mutants: a port per rank always; all of a node divided by its ranks; one direction
+    slows the other; what stays inside of a node counts, also where both links are the same."""
+    for fast in (Link("fast", 0, math.inf), SLOW):
+        got = Topology(2, 2, fast, SLOW, cards).seconds(*calls)
+        if fast is SLOW and calls[0][0] == "barrier":
+            seconds = 0.002  # the latencies of log2 4 steps
+        assert got == pytest.approx(seconds, rel=1e-4)
+
+
+def test_cards_are_those_of_the_node():
+    eight = Topology(2, 4, LINKS["nvlink4"], SLOW, cards_per_node=2)
+    lanes = [set(eight.lanes("send", 10, pair)) for pair in ((0, 4), (1, 7), (2, 4), (3, 4))]
+    assert lanes == [{0, 5}, {0, 7}, {2, 5}, {2, 5}]
+    assert eight.lanes("send", 10, (0, 3)) == {} == eight.lanes("barrier", 0, range(8))
+    assert "2 cards per node" in eight.label and eight.scaled(3).cards_per_node == 2
+
+
 def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="cards_per_node=3 does not divide.*; use 1 or 2 or 4"):
+        Topology(2, 4, cards_per_node=3)
     with pytest.raises(ValueError, match="did you mean 'nvlink4'"):
         link.use("NVLink-4")
     with pytest.raises(ValueError, match="write it like"):
@@ -575,6 +620,84 @@ def test_topology_times(ranks):
         assert took.keys() == model.keys()
         for name, want in model.items():
             assert want <= took[name] < want + SLACK, (name, took)
+
+
+def shared_cards():
+    """Seconds of calls that cross at once, by 20 MB/s and one card per node: 4 MB take 0.2 s."""
+    rank, took = dist.get_rank(), {}
+    wires = Topology(2, 2, Link("fast", 0, math.inf), Link("slow", 0, 20e6), 1)
+    with a_link_group(wires) as world:
+        pairs = {}
+        for name, groups in {"inside": [[0, 1], [2, 3]], "across": [[0, 2], [1, 3]]}.items():
+            made = [dist.new_group(pair, backend="link") for pair in groups]
+            mine = [pair.index(rank) if rank in pair else None for pair in groups]
+            at = next(i for i, place in enumerate(mine) if place is not None)
+            pairs[name] = Axis(name, mine[at], 2, tuple(groups[at]), made[at])
+        inside, across = pairs["inside"], pairs["across"]
+        whole = Axis("all", rank, 4, (0, 1, 2, 3), world)
+        tensor, half = torch.ones(1_000_000), torch.ones(500_000)
+
+        def hop(way):  # 0: to node 1
+            if across.rank == way:
+                return collectives.send(tensor, across, 1 - across.rank)
+            return collectives.recv(torch.empty_like(tensor), across, 1 - across.rank)
+
+        def two_groups():  # ranks 0 and 2 talk in another group than 1 and 3
+            axis, peer = (across, 1 - across.rank) if inside.rank else (whole, rank ^ 2)
+            if across.rank == 0:
+                return collectives.send(tensor, axis, peer)
+            return collectives.recv(torch.empty_like(tensor), axis, peer)
+
+        ways = {
+            "flat": lambda: collectives.all_reduce(tensor, whole),
+            "our flat ring": lambda: algorithms.all_reduce(tensor, whole),
+            "across": lambda: collectives.all_reduce(half, across),
+            "our hierarchical": lambda: algorithms.hierarchical_all_reduce(tensor, inside, across),
+            "two hops": lambda: hop(0),
+            "opposite hops": lambda: hop(inside.rank),
+            "two groups": two_groups,
+            "all_to_all": lambda: collectives.all_to_all(tensor, whole),
+        }
+        for name, way in ways.items():
+            way()
+            took[name] = [clock(way)[1] for _ in range(2)]
+        link.use(Topology(2, 2, wires.intra, wires.inter))
+        took["a card each"] = [clock(hop, 0)[1]]
+        dist.barrier()
+        for axis in pairs.values():
+            dist.destroy_process_group(axis.group)
+    return took
+
+
+def test_ranks_of_a_node_share_its_card(ranks):
+    """The emulation follows `Topology.seconds`, also between groups. Mutant: a table per group."""
+    model = {"flat": 0.3, "our flat ring": 0.3, "across": 0.2, "our hierarchical": 0.2}
+    model |= {"two hops": 0.4, "opposite hops": 0.2, "two groups": 0.4, "all_to_all": 0.2}
+    model |= {"a card each": 0.2}
+    every = ranks(4).run(shared_cards)
+    for name, want in model.items():
+        last = [max(took) for took in zip(*(rank[name] for rank in every), strict=True)]
+        assert 0.95 * want <= min(last) < want + SLACK, (name, last)
+
+
+HOLD = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, 2); print(1, flush=True); "
+
+
+def test_a_dead_rank_frees_the_cards(tmp_path):
+    """A rank killed while it holds the table blocks no other; new ranks start with free cards."""
+    store = dist.HashStore()
+    cards = Cards(store, 9)
+    path = store.get("minipar cards").decode()
+    command = [sys.executable, "-c", HOLD + "input()", path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"1\n"
+        waiting = threading.Thread(target=lambda: cards.locked().__enter__(), daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()  # the lock does lock
+        rank.kill()
+        waiting.join(5)
+        assert not waiting.is_alive()
 
 
 def idle():

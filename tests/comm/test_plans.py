@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.comm import plans
+from minipar.comm import link, plans
 from minipar.comm.plans import Message, Plan, Round, cut
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16]
@@ -275,3 +275,23 @@ def test_messages_to_oneself_cost_nothing():
     step = Round((Message(0, 0, 9), Message(1, 0, 4)), (Message(0, 0, 9), Message(1, 0, 4)))
     assert plans.seconds([[step], [step]], 2, 0.0, 1.0, sharing=1.0) == 2 * 9
     assert plans.seconds([[step]], 2, 0.0, 1.0) == 2 * 4
+
+
+def test_a_flat_ring_hardly_shares_a_card():
+    """On paper: 2 nodes x 2 ranks, 1 MB/s between, one card each. Mutants: a port per rank always;
+    all of a node divided by its ranks."""
+    fast, slow = link.Link("fast", 0, 1e12), link.Link("slow", 1e-3, 1e6)
+    one, each = (link.Topology(2, 2, fast, slow, cards) for cards in (1, 2))
+
+    def seconds(make, topology):
+        return plans.seconds_on([make(250_000, rank, 4) for rank in range(4)], 4, topology)
+
+    for topology in (one, each):
+        assert seconds(plans.ring, topology) == pytest.approx(1.506, rel=1e-3)
+        assert seconds(plans.ring, topology) == pytest.approx(
+            topology.seconds(("all_reduce", 1_000_000, (0, 1, 2, 3))), rel=1e-3
+        )
+    # Halves to the other node from both of its ranks, both ways: as long as the ring on one card.
+    assert seconds(plans.halving_doubling, each) == pytest.approx(1.002, rel=1e-3)
+    assert seconds(plans.halving_doubling, one) == pytest.approx(2.002, rel=1e-3)
+    assert seconds(plans.direct, one) == pytest.approx(4.001, rel=1e-3)
