@@ -37,6 +37,7 @@ def test_a_row_compares_round_by_round():
 def test_check_refuses_what_cannot_work(tmp_path):
     SMALL.check()
     wrong = dict(ranks=1, rounds=0, sizes=(1,), algorithms=("rign",), links=())
+    wrong |= dict(verb="gather")
     wrong |= dict(json=str(tmp_path / "none/rows.json"))
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"--{name}"):
@@ -51,6 +52,17 @@ def test_measure_lets_everybody_take_every_turn(ranks):
     names = ("backend", *SMALL.algorithms)
     assert set(first.seconds) == {(size, name) for size in SMALL.sizes for name in names}
     assert all(len(times) == 3 and min(times) > 0 for times in first.seconds.values())
+
+
+@pytest.mark.parametrize("verb", bench.VERBS)
+def test_other_verbs_are_compared_as_well(ranks, verb):
+    config = replace(SMALL, verb=verb)
+    measured = ranks(2).run(bench.measure, config, "gloo")[0]
+    assert set(measured.seconds) == {
+        (size, who) for size in SMALL.sizes for who in ("backend", verb)
+    }
+    (row,) = bench._rows(config, "gloo", 4096, measured)
+    assert row["algorithm"] == verb and row["predicted_ms"] > 0 and not row["picked"]
 
 
 @pytest.mark.slow

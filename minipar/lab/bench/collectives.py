@@ -1,21 +1,27 @@
-"""`minipar bench collectives`: our all-reduce beside the backend's own, over sizes.
+"""`minipar bench collectives`: our collectives beside the backend's own, over sizes.
 
 Gloo's all-reduce is a ring in C++ as well; ours is one in Python that calls C++ for every message.
 Small tensors show what Python costs, large ones whether anything is lost besides. As machines
 drift, contenders take turns call by call, in changing order, and what counts is the ratio within a
 round: ours over the backend's, as the median of all rounds with its quartiles. A round's time is
 that of its slowest rank.
+
+``--verb`` takes another: the reduce-scatter and the all-to-all of `comm.collectives`, which post
+their receives first, beside gloo's, which sends first; and an exchange with the two neighbours in
+either order. On a real link that is a factor of up to 2, see `collectives.exchange`.
 """
 
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minipar.comm import algorithms, link, plans
 from minipar.comm import collectives as comm
@@ -27,16 +33,46 @@ from minipar.lab.bench.race import aligned, quartiles, save
 BACKEND = "backend"
 
 
+def _ring_step(tensor: torch.Tensor, axis: Axis, sends_first: bool = False) -> None:
+    """To the right neighbour, from the left one."""
+    right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    if sends_first:
+        sent = comm.send(tensor, axis, right, async_op=True)
+        comm.recv(torch.empty_like(tensor), axis, left)
+        sent.wait()
+    else:
+        comm.exchange([(tensor, right)], [(torch.empty_like(tensor), left)], axis)
+
+
+def _gloo_reduce_scatter(tensor: torch.Tensor, axis: Axis) -> None:
+    mine = torch.empty_like(tensor.chunk(axis.size)[0])
+    dist.reduce_scatter_single(mine, tensor, group=axis.group)
+
+
+def _gloo_all_to_all(tensor: torch.Tensor, axis: Axis) -> None:
+    dist.all_to_all_single(torch.empty_like(tensor), tensor, group=axis.group)
+
+
+VERBS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "exchange": (partial(_ring_step, sends_first=True), _ring_step),
+    "reduce_scatter": (_gloo_reduce_scatter, comm.reduce_scatter),
+    "all_to_all": (_gloo_all_to_all, comm.all_to_all),
+}
+"""Besides all_reduce: the backend's own, and ours."""
+
+
 @dataclass(frozen=True)
 class CollectivesConfig:
-    """Compare all-reduce algorithms with the backend's own, in interleaved calls."""
+    """Compare our collectives with the backend's own, in interleaved calls."""
 
     ranks: int = 4
     """Number of ranks."""
     sizes: tuple[int, ...] = (1_024, 16_384, 262_144, 1_048_576, 4_194_304, 16_777_216)
-    """Bytes to reduce."""
+    """Bytes of the whole tensor."""
+    verb: str = "all_reduce"
+    """What to compare: all_reduce, exchange, reduce_scatter or all_to_all."""
     algorithms: tuple[str, ...] = tuple(plans.ALL_REDUCE)
-    """Which of ours."""
+    """Which of our all-reduces."""
     links: tuple[str, ...] = ("gloo",)
     """Where: gloo, as fast as this machine goes, or emulated links such as 1gbe or 1gbe*4."""
     rounds: int = 15
@@ -52,6 +88,8 @@ class CollectivesConfig:
             raise ValueError(f"--rounds {self.rounds} must be >= 1")
         if not self.sizes or min(self.sizes) < 4:
             raise ValueError(f"--sizes {self.sizes}: give bytes, 4 (one float) or more")
+        if self.verb not in ("all_reduce", *VERBS):
+            raise ValueError(f"--verb {self.verb!r}: use all_reduce, {', '.join(VERBS)}")
         unknown = [name for name in self.algorithms if name not in plans.ALL_REDUCE]
         if unknown or not self.algorithms:
             raise ValueError(f"--algorithms {unknown}: use some of {', '.join(plans.ALL_REDUCE)}")
@@ -96,7 +134,7 @@ def measure(config: CollectivesConfig, link_name: str) -> Measured:
     if link_name != "gloo":
         link.use(link.parse(link_name))
         link.check_calls(False)  # time is the topic
-    names = [BACKEND, *config.algorithms]
+    names = [BACKEND, *_ours(config)]
     seconds: dict[tuple[int, str], list[float]] = {}
     tuning = algorithms.tune(axis)
     gc.collect()
@@ -104,13 +142,13 @@ def measure(config: CollectivesConfig, link_name: str) -> Measured:
     for size in config.sizes:
         tensor = torch.ones(size // 4)
         for name in names:  # makes connections, touches memory
-            call(name, tensor, axis)
+            call(name, tensor, axis, config.verb)
         for turn in range(config.rounds):
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 comm.barrier(axis)
                 start = time.perf_counter()
-                call(name, tensor, axis)
+                call(name, tensor, axis, config.verb)
                 seconds.setdefault((size, name), []).append(time.perf_counter() - start)
     gc.enable()
     every = comm.all_gather_object(seconds, axis)
@@ -121,11 +159,18 @@ def measure(config: CollectivesConfig, link_name: str) -> Measured:
     return Measured(slowest, tuning)
 
 
-def call(name: str, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """All-reduce by the backend, or by one of our algorithms; both leave the input as it is."""
-    if name == BACKEND:
-        return comm.all_reduce(tensor, axis)
-    return algorithms.all_reduce(tensor, axis, name)
+def _ours(config: CollectivesConfig) -> tuple[str, ...]:
+    return (config.verb,) if config.verb in VERBS else config.algorithms
+
+
+def call(name: str, tensor: torch.Tensor, axis: Axis, verb: str) -> None:
+    """Do `verb` by the backend, or by one of ours; both leave the input as it is."""
+    if verb in VERBS:
+        VERBS[verb][name != BACKEND](tensor, axis)
+    elif name == BACKEND:
+        comm.all_reduce(tensor, axis)
+    else:
+        algorithms.all_reduce(tensor, axis, name)
 
 
 # ---------------------------------------------------------------------- the table
@@ -133,12 +178,17 @@ def _rows(
     config: CollectivesConfig, name: str, size: int, measured: Measured
 ) -> list[dict[str, Any]]:
     theirs = measured.seconds[size, BACKEND]
-    sent = wire_bytes("all_reduce", size, config.ranks)  # "bus bandwidth", as nccl-tests counts
-    rows = []
-    for algorithm in config.algorithms:
+    cost = "send" if config.verb == "exchange" else config.verb
+    sent = wire_bytes(cost, size, config.ranks)  # "bus bandwidth", as nccl-tests counts
+    tuning, rows = measured.tuning, []
+    wire = link.Link("as measured", tuning.alpha, 1 / tuning.beta)
+    for algorithm in _ours(config):
         ours = measured.seconds[size, algorithm]
         ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
         low, ratio, high = quartiles(ratios)
+        predicted = link.seconds(cost, size, config.ranks, wire)  # of all but all-reduces
+        if config.verb not in VERBS:
+            predicted = tuning.seconds(algorithm, size)
         rows.append(
             {
                 "bench": "collectives",
@@ -153,8 +203,8 @@ def _rows(
                 "ratio": ratio,
                 "ratio_low": low,
                 "ratio_high": high,
-                "predicted_ms": measured.tuning.seconds(algorithm, size) * 1e3,
-                "picked": measured.tuning.best(size) == algorithm,
+                "predicted_ms": predicted * 1e3,
+                "picked": config.verb == "all_reduce" and tuning.best(size) == algorithm,
             }
         )
     return rows
