@@ -1,0 +1,150 @@
+"""Two hosts and a real, shaped link between them: what the emulated link promises, TCP keeps.
+
+The links of `minipar.comm.link` stand for what is left for data: `namespaces.GOODPUT` of the rate.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipar.comm import algorithms
+from minipar.comm import collectives as comm
+from minipar.comm.link import LINKS, Link, Topology, seconds
+from minipar.comm.mesh import Axis, Mesh
+from tests.hosts.namespaces import CARD, GOODPUT, Hosts, two_hosts, why_not
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=f"no shaped link: {why_not()}"),
+]
+
+MEGABITS = 50
+LATENCY = 200e-6  # of a veth pair and a Python process that wakes up
+
+
+def wire(megabits: float) -> Link:
+    return Link(f"{megabits:g} Mbit", LATENCY, megabits * 1e6 / 8 * GOODPUT)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with two_hosts(MEGABITS) as made:
+        yield made
+
+
+def fastest(call: Callable[[], object], axis: Axis, turns: int = 3) -> float:
+    """Seconds of the best turn, by the slowest rank."""
+    times = []
+    for _ in range(turns):
+        comm.barrier(axis)
+        start = time.monotonic()
+        call()
+        took = torch.tensor(time.monotonic() - start, dtype=torch.float64)
+        times.append(comm.all_reduce(took, axis, "max").item())
+    return min(times)
+
+
+def one_way(tensor: torch.Tensor, axis: Axis) -> None:
+    """From the first rank of the axis to the second."""
+    if axis.rank == 0:
+        comm.send(tensor, axis, 1)
+    else:
+        comm.recv(torch.empty_like(tensor), axis, 0)
+
+
+# ---------------------------------------------------------------------- a rank on each host
+def time_verbs(sizes: list[int]) -> dict[str, dict[str, float]]:
+    axis = Mesh(dp=2).dp
+    peer, took = 1 - axis.rank, {}
+    for num_bytes in sizes:
+        tensor = torch.ones(num_bytes // 4)
+        into = torch.empty_like(tensor)
+        calls = {
+            "send": lambda t=tensor: one_way(t, axis),
+            "exchange": lambda t=tensor, into=into: comm.exchange(
+                [(t, peer)], [(into, peer)], axis
+            ),
+            "all_reduce": lambda t=tensor: comm.all_reduce(t, axis),
+            "reduce_scatter": lambda t=tensor: comm.reduce_scatter(t, axis),
+            "all_to_all": lambda t=tensor: comm.all_to_all(t, axis),
+        }
+        took[str(num_bytes)] = {verb: fastest(call, axis) for verb, call in calls.items()}
+    return took
+
+
+def test_collectives_take_what_the_formula_says(hosts):
+    """Mutant: sends before receives, and what goes both ways takes twice as long."""
+    (took, _) = hosts.run(time_verbs, [1_000_000, 4_000_000])
+    for num_bytes, verbs in took.items():
+        for verb, found in verbs.items():
+            formula = "send" if verb == "exchange" else verb
+            model = seconds(formula, int(num_bytes), 2, wire(MEGABITS))
+            print(f"{verb:15}{num_bytes:>9} B  {1e3 * model:6.0f} ms, really {1e3 * found:6.0f} ms")
+            assert 0.9 * model < found < 1.25 * model, (verb, num_bytes, model, found)
+
+
+def keep_talking(signal: str) -> float:
+    """Seconds of ten all-reduces; a file tells that the first is over."""
+    axis = Mesh(dp=2).dp
+    start = time.monotonic()
+    for turn in range(10):
+        total = comm.all_reduce(torch.full((250_000,), axis.rank + 1.0), axis)
+        assert total.eq(3).all()
+        Path(signal).write_text(str(turn), encoding="utf-8")
+    return time.monotonic() - start
+
+
+def test_a_link_down_for_three_seconds_is_survived(hosts: Hosts, tmp_path):
+    signal = tmp_path / "talking"
+
+    def unplug() -> None:
+        while not signal.exists():
+            time.sleep(0.01)
+        hosts.tell(0, f"ip link set {CARD} down")
+        time.sleep(3)
+        hosts.tell(0, f"ip link set {CARD} up")
+
+    thread = threading.Thread(target=unplug, daemon=True)
+    thread.start()
+    took = hosts.run(keep_talking, str(signal))
+    thread.join()
+    assert min(took) > 3 + 0.16  # ten take 1.7 s, the first of them before
+
+
+# ---------------------------------------------------------------------- one card for two ranks
+def time_ways(num_bytes: int) -> dict[str, float]:
+    mesh = Mesh(across=2, inside=2)
+    everybody, tensor = mesh.joint("across", "inside"), torch.ones(num_bytes // 4)
+    ways = {
+        "a pair": lambda: one_way(tensor, mesh.across) if mesh.inside.rank == 0 else None,
+        "two pairs": lambda: one_way(tensor, mesh.across),
+        "flat": lambda: comm.all_reduce(tensor, everybody),
+        "hierarchical": lambda: algorithms.hierarchical_all_reduce(
+            tensor, mesh.inside, mesh.across
+        ),
+    }
+    return {name: fastest(way, everybody, turns=2) for name, way in ways.items()}
+
+
+def test_what_crosses_a_card_at_once_shares_it(hosts):
+    """Two hosts of two ranks, one card each. Mutants of the model: a port per rank (two pairs would
+    take as long as one), or the card divided by its ranks (the flat ring twice as long)."""
+    num_bytes, topology = 2_000_000, Topology(2, 2, LINKS["none"], wire(MEGABITS), 1)
+    model = {
+        "a pair": [("send", num_bytes, (0, 2))],
+        "two pairs": [("send", num_bytes, (0, 2)), ("send", num_bytes, (1, 3))],
+        "flat": [("all_reduce", num_bytes, (0, 1, 2, 3))],
+        "hierarchical": [
+            ("all_reduce", num_bytes // 2, (0, 2)),
+            ("all_reduce", num_bytes // 2, (1, 3)),
+        ],
+    }
+    took = hosts.run(time_ways, num_bytes, per_host=2)[0]
+    for name, calls in model.items():
+        want, found = topology.seconds(*calls), took[name]
+        print(f"{name:15}{1e3 * want:6.0f} ms, really {1e3 * found:6.0f} ms")
+        assert 0.9 * want < found < 1.3 * want, (name, want, found)
