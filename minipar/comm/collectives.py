@@ -235,6 +235,11 @@ def _all_to_all_uneven(
             f"all_to_all: send_counts={list(send_counts)} add up to {sum(send_counts)} rows "
             f"but the tensor has {tensor.shape[0]}"
         )
+    if send_counts[axis.rank] != recv_counts[axis.rank]:
+        raise ValueError(
+            f"all_to_all: rank {axis.rank} sends {send_counts[axis.rank]} rows to itself but "
+            f"expects {recv_counts[axis.rank]} from itself; both counts must be equal"
+        )
     tensor = tensor.detach().contiguous()
     arrived = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
     if axis.size == 1:
@@ -412,12 +417,9 @@ def _swap(
     out = sent.split(send_rows or len(sent) // n)
     into[rank].copy_(out[rank])
     sources, peers = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
-    return _post(
-        [(out[p], p) for p in peers if out[p].numel()],
-        [(into[p], p) for p in sources if into[p].numel()],
-        axis,
-        tag=_SLICES,
-    )
+    sends = [(out[peer], peer) for peer in peers if out[peer].numel()]
+    recvs = [(into[peer], peer) for peer in sources if into[peer].numel()]
+    return _post(sends, recvs, axis, _SLICES) or _All([])  # a call that moves nothing is a call
 
 
 class _All:
@@ -433,7 +435,8 @@ class _All:
     @property
     def times(self) -> tuple[float, float]:
         """Start of the first and end of the last, where the backend knows them."""
-        times = [work.times for work in self._works]
+        now = time.monotonic()
+        times = [work.times for work in self._works] or [(now, now)]
         return min(start for start, _ in times), max(end for _, end in times)
 
 

@@ -165,12 +165,15 @@ def check_uneven() -> None:
     call = dict(send_counts=counts[r], recv_counts=[row[r] for row in counts])
     equal(comm.all_to_all(laid_out(xs[r], r), axis, **call), expected)
     equal(comm.all_to_all(xs[r], axis, **call, async_op=True).wait(), expected)
-    nothing = comm.all_to_all(xs[r][:0], axis, send_counts=[0] * n, recv_counts=[0] * n)
-    assert nothing.shape == (0, 2)
     with timeline.record() as ledger:
+        nothing = comm.all_to_all(xs[r][:0], axis, send_counts=[0] * n, recv_counts=[0] * n)
         comm.all_to_all(xs[r], axis, **call)
+    assert nothing.shape == (0, 2)
     rows = sum(counts[r][j] for j in range(n) if j != r)
-    assert [span.num_bytes for span in ledger.spans] == [rows * 2 * 4]
+    assert [span.num_bytes for span in ledger.spans] == [0, rows * 2 * 4]
+    own = [int(peer == r) for peer in range(n)]
+    with pytest.raises(ValueError, match="sends 1 rows to itself but expects 3 from itself"):
+        comm.all_to_all(xs[r][:1], axis, send_counts=own, recv_counts=[3 * count for count in own])
 
 
 def check_peers() -> None:
