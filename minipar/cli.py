@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import io
 import itertools
-import json
 import math
 import os
 import re
@@ -35,6 +34,7 @@ from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipe
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig, check_numbers
 from minipar.train.corpus import load_tokenizer, try_out
+from minipar.train.folder import find_job, forget_job, how_to_go_on, note_job
 from minipar.train.metrics import read
 from minipar.train.report import Report
 from minipar.train.stop import pass_on
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _COMMANDS[name].run(command)
         code = 0
     except ValueError as error:
+        backends.excuse(str(error))
         _complain(error)
         code = 2
     except RankError as error:
@@ -185,6 +186,7 @@ def _complain(error: BaseException) -> None:
     """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr, flush=True)
 
 
 def _explain(error: RankError) -> int:
@@ -244,7 +246,7 @@ def train(config: TrainConfig) -> None:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # nothing is in it, unless it is that of an earlier run
         else:
-            print(f"\n{_how_to_go_on(folder)}", file=sys.stderr)
+            print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
         raise
     conclude(report, folder)
 
@@ -261,13 +263,31 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
         backend = backends.pick_backend(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     with backends.joined(backend, config.timeout):
         # One rank chooses, so that all speak of the same folder.
+        problem = None
         if rank == 0:
-            folder, start = _place_under_torchrun(config, folder, start)
-        chosen = all_gather_object((str(folder), start), Mesh(**config.mesh_sizes()).world)[0]
+            try:
+                folder, start = _place_under_torchrun(config, folder, start)
+            except (ValueError, OSError) as error:
+                problem = error
+        world = Mesh(**config.mesh_sizes()).world
+        name, start, problem = all_gather_object((str(folder), start, problem), world)[0]
+        if problem is not None:
+            raise problem
+        folder = Path(name)
         if rank == 0:
             print(_headline(config, folder, start), flush=True)
-        report = trainer.train(config, *chosen, Progress)
+        try:
+            report = trainer.train(config, name, start, Progress)
+        except Exception as error:
+            if rank == 0 and not (folder / "config.json").exists():  # it has not begun
+                forget_job(folder)
+            if not isinstance(error, ValueError) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+                again = "Unless torchrun starts the ranks again: " * (backends.restarts_left() > 0)
+                error.add_note(f"\n{again}{how_to_go_on(folder)}")
+            raise
     if rank == 0:
+        if report is not None:
+            forget_job(folder)
         conclude(report, folder)
 
 
@@ -276,24 +296,23 @@ def _place_under_torchrun(
 ) -> tuple[Path, str | None]:
     """Return the folder of the run, and the checkpoint to start from.
 
-    After a restart by torchrun (--max-restarts) these are the folder that the ranks before had, and
-    the newest checkpoint that they have written, if any.
+    After a restart of ranks or nodes by torchrun these are the folder that the ranks before had,
+    and the newest checkpoint that they have written, if any. Raises `ValueError` where a restart
+    cannot tell which run it had.
     """
-    store = backends.job_store()
-    if backends.restarts() and store is not None and store.check(["run"]):
-        name, start, before = json.loads(store.get("run"))
-        written = [path for path in _saved(Path(name)) if path not in before]
-        return Path(name), written[-1][0] if written else start
+    job = backends.job_name()
+    if job is None:
+        if backends.restarts():
+            raise ValueError(
+                "torchrun has started the ranks again, but without --rdzv-id nothing says which "
+                f"run they had; go on with --resume and the newest run in {config.out}/"
+            )
+        return folder or new_folder(config), start
+    if found := find_job(folder, job, config):
+        return found
     folder = folder or new_folder(config)
-    if store is not None:
-        store.set("run", json.dumps([str(folder), start, _saved(folder)]))
+    note_job(folder, job, config, start)
     return folder, start
-
-
-def _saved(folder: Path) -> list[list]:
-    """The checkpoints of a run, oldest first, each as [path, when it was written]."""
-    saved = checkpoint.available(folder / "checkpoints")
-    return [[str(path), path.stat().st_mtime_ns] for path in saved]
 
 
 def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
@@ -304,14 +323,6 @@ def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
 
 def _is_bad_input(error: RankError) -> bool:
     return all(f.kind in ("ValueError", "CheckpointError") for f in error.failures.values())
-
-
-def _how_to_go_on(folder: Path) -> str:
-    saved = checkpoint.available(folder / "checkpoints")
-    if not saved:
-        return "Stopped before the first checkpoint."
-    step = checkpoint.step_of(saved[-1])
-    return f"Stopped. Go on from step {step} with: minipar train --resume {folder}"
 
 
 def new_folder(config: TrainConfig) -> Path:
@@ -396,7 +407,7 @@ def conclude(report: Report | None, folder: Path) -> None:
     Without, it was asked to stop.
     """
     if report is None:
-        print(f"\n{_how_to_go_on(folder)}")
+        print(f"\n{how_to_go_on(folder)}")
         return
     steps = read(folder / "metrics.jsonl")
     lines = {"training": [(line["step"], line["loss"]) for line in steps]}

@@ -2,13 +2,15 @@
 
 import datetime
 import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minipar.comm import meeting
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
@@ -63,19 +65,57 @@ def under_torchrun() -> bool:
 
 
 def restarts() -> int:
-    """How often torchrun has started the ranks again, after one had failed (--max-restarts)."""
+    """How often the torchrun of this host has started its ranks again (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def job_store(prefix: str = "minipar") -> dist.Store | None:
-    """Return the store of the torchrun that started this process: it outlives restarts of ranks.
+def restarts_left() -> int:
+    """How often it would do so again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restarts()
 
-    None where there is none, or where it would not outlive them.
+
+def job_name() -> str | None:
+    """Name the job of torchrun that this process belongs to, the same after restarts of ranks.
+
+    That is its --rdzv-id. Without one, a name that is kept in its store; None where that would not
+    outlive the ranks.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return name
+    if not _store_outlives_ranks():
         return None
+    return _store(60.0).compare_set("job", "", secrets.token_hex(8)).decode()
+
+
+def excuse(problem: str) -> None:
+    """Tell the ranks that already wait for this one why it will not join them."""
+    if under_torchrun() and not dist.is_initialized() and _store_outlives_ranks():
+        with suppress(Exception):  # what is wrong is told here in any case
+            meeting.excuse(_store(5.0), int(os.environ["RANK"]), problem)
+
+
+def _store_outlives_ranks() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store(timeout: float) -> dist.Store:
+    """Connect to the store of torchrun or, where it lends none, to one that rank 0 keeps.
+
+    Raises `ConnectionError` after `timeout` seconds.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.PrefixStore(prefix, dist.TCPStore(address, port, is_master=False))
+    keeps = not _store_outlives_ranks() and os.environ["RANK"] == "0"
+    seconds = datetime.timedelta(seconds=timeout)
+    more = dict(is_master=keeps, wait_for_workers=False, multi_tenant=True, timeout=seconds)
+    try:
+        return dist.PrefixStore("minipar", dist.TCPStore(address, port, **more))
+    except (dist.DistError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ConnectionError(
+            f"no connection to the store of torchrun at MASTER_ADDR {address}, port {port}, "
+            f"within {timeout:g} s: {first}"
+        ) from None
 
 
 @contextmanager
@@ -83,14 +123,19 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
     Leaving is ordered: everybody waits for everybody, so that no rank closes its connections
-    while another still reads from them.
+    while another still reads from them. Raises `ValueError`, `TimeoutError` or `ConnectionError`
+    on all ranks where they cannot meet within `timeout` seconds.
     """
-    where = {}
-    # After a restart the store still holds the addresses of the ranks before: leave them alone.
-    if (store := job_store(f"restart {restarts()}")) is not None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = {"store": store, "rank": rank, "world_size": size}
-    init(backend, timeout, **where)
+    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _store(timeout)
+    number, _ = meeting.meet(store, rank, size, timeout, backend != "nccl")
+    # The store still holds the addresses of ranks before a restart: leave them alone.
+    init(
+        backend,
+        timeout,
+        store=dist.PrefixStore(f"meeting {number}", store),
+        rank=rank,
+        world_size=size,
+    )
     device_of(int(os.environ.get("LOCAL_RANK", dist.get_rank())))  # nccl talks from there
     try:
         yield

@@ -3,6 +3,7 @@
 Pure: `minipar.comm.watchdog` collects the states; this file draws the conclusion.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,16 @@ class State:
     awaited: tuple[Call, ...] = ()
     stack: str = ""  # of its main thread; empty if the rank does not answer
     silence: str = "it does not answer"  # ... and why, as far as one can see from outside
+    is_known: bool = True  # whether anything can be said of its calls
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "State":
+        """Undo ``json.dumps(asdict(state))``. Raises `ValueError` or `TypeError` if it is none."""
+        values = json.loads(text)
+        for name in ("begun", "awaited"):
+            calls = [{**call, "ranks": tuple(call["ranks"])} for call in values[name]]
+            values[name] = tuple(Call(**{**c, "peers": tuple(c["peers"])}) for c in calls)
+        return cls(**values)
 
     def number_on(self, axis: str, ranks: tuple[int, ...]) -> int:
         """How many collectives this rank has begun on that axis."""
@@ -57,7 +68,9 @@ def explain(states: Sequence[State]) -> str:
         call = waiting[0][1]
         axis, ranks, number = call.axis, call.ranks, call.number
         waiting = [(rank, own) for rank, own in waiting if own.verb == call.verb]
+        unknown = [r for r in ranks if not by_rank[r].is_known]
         missing = [r for r in ranks if by_rank[r].number_on(axis, ranks) < number]
+        missing = [r for r in missing if r not in unknown]
         others = _called_otherwise(call, [by_rank[rank] for rank in ranks])
         who = _labels([by_rank[rank] for rank, _ in waiting])
         seconds = max(call.seconds for _, call in waiting)
@@ -65,6 +78,11 @@ def explain(states: Sequence[State]) -> str:
             lines.append(
                 f"{_labels([by_rank[r] for r in missing])} {_has(missing)} not reached {call}, in "
                 f"which {who} {_has(waiting)} waited for {_time(seconds)}."
+            )
+        elif unknown:
+            lines.append(
+                f"{who} {_has(waiting)} waited for {_time(seconds)} in {call}. Whether "
+                f"{_labels([by_rank[r] for r in unknown])} {_has(unknown)} reached it is unknown."
             )
         elif others:
             lines.append(f"{who} called {call}, but {others}: they wait for each other.")
@@ -74,7 +92,7 @@ def explain(states: Sequence[State]) -> str:
                 f"reached, and which does not end."
             )
             missing = [r for r in ranks if not by_rank[r].stack]
-        guilty += missing
+        guilty += missing + unknown
     for state in states:
         for call in state.awaited:
             if call.peers:
@@ -110,6 +128,8 @@ def _called_otherwise(call: Call, states: Sequence[State]) -> str:
 def _doing(state: State) -> str:
     last = min(state.begun, key=lambda call: call.seconds, default=None)
     ago = f"its last was {last}, begun {_time(last.seconds)} ago" if last else "it has called none"
+    if not state.is_known:
+        ago = "nothing is heard of it"
     if not state.stack:
         return f"{state.label}: {ago}; {state.silence}."
     return f"{state.label}: {ago}. It is here:\n{state.stack}"

@@ -27,9 +27,10 @@ in what the process itself waits for. In torch: the flight recorder of ProcessGr
 `torch.distributed.monitored_barrier` of gloo.
 """
 
+import json
 import mmap
 import os
-import pickle
+import platform
 import struct
 import sys
 import tempfile
@@ -38,6 +39,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -86,11 +89,11 @@ class _Page:
     def slot(self, index: int) -> int:
         return self.HEADER + self.SLOT * index
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int, where: str = "") -> State:
         """What is written here, and how its process looks from outside."""
         pid, _, label = self.read_text(0).partition(" ")
         begun, awaited = self.calls()
-        return State(rank, label, begun, awaited, silence=_condition(int(pid)))
+        return State(rank, label + where, begun, awaited, silence=_condition(int(pid)))
 
     def calls(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """The last call on each axis, and those that this rank waits in."""
@@ -185,9 +188,16 @@ class Watchdog:
         """Return the pages of all ranks of this machine, and a name for this meeting."""
         handle, mine = tempfile.mkstemp(prefix="minipar-watch-")
         os.close(handle)
-        paths = [""] * self.size
+        cards: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(paths, mine)
+            dist.all_gather_object(cards, (mine, platform.node(), os.getpid()))
+            paths, hosts, pids = zip(*cards, strict=True)
+            # One host needs no name; several need one, and several nodes of torchrun are several.
+            if len(set(hosts)) > 1 or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+                names = zip(hosts, pids, strict=True)
+                self._where = [f" on host {host}, process {pid}" for host, pid in names]
+            else:
+                self._where = [""] * self.size
             pages = {}
             for rank, path in enumerate(paths):
                 with suppress(OSError):  # that rank is on another machine, or files are refused
@@ -248,14 +258,14 @@ class Watchdog:
         """Put into the store what this rank does."""
         state = self._state()
         self._reported |= {call.key for call in state.awaited}
-        self._store.set(f"answer {self._alarms} {self.rank}", pickle.dumps(state))
+        self._store.set(f"answer {self._alarms} {self.rank}", json.dumps(asdict(state)))
         self._alarms += 1
 
     def _state(self) -> State:
         begun, awaited = self._page.calls()
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:]).rstrip()
-        return State(self.rank, Mesh.label, begun, awaited, stack)
+        return State(self.rank, Mesh.label + self._where[self.rank], begun, awaited, stack)
 
     def _report(self, alarm: int) -> None:
         """Collect the answers; of ranks that do not answer soon, what their pages say; and tell."""
@@ -265,17 +275,23 @@ class Watchdog:
         while keys and time.monotonic() < limit and not self._stop.is_set():
             for rank, key in list(keys.items()):
                 if self._store.check([key]):
-                    states[rank] = pickle.loads(self._store.get(key))
-                    del keys[rank]
+                    # Not a pickle: any process that reaches the store can write there.
+                    with suppress(ValueError, TypeError, KeyError):
+                        states[rank] = State.from_json(self._store.get(key))
+                        del keys[rank]
             if keys:
                 time.sleep(min(0.1, self.pause))
         for rank in keys:
-            unknown = State(rank, f"rank {rank} of {self.size}")
-            states[rank] = self._pages[rank].state(rank) if rank in self._pages else unknown
+            if rank in self._pages:
+                states[rank] = self._pages[rank].state(rank, self._where[rank])
+            else:  # on another host, which is down, cut off, or stopped
+                label = f"rank {rank} of {self.size}{self._where[rank]}"
+                states[rank] = State(rank, label, silence=_SILENT, is_known=False)
         if not self._stop.is_set():  # else the wait has ended meanwhile
             self._tell(explain([states[rank] for rank in sorted(states)]))
 
 
+_SILENT = "it does not answer: was it stopped, has it ended, is its host down or cut off?"
 STACK_FRAMES = 12
 """Innermost frames of a rank that are shown."""
 

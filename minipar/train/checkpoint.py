@@ -19,12 +19,13 @@ Proved by: tests/train/test_checkpoint.py.
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
@@ -35,7 +36,10 @@ from minipar.model.llama import LlamaConfig, RopeScaling
 FORMAT = 2  # of the layout above
 ALONE = Axis("world", 0, 1, (0,))
 Files = dict[str, dict[str, int]]  # name of a file: {"num_bytes": ..., "crc32": ...}
-_NAME = re.compile(r"step_(\d{6,})")
+CHUNK = 1 << 22  # bytes of a file that are looked into at once
+_NAME = re.compile(r"step_([0-9]{6,18})")
+_FILE = re.compile(r"(weights|state)_[0-9]+\.safetensors|state\.pt")  # in this folder, always
+_NOT_JSON = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 class CheckpointError(ValueError):
@@ -71,13 +75,31 @@ def load(folder: Path, axis: Axis = ALONE) -> tuple[dict[str, Tensor], dict[str,
             )
     weights = _read(folder, manifest["files"], "weights_")
     tensors = _read(folder, manifest["files"], "state_")
-    try:
+    with reading(folder, "state.pt"):
         skeleton = torch.load(folder / "state.pt", weights_only=True)
+        if not isinstance(skeleton, dict):
+            raise TypeError(f"a {type(skeleton).__name__} in the place of a dict")
         state = map_tensors(skeleton, lambda name, t: tensors[name] if t.is_meta else t)
+    with reading(folder, "manifest.json"):
         weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
-    except (RuntimeError, OSError, KeyError) as error:
-        _unreadable(folder, error)
     return weights, state
+
+
+@contextmanager
+def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
+    """Turn what goes wrong in the body into a `CheckpointError` that names the file.
+
+    That is any error: who has written the file may have put anything there, and torch's reader,
+    which runs nothing of it (weights_only=True), raises whatever it stumbles over.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split())[:200]
+        what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
+        raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None
 
 
 def load_some(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -100,19 +122,12 @@ def _read(
 ) -> dict[str, Tensor]:
     """The tensors of all ranks' files of a kind; of `wanted` names only, if there are such."""
     tensors = {}
-    try:
-        for file in sorted(name for name in files if name.startswith(kind)):
-            with safe_open(folder / file, framework="pt") as contents:
-                names = contents.keys()
-                names = names if wanted is None else wanted.intersection(names)
-                tensors |= {name: contents.get_tensor(name) for name in names}
-    except (SafetensorError, RuntimeError, OSError) as error:
-        _unreadable(folder, error)
+    for file in sorted(name for name in files if name.startswith(kind)):
+        with reading(folder, file), safe_open(folder / file, framework="pt") as contents:
+            names = contents.keys()
+            names = names if wanted is None else wanted.intersection(names)
+            tensors |= {name: contents.get_tensor(name) for name in names}
     return dict(sorted(tensors.items()))  # in an order that does not tell who wrote what
-
-
-def _unreadable(folder: Path, error: Exception) -> NoReturn:
-    raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from None
 
 
 def _damage(path: Path, digest: dict[str, int]) -> bool:
@@ -135,7 +150,13 @@ def verify(folder: Path) -> dict[str, Any]:
             name: {key: int(digest[key]) for key in ("num_bytes", "crc32")}
             for name, digest in manifest["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if strange := [name for name in files if not _FILE.fullmatch(name)]:
+            raise ValueError(f"{strange[0]!r} is no name of a file of a checkpoint")
+        if "state.pt" not in files:
+            raise ValueError("it does not list state.pt")
+        if not all(isinstance(name, str) for name in tied.values()):
+            raise TypeError("tied weights must be names")
+    except (OSError, *_NOT_JSON, KeyError, AttributeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: its manifest.json: {error}") from None
     if layout != FORMAT:
         raise CheckpointError(
@@ -169,7 +190,7 @@ def digest_of(path: Path) -> dict[str, int]:
     """Return length and CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
+        while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
     return {"num_bytes": path.stat().st_size, "crc32": crc}
 
@@ -214,11 +235,13 @@ def export(checkpoint: Path, folder: Path) -> LlamaConfig:
     `ValueError` where `folder` is a file.
     """
     weights, state = load(checkpoint)
-    shape = dict(state["model"])
-    if shape["rope_scaling"] is not None:
-        shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
-    hf.save(weights, folder, LlamaConfig(**shape))
-    return LlamaConfig(**shape)
+    with reading(checkpoint):
+        shape = dict(state["model"])
+        if shape["rope_scaling"] is not None:
+            shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+        config = LlamaConfig(**shape)
+    hf.save(weights, folder, config)
+    return config
 
 
 def by_name(optimizer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

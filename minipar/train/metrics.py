@@ -17,6 +17,9 @@ MEASURED = ["seconds", "tokens_per_second", "mfu", "peak_memory", "hidden_fracti
 """Keys whose values differ between two runs that do the same."""
 
 
+_NUMBERS = (int, float, type(None))  # null stands for infinity
+
+
 class Metrics:
     """Appends lines to `path`; a run that goes on after `step` keeps the lines up to there.
 
@@ -79,10 +82,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         if not text.endswith("\n"):
             break
         try:
-            lines.append(json.loads(text))
-            lines[-1]["step"]
-        except (ValueError, KeyError, TypeError) as error:
+            line = json.loads(text)
+            if type(line["step"]) is not int or type(line.get("loss", 0.0)) not in _NUMBERS:
+                raise TypeError("step or loss is no number")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is no line of metrics: {error}") from None
+        lines.append(line)
     return lines
 
 

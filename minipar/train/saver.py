@@ -171,6 +171,10 @@ class Saver:
         if self.axis.rank > 0:
             return
         unfinished, final = self._unfinished(step), self._final(step)
+        for name, digest in files.items():
+            path = unfinished / name
+            if not path.is_file() or path.stat().st_size != digest["num_bytes"]:
+                raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
         manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
         (unfinished / "manifest.json").write_text(
             json.dumps(manifest, indent=2) + "\n", encoding="utf-8"

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from minipar.comm.launch import RankError
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
 
@@ -62,15 +64,17 @@ class StopRequest:
 def pass_on(pids: Sequence[int]) -> Iterator[None]:
     """In a launcher: while the body runs, its ranks, `pids`, get the signal that it gets.
 
-    A second signal raises `SystemExit` here, with the exit code of a process that it has ended.
+    A second signal raises `SystemExit` here, with the exit code of a process that it has ended. So
+    does the first where it has ended the ranks: they had not begun to train, and saved nothing.
     """
     since: float | None = None
+    passed: int | None = None
 
     def handle(number: int, _: object) -> None:
-        nonlocal since
+        nonlocal since, passed
         now = time.monotonic()
         if since is None:
-            since = now
+            since, passed = now, number
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -80,6 +84,10 @@ def pass_on(pids: Sequence[int]) -> Iterator[None]:
     before = _listen(handle)
     try:
         yield
+    except RankError as error:
+        if passed and all(f.exitcode == -passed for f in error.failures.values()):
+            raise SystemExit(128 + passed) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

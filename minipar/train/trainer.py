@@ -25,6 +25,7 @@ from minipar.train import checkpoint, peak, strategies
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
 from minipar.train.data import Batches, Sequences
+from minipar.train.folder import held
 from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.precision import COMPUTE_DTYPES, Precision
@@ -89,18 +90,21 @@ class Trainer:
         )
 
     # ------------------------------------------------------------------ the loop
-    def run(self, progress: Callable[[dict[str, Any]], None] = lambda _: None) -> Report | None:
+    def run(
+        self,
+        progress: Callable[[dict[str, Any]], None] = lambda _: None,
+        request: StopRequest | None = None,
+    ) -> Report | None:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
 
-        When any rank is asked to stop, see stop.py, all save after that step, and return None.
+        When `request` has come on any rank, all save after that step, and return None.
 
         Raises `FloatingPointError` on every rank at the first loss or gradient that is not finite,
         unless it is loss scaling that made it so. Raises `OSError` on every rank where a checkpoint
         cannot be written: of one that is written in the background, after a later step.
         """
         try:
-            with StopRequest() as request:
-                return self._run(progress, request)
+            return self._run(progress, request or StopRequest())
         finally:
             self.saver.close()
 
@@ -282,15 +286,18 @@ class Trainer:
         """
         weights, state = checkpoint.load(folder, self.mesh.world)
         self.setup.load_weights(weights, f"checkpoint {folder}")
-        if "optimizer" in state:
-            state["optimizer"] = checkpoint.by_number(state["optimizer"], self.parameter_names)
-        self.batches.load_state_dict(state["data"])
-        self.setup.load_state_dict(state)
-        self.precision.load_state_dict(state.get("precision", {}))
-        self.workload.load_state_dict(state.get("workload", {}))
-        random_states = state["random"]
-        torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
-        self.step = state["step"]
+        with checkpoint.reading(folder):
+            if state["step"] != checkpoint.step_of(folder):
+                raise ValueError(f"it is of step {state['step']}")
+            if "optimizer" in state:
+                state["optimizer"] = checkpoint.by_number(state["optimizer"], self.parameter_names)
+            self.batches.load_state_dict(state["data"])
+            self.setup.load_state_dict(state)
+            self.precision.load_state_dict(state.get("precision", {}))
+            self.workload.load_state_dict(state.get("workload", {}))
+            random_states = state["random"]
+            torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
+            self.step = state["step"]
 
     # ------------------------------------------------------------------ the end
     def _report(
@@ -362,8 +369,9 @@ def train(
     `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
     the caller: floor 3 does not plot. None if the run was asked to stop, and has saved.
     """
-    with watchdog.watch(config.stall_seconds):
-        return _train(config, Path(folder), start, progress)
+    world = Mesh(**config.mesh_sizes()).world
+    with StopRequest() as request, watchdog.watch(config.stall_seconds), held(Path(folder), world):
+        return _train(config, Path(folder), start, progress, request)
 
 
 def _train(
@@ -371,6 +379,7 @@ def _train(
     folder: Path,
     start: str | None,
     progress: Callable[["Trainer"], Callable[[dict[str, Any]], None]] | None,
+    request: StopRequest,
 ) -> Report | None:
     if config.backend == "link":
         link.use(config.link)
@@ -378,7 +387,6 @@ def _train(
     if start is not None:
         trainer.load(Path(start))
     if trainer.is_first:
-        trainer.folder.mkdir(parents=True, exist_ok=True)
         config.save(trainer.folder / "config.json")
         if config.tokenizer:
             trainer.tokenizer.save(trainer.folder / "tokenizer.json")
