@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -232,7 +233,7 @@ def train(config: TrainConfig) -> None:
     backends.check_backend(backend, config.num_ranks)
     if folder is None:
         folder = new_folder(config)
-    print(_headline(config, folder, start), flush=True)
+    _say(_headline(config, folder, start))
     try:
         with (
             Ranks(
@@ -275,7 +276,7 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
             raise problem
         folder = Path(name)
         if rank == 0:
-            print(_headline(config, folder, start), flush=True)
+            _say(_headline(config, folder, start))
         try:
             report = trainer.train(config, name, start, Progress)
         except Exception as error:
@@ -378,11 +379,10 @@ class Progress:
             dynamic_ncols=True,
             mininterval=0.2,
         )
-        print(
+        _say(
             f"{trainer.corpus.description}\n"
             f"{trainer.num_parameters / 1e6:.2f}M parameters, "
-            f"{trainer.mesh.size} ranks on {trainer.device.type}",
-            flush=True,
+            f"{trainer.mesh.size} ranks on {trainer.device.type}"
         )
         self.total, self.spoken = trainer.config.steps, -math.inf
         self.seconds = self.tokens = 0.0
@@ -395,7 +395,7 @@ class Progress:
         self.bar.update()
         last = line["step"] == self.total
         if self.bar.disable and (last or time.monotonic() - self.spoken > 10):
-            print(f"step {line['step']}/{self.total}: {status}", flush=True)
+            _say(f"step {line['step']}/{self.total}: {status}")
             self.spoken = time.monotonic()
         if last:
             self.bar.close()
@@ -407,7 +407,7 @@ def conclude(report: Report | None, folder: Path) -> None:
     Without, it was asked to stop.
     """
     if report is None:
-        print(f"\n{how_to_go_on(folder)}")
+        _say(f"\n{how_to_go_on(folder)}")
         return
     steps = read(folder / "metrics.jsonl")
     lines = {"training": [(line["step"], line["loss"]) for line in steps]}
@@ -426,7 +426,7 @@ def conclude(report: Report | None, folder: Path) -> None:
     if (folder / "timeline.json").exists():
         recorded = Timeline.load(folder / "timeline.json")
         draw.save(draw.timeline(recorded), folder / "timeline.png")
-    print(summary(report))
+    _say(summary(report))
 
 
 def summary(report: Report) -> str:

@@ -446,7 +446,13 @@ def barrier(axis: Axis) -> None:
 
 
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
-    """Return every rank's (picklable) object, in rank order. For set-up and reports: unrecorded."""
+    """Return every rank's (picklable) object, in rank order. For set-up and reports: unrecorded.
+
+    Ranks trust each other: whoever can speak as one of them can also send wrong gradients. So the
+    network between them must be closed to others, as for torch. Anything else is read as JSON or
+    by `torch.load(weights_only=True)`: the store of torchrun, which any process that reaches its
+    port can write to, and files.
+    """
     if axis.size == 1:
         return [obj]
     objects = [None] * axis.size

@@ -94,9 +94,9 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
+        if isinstance(error, CheckpointError) and str(folder) in str(error):
+            raise
         what = " ".join(str(error).split())[:200]
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None

@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, forward_backward, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.workload import Workload
+
+TELL_SECONDS = 10.0  # between two words from a run that is busy with something else than steps
 
 
 class Trainer:
@@ -303,6 +305,7 @@ class Trainer:
     def _report(
         self, first_step: int, lines: list[dict[str, Any]], recorder: StepRecorder
     ) -> Report:
+        self._tell("All steps are done: gathering the timeline of one ...")
         self.timeline = recorder.typical(self.mesh)
         self.timeline.label = f"measured, {self.mesh.size} ranks, {self._link_label}"
         self.timeline.label += self.workload.label
@@ -350,12 +353,22 @@ class Trainer:
         print(f"writing a sample of {self.config.sample_tokens:,} tokens ...", flush=True)
         model = self._whole_model(self.model.config)
         model.load_state_dict(weights)
-        prompt = self.corpus.validation[:32].to(self.device, torch.int64)[None]
+        tokens = self.corpus.validation[:32].to(self.device, torch.int64)[None]
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        tokens = generate(
-            model, prompt, self.config.sample_tokens, 0.8, top_k=40, generator=generator
-        )
+        total, told = self.config.sample_tokens, time.monotonic()
+        for done in range(0, total, 8):
+            if time.monotonic() - told > TELL_SECONDS:
+                self._tell(f"Writing the sample: {done:,} of {total:,} tokens ...")
+                told = time.monotonic()
+            tokens = generate(
+                model, tokens, min(8, total - done), 0.8, top_k=40, generator=generator
+            )
         return self.tokenizer.decode(tokens[0].tolist())
+
+    def _tell(self, line: str) -> None:
+        if self.is_first:
+            with suppress(BrokenPipeError):  # `| head`
+                print(line, flush=True)
 
 
 def train(

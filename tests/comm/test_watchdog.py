@@ -1,12 +1,15 @@
 """The watchdog: the conclusion that it draws, alone; then real ranks that keep others waiting."""
 
 import glob
+import json
 import os
+import pickle
 import re
 import signal
 import tempfile
 import threading
 import time
+from dataclasses import asdict
 
 import psutil
 import pytest
@@ -94,6 +97,28 @@ def test_many_ranks_are_counted():
     ranks = tuple(range(100))
     states = [waiting(rank, call(1, ranks=ranks)) for rank in ranks[:99]] + [state(99)]
     assert "in which ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (99 in all) have" in explain(states)
+
+
+def test_of_a_rank_that_is_not_heard_of_nothing_is_claimed():
+    """On another host, which is down. Mutant: "it has called none", after 825 calls."""
+    gone = State(1, "rank 1 of 3 on host b, process 7", is_known=False)
+    here = call(3, ranks=(0, 1, 2))
+    text = explain([waiting(0, here), gone, state(2, [here])])
+    assert text.splitlines()[1:] == [
+        "rank 0 of 4 (dp=0) has waited for 61 s in all_reduce #3 on dp. Whether rank 1 of 3 on "
+        "host b, process 7 has reached it is unknown.",
+        "rank 1 of 3 on host b, process 7: nothing is heard of it; it does not answer.",
+    ]
+
+
+def test_a_state_travels_as_json_and_nothing_else_is_believed():
+    """Mutant: pickles, which whoever reaches the store could have run."""
+    sent = waiting(2, call(7, num_bytes=12), call(verb="recv", peers=(1, 3)))
+    assert State.from_json(json.dumps(asdict(sent))) == sent
+    junk = [pickle.dumps(sent), b"", b"[]", b"null", b'{"rank": 1}', b'{"begun": [1]}', b"\xff"]
+    for data in junk:
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            State.from_json(data)
 
 
 # ---------------------------------------------------------------------- real ranks

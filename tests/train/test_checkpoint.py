@@ -1,6 +1,8 @@
 """Checkpoints: whole or not at all, whatever happens while and after they are written."""
 
+import copy
 import errno
+import io
 import json
 import os
 import random
@@ -10,13 +12,18 @@ import shutil
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.train import checkpoint, saver
+from minipar.train import checkpoint, saver, trainer
 from minipar.train.checkpoint import CheckpointError, available, load, load_weights, step_of
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import Metrics
 from minipar.train.optim import make_optimizer
 from minipar.train.saver import save
 
@@ -330,6 +337,20 @@ def test_a_flipped_bit_is_noticed(saved, name):
             load(saved)
 
 
+@pytest.mark.parametrize("position", [0, 40, -1])
+def test_the_check_sees_every_chunk_of_a_file(saved, monkeypatch, position):
+    """Mutant: the CRC-32 of the last chunk alone, which in a small file is the first as well."""
+    monkeypatch.setattr(checkpoint, "CHUNK", 16)
+    assert_is(saved, 4)
+    path = saved / FILES[0]
+    damaged = bytearray(path.read_bytes())
+    assert len(damaged) > 64
+    damaged[position] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="contents of weights_00000.safetensors do not"):
+        load(saved)
+
+
 def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
     model = Llama(SHAPE)
     save(tmp_path, 4, model.state_dict(), {"step": 4})
@@ -390,3 +411,166 @@ def test_another_model_is_told_by_its_first_difference():
     assert complaint(lacking).endswith("it lacks model.norm.weight")
     more = complaint({**lacking, "extra": torch.zeros(1)})
     assert more.endswith("it has extra, which the model has not (and 1 more)")
+
+
+# ---------------------------------------------------------------------- written by a stranger
+JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JUNK |= st.sampled_from(
+    ["../../x", "/etc/passwd", "state.pt", 10**400, "weights_00000.safetensors"]
+)
+JUNK = st.recursive(
+    JUNK,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=4,
+)
+
+
+def places_in(tree, path=()):
+    """The paths to all that is in nested dicts and lists."""
+    yield path
+    if isinstance(tree, (dict, list, tuple)):
+        for key in tree if isinstance(tree, dict) else range(len(tree)):
+            yield from places_in(tree[key], (*path, key))
+
+
+def changed(draw, tree):
+    """A copy of `tree` with one thing gone, or something else in its place, or under its name."""
+    places = [place for place in places_in(tree) if place]
+    *path, last = places[draw(st.integers(0, len(places) - 1))]
+    tree = copy.deepcopy(tree)
+    parent = tree
+    for key in path:
+        parent = parent[key]
+    kind = draw(st.sampled_from(["replace", "replace", "remove", "rename"]))
+    if isinstance(parent, tuple) or kind == "replace":
+        value = draw(JUNK)
+        if isinstance(parent, tuple):
+            return value
+        parent[last] = value
+    else:
+        value = parent.pop(last)
+        if kind == "rename" and isinstance(parent, dict):
+            parent[draw(JUNK.filter(lambda name: isinstance(name, str)))] = value
+    return tree
+
+
+def changed_text(draw, text: bytes) -> bytes:
+    """The bytes of a file: cut short, or with some of them in another's place."""
+    at = draw(st.integers(0, len(text)))
+    inserted = draw(st.binary(max_size=4) | st.sampled_from([b"[" * 10**5, b"1" * 5000, b"null"]))
+    return text[:at] + inserted + text[at + draw(st.integers(0, 9)) :]
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """A run of two steps, and its trainer, which can take up checkpoints."""
+    folder = tmp_path_factory.mktemp("stranger")
+    text = "".join(f"step {i * i % 97} of many, " for i in range(300))
+    (folder / "a.txt").write_text(text, encoding="utf-8")
+    config = TrainConfig(
+        mesh="dp=1",
+        data=str(folder / "a.txt"),
+        steps=2,
+        seq_len=16,
+        batch_size=2,
+        eval_batches=1,
+        sample_tokens=0,
+    )
+    trainer.train(config, str(folder / "run"))
+    return folder / "run", trainer.Trainer(config, folder / "run")
+
+
+READERS = {
+    "manifest.json": lambda run, own: own.load(run / "checkpoints/step_000002"),
+    "state.pt": lambda run, own: own.load(run / "checkpoints/step_000002"),
+    "metrics.jsonl": lambda run, own: Metrics(run / "metrics.jsonl", 2).close(),
+    "config.json": lambda run, own: TrainConfig.load(run / "config.json"),
+}
+
+
+def strangers_file(a_run, name: str, data) -> None:
+    """One that a run does not write is read as something it could have, or refused by name."""
+    run, own = a_run
+    (path,) = [*run.glob(name), *run.glob(f"checkpoints/step_000002/{name}")]
+    manifest = path.with_name("manifest.json")
+    kept = {p: p.read_bytes() for p in (path, manifest) if p.exists()}
+    try:
+        if name == "state.pt":
+            content = io.BytesIO()
+            tree = torch.load(path, weights_only=True)
+            torch.save(changed(data.draw, tree), content)
+            written = content.getvalue()
+            if data.draw(st.booleans()):
+                written = changed_text(data.draw, written)
+        elif data.draw(st.booleans()):
+            written = changed_text(data.draw, kept[path])
+        else:
+            lines = kept[path].decode().splitlines() if name == "metrics.jsonl" else [kept[path]]
+            tree = changed(data.draw, [json.loads(line) for line in lines])
+            lines = tree if isinstance(tree, list) else [tree]
+            written = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        path.write_bytes(written)
+        if name == "state.pt":  # a stranger knows how to make a CRC-32, too
+            whole = json.loads(kept[manifest])
+            whole["files"][name] = checkpoint.digest_of(path)
+            manifest.write_text(json.dumps(whole), encoding="utf-8")
+        begin = time.monotonic()
+        try:
+            READERS[name](run, own)
+        except ValueError as error:  # of which CheckpointError is one
+            message = str(error)
+            assert str(path if name.endswith(("l", "g.json")) else path.parent) in message, message
+            assert len(message) < 2000
+        assert time.monotonic() - begin < 10
+    finally:
+        for kept_path, content in kept.items():
+            kept_path.write_bytes(content)
+    assert not (run.parent / "x").exists()
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_strangers_file_is_refused_by_its_name(a_run, name, data):
+    strangers_file(a_run, name, data)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", READERS)
+@given(data=st.data())
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+def test_many_files_of_strangers(a_run, name, data):
+    strangers_file(a_run, name, data)
+
+
+class Payload:
+    """What a pickle would run."""
+
+    def __reduce__(self):
+        return os.system, ("touch /tmp/minipar-was-run",)
+
+
+def test_a_state_that_would_run_something_is_refused_and_does_not(saved):
+    content = io.BytesIO()
+    torch.save({"step": 4, "random": [Payload()]}, content)
+    (saved / "state.pt").write_bytes(content.getvalue())
+    manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"]["state.pt"] = checkpoint.digest_of(saved / "state.pt")
+    (saved / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="step_000004: state.pt cannot be used: Unpickling"):
+        load(saved)
+    assert not os.path.exists("/tmp/minipar-was-run")
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/state.pt", "weights_0.bin", ""])
+def test_a_manifest_names_files_of_its_own_folder_alone(saved, name):
+    manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
+    files = {**manifest["files"], name: {"num_bytes": 1, "crc32": 1}}
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "files": files}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is no name of a file of a checkpoint"):
+        load(saved)
+    del files[name], files["state.pt"]
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "files": files}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="does not list state.pt"):
+        load(saved)

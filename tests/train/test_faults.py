@@ -23,12 +23,11 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from minipar import cli
 from minipar.comm.launch import RankError, Ranks
-from minipar.train import checkpoint, saver, trainer
+from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.trainer import Trainer
@@ -450,52 +449,3 @@ def test_torchrun_takes_up_the_run_again_by_itself(text, tmp_path):
     assert re.search(rf"^Resuming {run.folder}/checkpoints/step_0000\d\d with", said, re.M)
     assert [path.name for path in out.iterdir() if path.is_dir()] == ["tiny-dp2"]
     assert run.curve() == whole.curve()  # to the bit
-
-
-@pytest.fixture
-def job(monkeypatch):
-    """``job(restarts)``: as if torchrun had started us, and restarted us so often."""
-    store = dist.HashStore()
-    monkeypatch.setattr(cli.backends, "job_store", lambda: store)
-    return lambda restarts: monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-
-
-def save(folder: Path, step: int) -> str:
-    saver.save(folder / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=9)
-    return str(folder / f"checkpoints/step_{step:06d}")
-
-
-def test_a_restart_finds_the_folder_and_what_was_saved_in_it(job, tmp_path):
-    """A restart before the first save begins again, in the folder that is there."""
-    config, folder = TrainConfig(out=str(tmp_path), name="mine"), tmp_path / "mine"
-    job(0)
-    assert cli._place_under_torchrun(config, None, None) == (folder, None)
-    job(1)
-    assert cli._place_under_torchrun(config, None, None) == (folder, None)
-    saved = save(folder, 5)
-    job(2)
-    assert cli._place_under_torchrun(config, None, None) == (folder, saved)
-    assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
-    """Resumed from step 3 of 9: what was saved in the life before is of another story."""
-    start = save(tmp_path, 3)
-    save(tmp_path, 9)
-    job(0)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
-    job(1)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
-    newer = save(tmp_path, 6)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
-    again = save(tmp_path, 9)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
-
-
-def test_another_job_finds_nothing_of_ours(job, tmp_path, monkeypatch):
-    config = TrainConfig(out=str(tmp_path), name="mine")
-    job(0)
-    cli._place_under_torchrun(config, None, None)
-    monkeypatch.setattr(cli.backends, "job_store", lambda: None)  # such as a store of the ranks
-    job(1)
-    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-2", None)

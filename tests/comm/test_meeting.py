@@ -1,0 +1,126 @@
+"""How the ranks of torchrun meet: in threads here, around a store without a network."""
+
+import json
+import socket
+import threading
+from dataclasses import asdict
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from minipar.comm import meeting
+from minipar.comm.meeting import Card, meet, obstacle
+
+
+@pytest.fixture(autouse=True)
+def master(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(meeting, "PAUSE", 0.01)
+
+
+def card(rank: int, host: str, address: str, route: str, port: int = 9) -> Card:
+    return Card(host, 100 + rank, host, address, route, port, str(rank))
+
+
+def meet_all(store, size: int, timeout: float = 20.0) -> list:
+    """What `meet` returns or raises on each rank."""
+    found = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            found[rank] = meet(store, rank, size, timeout)
+        except (ValueError, TimeoutError) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_agree_on_a_new_number_each_time():
+    """Cards of ranks that were killed lie in the store. Mutant: they are taken for the new."""
+    store, size = dist.HashStore(), 3
+    for rank in range(size):
+        store.set(f"card {rank}", json.dumps(asdict(card(rank, "dead", "127.0.0.1", "127.0.0.1"))))
+    numbers = []
+    for _ in range(3):
+        found = meet_all(store, size)
+        assert len({number for number, _ in found}) == 1
+        assert all(len({c.word for c in cards}) == size for _, cards in found)
+        assert all("dead" not in [c.host for c in cards] for _, cards in found)
+        numbers.append(found[0][0])
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+    with pytest.raises(TimeoutError, match="^ranks 1, 2 of 3 did not come within the 0.2 s of"):
+        meet(store, 0, 3, 0.2)
+
+
+def test_a_rank_that_cannot_come_is_heard_at_once_and_may_come_later():
+    store = dist.HashStore()
+    meeting.excuse(store, 1, "no text at /data")
+    with pytest.raises(ValueError, match="^rank 1 on .*: no text at /data$"):
+        meet(store, 0, 2, 20.0)
+    found = [f for f in meet_all(store, 2) if not isinstance(f, ValueError)]
+    assert len(found) in (0, 1, 2)  # rank 0 may have looked before rank 1 was there
+    assert not isinstance(meet_all(store, 2)[0], ValueError)
+
+
+# ---------------------------------------------------------------------- Debian's /etc/hosts
+def own_interface() -> tuple[str, str]:
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not meeting._is_loopback(entry.address):
+                return name, entry.address
+    pytest.skip("needs an interface besides the loopback")
+
+
+def test_a_name_that_leads_to_the_loopback_is_cured_by_the_interface(monkeypatch, capsys):
+    """As does 127.0.1.1 in /etc/hosts. Mutant: gloo listens where no other host can reach it."""
+    name, address = own_interface()
+    with socket.create_server((address, 0)) as other:  # stands for the other host
+        port = other.getsockname()[1]
+        cards = [
+            card(0, "one", "127.0.1.1", address),
+            card(1, "two", address, address, port),
+            card(2, "two", address, address, port),
+        ]
+        assert obstacle(cards, 0) == ""
+    assert meeting.os.environ["GLOO_SOCKET_IFNAME"] == name
+    assert meeting.gloo_address() == address
+    assert f"leads to its loopback 127.0.1.1; gloo talks over {name}" in capsys.readouterr().out
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=eth77: host .* has no such inter"):
+        meeting.gloo_address()
+
+
+def test_the_first_host_finds_the_interface_by_the_way_to_the_others(monkeypatch):
+    """There MASTER_ADDR is its own name, and leads to the loopback as well."""
+    name, address = own_interface()
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 0.2)
+    cards = [card(0, "one", "127.0.1.1", "127.0.1.1"), card(1, "two", "127.0.1.1", address)]
+    obstacle(cards, 0)
+    assert meeting.os.environ["GLOO_SOCKET_IFNAME"] == name
+    both = [card(0, "one", "127.0.1.1", "127.0.1.1"), card(1, "two", "127.0.1.1", "127.0.1.1")]
+    assert "name its interface by GLOO_SOCKET_IFNAME" in obstacle(both, 1)
+
+
+def test_a_host_out_of_reach_is_named_on_all(monkeypatch):
+    """Mutant: gloo tries for 12 minutes, whatever --timeout says."""
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 0.2)
+    _, address = own_interface()
+    cards = [card(0, "one", address, address), card(1, "two", address, address, port=1)]
+    assert f"host one does not reach two at {address}: " in obstacle(cards, 0)
+    alone = [card(rank, "one", "127.0.1.1", "127.0.1.1") for rank in range(2)]
+    assert obstacle(alone, 1) == ""  # one machine may use its loopback
+    store, usual = dist.HashStore(), meeting.obstacle
+    monkeypatch.setattr(meeting, "obstacle", lambda cards, rank, _: "far" if rank == 1 else "")
+    assert [str(error) for error in meet_all(store, 2)] == ["far", "far"]
+    assert usual is obstacle

@@ -1,0 +1,214 @@
+"""The folder of a run: two jobs at once, folders that are not shared, jobs that come again."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar import cli
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Axis, Mesh
+from minipar.train import folder as folders
+from minipar.train import saver, trainer
+from minipar.train.config import TrainConfig
+from minipar.train.folder import RUNNING, held
+
+ALONE = Axis("world", 0, 1, (0,))
+HOLD = """
+import sys, time
+from pathlib import Path
+from minipar.comm.mesh import Axis
+from minipar.train.folder import held
+with held(Path(sys.argv[1]), Axis("world", 0, 1, (0,))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+# ---------------------------------------------------------------------- one job at a time
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeypatch, has_locks):
+    """Also where the file system has no locks. Mutants: no lock; a file that outlives kill -9."""
+    if not has_locks:
+
+        def refuse(*_):
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout.readline() == b"held\n"
+            says = f"is being written by process {process.pid} on host {platform.node()}; wait"
+            with pytest.raises(ValueError, match=says), held(tmp_path / "run", ALONE):
+                pass
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert (tmp_path / "run" / RUNNING).exists()
+    with held(tmp_path / "run", ALONE):
+        assert json.loads((tmp_path / "run" / RUNNING).read_text(encoding="utf-8"))["pid"]
+    assert not (tmp_path / "run").exists()  # nothing was put there
+
+
+def test_what_is_in_the_folder_stays(tmp_path):
+    (tmp_path / "a").touch()
+    (tmp_path / RUNNING).write_text("[1, nonsense", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError), held(tmp_path, ALONE):
+        1 / 0  # noqa: B018
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_two_resumes_of_one_run_at_once(ranks, run_config, tmp_path):
+    """The second is refused on all its ranks before it reads or writes anything."""
+    ranks(2).run(trainer.train, run_config, str(tmp_path / "run"))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    start = str(tmp_path / "run/checkpoints/step_000002")
+    with held(tmp_path / "run", ALONE), pytest.raises(RankError) as caught:
+        ranks(2).run(trainer.train, run_config, str(tmp_path / "run"), start)
+    failures = caught.value.failures.values()
+    assert [failure.kind for failure in failures] == ["ValueError"] * 2
+    assert all(f"process {os.getpid()} on host" in failure.message for failure in failures)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+# ---------------------------------------------------------------------- seen by all
+@pytest.fixture
+def run_config(tmp_path) -> TrainConfig:
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"step {i * i % 97} of many, " for i in range(300)), encoding="utf-8")
+    return TrainConfig(
+        mesh="dp=2",
+        data=str(text),
+        steps=2,
+        seq_len=16,
+        batch_size=2,
+        eval_batches=1,
+        sample_tokens=0,
+        record_every=100,
+    )
+
+
+def on_a_host_of_its_own(work, parent: str, *args):
+    """Call `work` in a working directory of this rank's own."""
+    before, patience = os.getcwd(), folders.PATIENCE
+    folders.PATIENCE = 0.2
+    os.chdir(f"{parent}/{dist.get_rank()}")
+    try:
+        return work(*args)
+    finally:
+        os.chdir(before)
+        folders.PATIENCE = patience
+
+
+def test_a_copy_of_a_run_on_each_host_is_refused_and_untouched(ranks, run_config, tmp_path):
+    """Mutant: it goes on, and keeps of each checkpoint what rank 0 has written."""
+    ranks(2).run(trainer.train, run_config, str(tmp_path / "0/run"))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    args = run_config, "run", "run/checkpoints/step_000002"
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(on_a_host_of_its_own, trainer.train, str(tmp_path), *args)
+    assert [failure.kind for failure in caught.value.failures.values()] == ["ValueError"] * 2
+    node = platform.node()
+    assert f"run is not shared: rank 1 on {node} cannot read what rank 0 on {node}" in str(
+        caught.value
+    )
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def save_apart(step: int) -> str:
+    world = Mesh(dp=2).world
+    weights = {f"w{i}": torch.full((9,), float(i)) for i in range(4)}
+    try:
+        saver.Saver(Path("checkpoints"), world, keep=1).save(step, weights, {"step": step})
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_no_checkpoint_is_published_that_lacks_a_file(ranks, tmp_path):
+    """Nor is the one before deleted. Mutant: rank 0 trusts the digests that it is told."""
+    for rank in range(2):
+        (tmp_path / f"{rank}/checkpoints").mkdir(parents=True)
+    saver.save(tmp_path / "0/checkpoints", 1, {"w": torch.ones(2)}, {"step": 1})
+    errors = ranks(2).run(on_a_host_of_its_own, save_apart, str(tmp_path), 2)
+    assert errors[0] == errors[1]
+    assert "cannot write checkpoint checkpoints/step_000002: rank 0 of 2: " in errors[0]
+    assert "_00001.safetensors, which a rank has written, is not there" in errors[0]
+    left = [path.name for path in (tmp_path / "0/checkpoints").iterdir()]
+    assert left == ["step_000001"]
+
+
+# ---------------------------------------------------------------------- jobs of torchrun
+@pytest.fixture
+def job(monkeypatch):
+    """``job(name, restarts)``: as if a torchrun with that --rdzv-id had started us so often."""
+
+    def job(name: str, restarts: int = 0) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return job
+
+
+def save(folder: Path, step: int) -> str:
+    saver.save(folder / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=9)
+    return str(folder / f"checkpoints/step_{step:06d}")
+
+
+def test_a_restart_finds_the_folder_and_what_was_saved_in_it(job, tmp_path):
+    """Of ranks, or of a node whose torchrun has counted none. Before the first save it begins
+    again, in the folder that is there; once the job is done, its name means nothing."""
+    config, folder = TrainConfig(out=str(tmp_path), name="mine"), tmp_path / "mine"
+    job("slurm-7")
+    assert cli._place_under_torchrun(config, None, None) == (folder, None)
+    assert cli._place_under_torchrun(config, None, None) == (folder, None)
+    saved = save(folder, 5)
+    job("slurm-7", restarts=2)
+    assert cli._place_under_torchrun(config, None, None) == (folder, saved)
+    assert list(tmp_path.iterdir()) == [folder]
+    folders.forget_job(folder)
+    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-2", None)
+
+
+def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
+    """Resumed from step 3 of 9: what was saved in the life before is of another story."""
+    start = save(tmp_path, 3)
+    save(tmp_path, 9)
+    job("a")
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    newer = save(tmp_path, 6)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
+    again = save(tmp_path, 9)
+    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
+
+
+def test_another_job_or_other_flags_find_nothing_of_ours(job, tmp_path):
+    config = TrainConfig(out=str(tmp_path), name="mine")
+    job("a")
+    cli._place_under_torchrun(config, None, None)
+    other = TrainConfig(out=str(tmp_path), name="mine", lr=0.5)
+    assert cli._place_under_torchrun(other, None, None) == (tmp_path / "mine-2", None)
+    job("b")
+    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-3", None)
+
+
+def test_a_restart_without_a_name_is_refused(job, tmp_path):
+    """Mutant: a run past step 157 comes back at step 1, in another folder."""
+    job("none")
+    config = TrainConfig(out=str(tmp_path), name="mine")
+    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine", None)
+    job("none", restarts=1)
+    with pytest.raises(ValueError, match="without --rdzv-id nothing says which run they had"):
+        cli._place_under_torchrun(config, None, None)
