@@ -243,8 +243,10 @@ class Run:
         done, newest = self.steps_done, self.newest
         self.torn += any(self.folder.glob("checkpoints/.unfinished_*"))
         saved = 0 if newest is None else checkpoint.step_of(newest)
-        # The save after the last step may have been the one that was hit.
-        assert saved >= save_every * ((done - 1) // save_every)
+        # The save after the last step may have been the one that was hit; in the background, the
+        # one before may still have been on its way.
+        in_flight = int(self.config.async_save)
+        assert saved >= save_every * ((done - 1) // save_every - in_flight)
         if newest is not None:
             assert checkpoint.load(newest)[1]["step"] == saved
 
@@ -299,13 +301,13 @@ def text(tmp_path) -> Path:
     return path
 
 
-def survive(faults: Sequence[Fault], text: Path, folder: Path) -> Run:
+def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run:
     """Let `faults` happen to a run; check that its steps are those of an undisturbed one."""
     # More than are done before the last fault.
     steps = 8 + sum(
         fault.after + (20 if fault.kind == "launcher killed" else 2) for fault in faults
     )
-    config = replace(CONFIG, data=str(text), steps=steps)
+    config = replace(CONFIG, data=str(text), steps=steps, **changes)
     mine = set(psutil.Process().children(recursive=True))
     preload = ("minipar.train.trainer", "tests.train.test_faults")
     with Ranks(2, timeout=TIMEOUT, grace=0.3, preload=preload) as pool:
@@ -346,6 +348,28 @@ def test_fifty_random_faults(text, tmp_path):
     """75 s on two quiet cores. The default suite has the dozen above, with one of each kind."""
     broken = survive(draw(50, seed=1), text, tmp_path)
     assert broken.torn > 0  # else no kill has hit a save
+
+
+def kills(count: int, seed: int) -> list[Fault]:
+    """`count` kills at random moments, of a rank, of all, or of the launcher, in saves or not."""
+    dice = random.Random(seed)
+    kinds = ["killed in a save", "all killed", "killed", "launcher killed"]
+    chosen = [*kinds, *dice.choices(kinds, k=count)][:count]
+    return [Fault(kind, dice.randrange(2), dice.randrange(4), dice.random()) for kind in chosen]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_kills_while_saves_go_on_in_the_background(text, tmp_path):
+    """Mutant: a checkpoint put in place before all ranks have written their share."""
+    survive(kills(2, seed=2), text, tmp_path, async_save=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_while_saves_go_on_in_the_background(text, tmp_path):
+    survive(kills(20, seed=3), text, tmp_path, async_save=True)
 
 
 # ---------------------------------------------------------------------- started by a command

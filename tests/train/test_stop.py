@@ -2,12 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from minipar import cli
+from minipar.comm.launch import RankError
+from minipar.comm.worker import Failure
 from minipar.train import checkpoint, stop, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -70,6 +75,56 @@ def test_a_launcher_passes_a_signal_on_once(monkeypatch):
         with pytest.raises(SystemExit) as caught:
             kill(own, signal.SIGTERM)
         assert caught.value.code == 143
+
+
+@pytest.mark.parametrize("exitcode, code", [(-signal.SIGTERM, 143), (-signal.SIGKILL, None)])
+def test_ranks_that_end_by_the_signal_before_they_train_are_no_failure(exitcode, code):
+    """The launcher ends as if it had come to itself; but a rank that was killed is told."""
+    failure = Failure("rank 0 of 1", "Died", "it ended", "it ended", exitcode)
+    with pytest.raises((SystemExit, RankError)) as caught, pass_on([]):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RankError({0: failure})
+    assert getattr(caught.value, "code", None) == code
+
+
+def test_a_signal_before_the_first_step_is_noted(text, tmp_path, monkeypatch):
+    """While the text is read, say. Mutant: it ends the process by -15, and nothing is saved."""
+    torch.set_num_threads(1)
+    usual = trainer.Trainer.__init__
+
+    def signalled(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        usual(self, *args)
+
+    monkeypatch.setattr(trainer.Trainer, "__init__", signalled)
+    config = replace(CONFIG, data=str(text), mesh="dp=1")
+    assert trainer.train(config, str(tmp_path / "run")) is None
+    (saved,) = checkpoint.available(tmp_path / "run/checkpoints")
+    assert checkpoint.step_of(saved) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending, code", [(">&-", 2), ("| head -n 0", 2), (">&- 2>&-", 2)])
+def test_an_output_that_nobody_reads_leaves_the_exit_code_alone(tmp_path, ending, code):
+    words = f"{sys.executable} -m minipar train --steps 0 {ending}; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", words], capture_output=True, env=environment, cwd=tmp_path)
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_gone_does_not_end_a_run():
+    """As of `minipar train | head`. Mutant: BrokenPipeError in rank 0 ends all of them."""
+    pid = os.fork()
+    if pid == 0:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+        with open(1, "w", encoding="utf-8", closefd=False) as sys.stdout:
+            cli._say("a line")
+            cli._say("another")
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 # ---------------------------------------------------------------------- whole runs

@@ -410,6 +410,18 @@ def test_tensorboard_gets_the_numbers_of_every_line(run, monkeypatch, tmp_path):
         replace(PLAIN, data="stdlib", tensorboard=True).check()
 
 
+def test_a_long_end_says_what_it_does(run, monkeypatch, capsys):
+    """And the sample is the same, however often it speaks."""
+    silent = run(1, "silent", steps=1, sample_tokens=20)
+    monkeypatch.setattr(trainer, "TELL_SECONDS", 0.0)
+    told = run(1, "told", steps=1, sample_tokens=20)
+    out = capsys.readouterr().out
+    assert out.count("All steps are done") == 2
+    assert "Writing the sample: 8 of 20 tokens ..." in out
+    ours, theirs = (folder / "sample.txt" for folder in (told, silent))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_figures_of_no_step_are_none():
     assert set(training_figures([]).values()) == {None}
     lines = [{"loss": 3.0, "tokens": 10, "seconds": s} for s in (1.0, 3.0, 2.0)]
