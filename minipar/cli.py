@@ -9,10 +9,10 @@ import contextlib
 import difflib
 import io
 import itertools
+import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -113,8 +113,22 @@ BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone, as of `| head -1`: what shells make of it."""
 
 
+def _say(words: str) -> None:
+    """Print at once; a reader that has gone, such as `head`, does not end a run."""
+    try:
+        print(words, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _print_anything() -> None:
-    """Let no name of a file end a run because the locale has no letters for it."""
+    """Let no name of a file end a run because the locale has no letters for it.
+
+    Nor a stream that a shell has closed (>&-).
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
