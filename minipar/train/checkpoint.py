@@ -38,7 +38,7 @@ ALONE = Axis("world", 0, 1, (0,))
 Files = dict[str, dict[str, int]]  # name of a file: {"num_bytes": ..., "crc32": ...}
 CHUNK = 1 << 22  # bytes of a file that are looked into at once
 _NAME = re.compile(r"step_([0-9]{6,18})")
-_FILE = re.compile(r"(weights|state)_[0-9]+\.safetensors|state\.pt")  # in this folder, always
+_FILE = re.compile(r"(weights|state)_[0-9]{1,9}\.safetensors|state\.pt")  # in this folder, always
 _NOT_JSON = (ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -151,7 +151,7 @@ def verify(folder: Path) -> dict[str, Any]:
             for name, digest in manifest["files"].items()
         }
         if strange := [name for name in files if not _FILE.fullmatch(name)]:
-            raise ValueError(f"{strange[0]!r} is no name of a file of a checkpoint")
+            raise ValueError(f"{strange[0][:80]!r} is no name of a file of a checkpoint")
         if "state.pt" not in files:
             raise ValueError("it does not list state.pt")
         if not all(isinstance(name, str) for name in tied.values()):
@@ -225,7 +225,7 @@ def check_shapes(own: dict[str, tuple[int, ...]], weights: dict[str, Tensor], wh
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0]}{more}")
+        raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0][:300]}{more}")
 
 
 def export(checkpoint: Path, folder: Path) -> LlamaConfig:
