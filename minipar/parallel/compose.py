@@ -51,6 +51,7 @@ from minipar.model.llama import IGNORE_INDEX, Llama, loss_of
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
 from minipar.parallel.compression import COMPRESSORS, Compressed
+from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 from minipar.parallel.strategy import Strategy
@@ -286,8 +287,7 @@ class Composed(Strategy):
             state = data.full_optimizer_state(optimizer)
         else:
             state = optimizer.state_dict()
-        numbers = dict(enumerate(itertools.chain(*self._own_groups())))
-        own = {numbers[i]: entries for i, entries in state["state"].items()}
+        own = unpack(state, self._own_groups())
         keys = sorted({key for entries in own.values() for key in entries})
         whole: dict[str, dict[str, Any]] = {}
         for key in sorted(set(itertools.chain(*all_gather_object(keys, self.mesh.pp)))):
@@ -297,12 +297,7 @@ class Composed(Strategy):
                 if value is not None:
                     value = value.cpu() if isinstance(value, Tensor) else value
                     whole.setdefault(name, {})[key] = value
-        order = {name: i for i, name in enumerate(itertools.chain(*self.groups))}
-        groups = [
-            {**group, "params": [order[name] for name in names]}
-            for group, names in zip(state["param_groups"], self.groups, strict=True)
-        ]
-        return {"state": {order[n]: whole[n] for n in order if n in whole}, "param_groups": groups}
+        return pack(whole, self.groups, state["param_groups"])
 
     def _join_entry(self, entries: dict[str, Any]) -> dict[str, Any]:
         """One entry of the state, by the names of this rank's parameters -> of all."""
@@ -316,24 +311,13 @@ class Composed(Strategy):
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take this rank's part of what `full_optimizer_state` returned, under whichever plan.
 
-        Raises `ValueError` for the state of other parameters.
+        Paired by name. Raises `ValueError` for the state of other parameters.
         """
-        theirs = [len(group["params"]) for group in state["param_groups"]]
-        if theirs != [len(names) for names in self.groups]:
-            raise ValueError(
-                f"the state has groups of {theirs} parameters, and here are "
-                f"{[len(names) for names in self.groups]}"
-            )
-        numbers = dict(zip(itertools.chain(*self.groups), _numbers(state), strict=True))
-        groups, part, first = [], {}, 0
-        for i, name in enumerate(itertools.chain(*self._own_groups())):
-            entries = state["state"].get(numbers[self._serial_name(name)])
-            if entries:
-                part[i] = {key: self._own_piece(name, value) for key, value in entries.items()}
-        for group, names in zip(state["param_groups"], self._own_groups(), strict=True):
-            groups.append({**group, "params": list(range(first, first + len(names)))})
-            first += len(names)
-        own_state = {"state": part, "param_groups": groups}
+        whole, part = unpack(state, self.groups), {}
+        for name in itertools.chain(*self._own_groups()):
+            if entries := whole.get(self._serial_name(name)):
+                part[name] = {key: self._own_piece(name, value) for key, value in entries.items()}
+        own_state = pack(part, self._own_groups(), state["param_groups"])
         if isinstance(self.parts.data, fsdp.FullySharded):
             self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
         else:
@@ -368,7 +352,3 @@ class Composed(Strategy):
             for names, more in zip(groups, own, strict=True):
                 names.update(map(self._serial_name, more))
         return [[name for name in order if name in names] for names in groups]
-
-
-def _numbers(state: dict[str, Any]) -> list[int]:
-    return [i for group in state["param_groups"] for i in group["params"]]

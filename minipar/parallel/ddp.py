@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
 from minipar.comm.mesh import Axis
+from minipar.parallel import guard
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped"]
@@ -59,7 +60,8 @@ def apply(
     gradients on all ranks: then they are in step again.
 
     Raises `ValueError` for an unknown version, a bucket without capacity, a version without buckets
-    where `reduce` asks for them, or a model without a trainable parameter.
+    where `reduce` asks for them, a model without a trainable parameter or with sparse gradients, or
+    one that a strategy trains already.
     """
     if version not in VERSIONS:
         raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
@@ -69,6 +71,7 @@ def apply(
         raise ValueError("reduce= needs buckets; use version='overlapped' or 'bucketed'")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
+    guard.claim(model, "ddp", axis)
     replicate(model, axis)
     if version == "naive":
         return Naive(model, axis, average)
@@ -87,8 +90,18 @@ class Naive(Strategy):
         super().__init__(model, axis)
         self.op = "avg" if average else "sum"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        guard.watch(self, self.parameters)
+        if axis.size > 1:
+            for p in self.parameters:
+                p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        self.is_finished = False
+        guard.check_gradient(p, p.grad)
 
     def finish_backward(self) -> None:
+        super().finish_backward()
         # A rank that skips a parameter it did not use would leave the others waiting: all ranks
         # reduce all parameters, and a count tells "unused everywhere" from "zero".
         used = torch.tensor([float(p.grad is not None) for p in self.parameters])
@@ -208,6 +221,7 @@ class Bucketed(Naive):
         self.buckets = fill_buckets(self.parameters[::-1], self.capacity, reduce)
 
     def finish_backward(self) -> None:
+        Strategy.finish_backward(self)
         for bucket in self.buckets:
             if bucket.pending is None:
                 bucket.launch(self.axis, self.op)
@@ -231,12 +245,9 @@ class Overlapped(Bucketed):
         self.rehearsal: Counter[nn.Parameter] | None = Counter()  # arrivals, in order
         self.next = 0  # the bucket whose turn it is
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        if axis.size > 1:
-            for p in self.parameters:
-                p.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
-        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        super()._on_gradient(p)
         bucket = self.bucket_of[p]
         if bucket.pending is not None:
             raise RuntimeError(

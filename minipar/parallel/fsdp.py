@@ -7,27 +7,32 @@ Idea.   A layer's weights are needed only while it computes. So a rank keeps one
 Math.   That of `ddp`: with ``average=True`` g = (1/n) sum_r g_r, else the sum.
 Shapes. A block's weights, flattened one after the other and padded: [n S] R@dp while it computes,
         [S] V@dp at rest; gradients [n S] P@dp -> [S] V@dp. A shard cuts through weights wherever it
-        falls: to the optimizer, every parameter is the flat *piece* of it that lies on this rank.
-        Right for optimizers that treat every number alike (SGD, Adam and their kin).
+        falls: to the optimizer, every parameter is the *piece* of it that lies on this rank, of k
+        numbers: [k], or of a matrix [k, 1], so that ``p.ndim`` is that of the parameter. Right for
+        optimizers that treat every number alike (SGD, Adam and their kin); others are refused at
+        their first step.
 Comms.  Bytes that a rank sends per step, for P bytes of weights, R of them outside of blocks and B
         in the last block, over M microbatches; N parameters:
 
           gather    (n-1)/n M (2 P - R - B)   R and B stay from forward to backward: see `stays`
           reduce    (n-1)/n M P               or (n-1)/n P with ``accumulate="whole"``
-          used?     2 (n-1)/n N               a byte per parameter: did any rank use it?
+          used?     2 (n-1)/n (N + 8)         a byte per parameter: did any rank use it? And did
+                                              all of them gather the same, in the same order?
 
         so 3 P as in the paper, less what stays; 2 P with ``reshard_after_forward=False``. P counts
         2 bytes per number where a 2-byte `compute_dtype` (gather) or `reduce_dtype` is set. The
         first step, in which the order of blocks is not known yet, gathers B once more. Frozen
-        weights are gathered only. With `replicate_axis` of m ranks: 2 (m-1)/m (P/n + N) along it.
+        weights are gathered only. `replicate_axis` of m ranks: 2 (m-1)/m (P/n + N + 8) along it.
 Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
         4 P/n); R + 2 B for gathered weights; and in backward R + 2 B of gradients: of the root,
         those that come into being, and those on their way, on a CPU with as much again, where
         slices arrive to be added up. With ``prefetch=k`` 1 + k blocks are gathered;
         ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
 Costs you. Half as many bytes again as `ddp`, in many more calls. All ranks must run the same blocks
-        in the same order, so they need as many microbatches. A forward that ends in an exception
-        leaves things in order; after a backward that did, call `finish_backward`, zero gradients.
+        in the same order, so they need as many microbatches, and no rank can evaluate alone: let
+        all of them do it, or load `full_state_dict` into a model of one rank's own. A forward that
+        ends in an exception leaves things in order; after a backward that did, call
+        `finish_backward`, zero gradients.
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
         FSDP" (arXiv 2304.11277), sections 3 and 4 (with hybrid sharding in 3.2.2).
 In torch: `torch.distributed.fsdp.fully_shard`.
@@ -36,10 +41,11 @@ Proved by tests/parallel/test_fsdp.py and tests/parity/test_fsdp.py.
 Three parts: a flat shard and its collectives, the blocks that use them, and who goes when.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -60,6 +66,8 @@ from minipar.comm.collectives import (
     scatter,
 )
 from minipar.comm.mesh import Axis
+from minipar.parallel import guard
+from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.strategy import Strategy
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
@@ -84,8 +92,9 @@ def apply(
 ) -> "FullySharded":
     """Shard `model` (any `nn.Module`) along `axis`, in place; make the optimizer afterwards.
 
-    Parameters keep names and ties, and become flat pieces (`full_shape` and `shard_axes` say of
-    what). Values are those of rank 0. Freeze what is to be frozen before.
+    Parameters keep names, ties and ``ndim``, and become pieces (`full_shape` and `shard_axes` say
+    of what). Values are those of rank 0. Freeze what is to be frozen before. Whole weights come out
+    of `full_state_dict`; ``model.state_dict()`` is refused, as it would be of this rank's pieces.
 
     Args:
         blocks: what is gathered together: classes, modules, or names of modules. By default the
@@ -107,7 +116,8 @@ def apply(
         init: gives a model on the "meta" device its weights and buffers, ``init(name, shape)``,
             each alone and on every rank that holds a part of it.
 
-    Raises `ValueError` for options that do not fit, before the first collective.
+    Raises `ValueError` for options that do not fit, for a model with sparse gradients, or one that
+    a strategy trains already, before the first collective.
     """
     options = Options(
         axis,
@@ -122,7 +132,12 @@ def apply(
     )
     _check(model, options, init)
     assigned = _assign(model, _find_blocks(model, blocks))
-    units = [Unit(module, slots, options, init) for module, slots in assigned.items()]
+    guard.claim(model, "fsdp", axis)
+    names = {module: name for name, module in model.named_modules()}
+    units = [
+        Unit(module, names[module] or "the root", slots, options, init)
+        for module, slots in assigned.items()
+    ]
     _replicate_buffers(model, options, init)
     return FullySharded(model, options, units)
 
@@ -140,6 +155,7 @@ class Options:
     accumulate: str
     reshard_after_forward: bool
     prefetch: int
+    ledger: guard.Ledger = field(default_factory=guard.Ledger)
 
     @property
     def axes(self) -> list[Axis]:
@@ -156,9 +172,9 @@ class Flat:
     """
 
     def __init__(
-        self, members: dict[nn.Parameter, str], options: Options, init: Init | None
+        self, members: dict[nn.Parameter, str], block: str, options: Options, init: Init | None
     ) -> None:
-        self.options, axis = options, options.axis
+        self.options, self.block, axis = options, block, options.axis
         numels = [p.numel() for p in members]
         size = math.ceil(sum(numels) / axis.size)  # S
         self.splits = [*numels, axis.size * size - sum(numels)]  # and the padding
@@ -171,11 +187,20 @@ class Flat:
             place += numel
         self.shard = self._initial(members, init)  # [S]
         self.parameters = []
-        for p, span in zip(members, self.spans, strict=True):
-            piece = nn.Parameter(self.shard[span], p.requires_grad)
+        for (p, name), span in zip(members.items(), self.spans, strict=True):
+            shape = (
+                -1,
+                *(1 for _ in p.shape[1:]),
+            )  # as many dimensions as `p`
+            piece = nn.Parameter(self.shard[span].view(shape), p.requires_grad)
             vars(piece).update(vars(p))
             piece.full_shape = getattr(p, "full_shape", p.shape)
             piece.shard_axes = (*getattr(p, "shard_axes", ()), axis)
+            piece.is_flat = True
+            piece.on_use = partial(_refuse_use, name, block)
+            p.stepped_elsewhere = (
+                "fsdp has replaced the parameters of the model; make the optimizer after fsdp.apply"
+            )
             self.parameters.append(piece)
         self.is_trainable = self.parameters[0].requires_grad
         dtype = options.compute_dtype or self.shard.dtype
@@ -219,10 +244,10 @@ class Flat:
         gradient = gradient.to(self.shard)
         for i, (p, span) in enumerate(zip(self.parameters, self.spans, strict=True)):
             if p.grad is None:
-                p.grad = gradient[span]
+                p.grad = gradient[span].view_as(p)
                 self.fresh.add(i)
             else:
-                p.grad += gradient[span]
+                p.grad += gradient[span].view_as(p)
 
     # weights
     @property
@@ -236,6 +261,7 @@ class Flat:
             return
         self.full.untyped_storage().resize_(self.full.nbytes)
         memory.tag("gathered", self.full)
+        self.options.ledger.note(f"gather {self.block}")
         # Through `.data`, or autograd would take the saved weights for modified ones.
         self.gathering = all_gather(
             self.fetch(), self.options.axis, out=self.full.data, async_op=True
@@ -244,8 +270,12 @@ class Flat:
     def wait(self) -> None:
         """Return when the weights are here."""
         if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
+            gathering, self.gathering = self.gathering, None
+            try:
+                gathering.wait()
+            except RuntimeError as error:  # such as a time-out
+                error.add_note(f"while gathering {self.block}. {guard.SAME_ORDER}")
+                raise
 
     def free(self) -> None:
         """Give the memory of the weights back."""
@@ -265,7 +295,9 @@ class Flat:
         self.crosses = synchronise
         if options.accumulate == "whole" and not synchronise:
             self.unsent = flat
-        elif options.reduce is None:
+            return
+        options.ledger.note(f"reduce {self.block}")
+        if options.reduce is None:
             self.reducing = reduce_scatter(flat, options.axis, op=options.op, async_op=True)
         else:
             total, _ = options.reduce(flat.view(options.axis.size, -1), options.axis)
@@ -283,6 +315,7 @@ class Flat:
             if gradient is None:
                 part.zero_()
             else:
+                guard.check_gradient(self.parameters[i], gradient)
                 part.view(gradient.shape).copy_(gradient)
                 self.used.add(i)
         return flat
@@ -334,7 +367,7 @@ class Unit:
     """
 
     def __init__(
-        self, module: nn.Module, slots: list[Slot], options: Options, init: Init | None
+        self, module: nn.Module, name: str, slots: list[Slot], options: Options, init: Init | None
     ) -> None:
         self.module = module
         kinds: dict[Any, dict[nn.Parameter, str]] = {}
@@ -342,10 +375,12 @@ class Unit:
             kinds.setdefault((p.dtype, p.device, p.requires_grad), {}).setdefault(p, name)
         self.flats, pieces = [], {}
         for members in kinds.values():
-            self.flats.append(Flat(members, options, init))
+            self.flats.append(Flat(members, name, options, init))
             pieces |= zip(members, self.flats[-1].parameters, strict=True)
         self.trainable = [flat for flat in self.flats if flat.is_trainable]
-        self.slots = [(owner, attribute, pieces[p]) for owner, attribute, _, p in slots]
+        self.parameters = [p for flat in self.flats for p in flat.parameters]
+        place = {p: i for i, p in enumerate(self.parameters)}
+        self.slots = [(owner, attribute, place[pieces[p]]) for owner, attribute, _, p in slots]
         self.unbind()
 
     @property
@@ -363,18 +398,15 @@ class Unit:
         for flat in self.flats:
             flat.wait()
         pieces = [p for flat in self.trainable for p in flat.parameters]
-        tensors = _Enter.apply(self, after_backward, *pieces) if pieces else ()
-        full = dict(zip(pieces, tensors, strict=True))
-        for flat in self.flats:
-            if not flat.is_trainable:
-                full |= zip(flat.parameters, flat.views, strict=True)
-        for owner, attribute, piece in self.slots:
-            owner._parameters[attribute] = full[piece]
+        entered = iter(_Enter.apply(self, after_backward, *pieces) if pieces else ())
+        full = [next(entered) if f.is_trainable else view for f in self.flats for view in f.views]
+        for owner, attribute, i in self.slots:
+            owner._parameters[attribute] = full[i]
 
     def unbind(self) -> None:
         """Put the pieces back."""
-        for owner, attribute, piece in self.slots:
-            owner._parameters[attribute] = piece
+        for owner, attribute, i in self.slots:
+            owner._parameters[attribute] = self.parameters[i]
 
     def free(self) -> None:
         """Let go of the gathered weights."""
@@ -411,16 +443,21 @@ class FullySharded(Strategy):
 
     def __init__(self, model: nn.Module, options: Options, units: list[Unit]) -> None:
         super().__init__(model, options.axis)
+        self.shard_axes = (options.axis,)
         self.options = options
         self.root, *self.blocks = self.units = units
         self.flats = [flat for unit in units for flat in unit.flats]
         self.follows: dict[str, dict[Unit, Unit | None]] = {"forward": {}, "backward": {}}
         self.latest: dict[str, Unit | None] = {"forward": None, "backward": None}
         self.reducing: list[Flat] = []
+        guard.watch(self, [p for flat in self.flats for p in flat.parameters])
         for unit in units:
             before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-            unit.module.register_forward_pre_hook(before, with_kwargs=True)
+            # Before all other hooks: they may compute with the weights, as weight_norm's does.
+            unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(after, always_call=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(_refuse_pieces)
 
     def _enter(self, unit: Unit, phase: str) -> None:
         """`unit` is about to compute: its weights must be here, those of the next on their way."""
@@ -441,7 +478,10 @@ class FullySharded(Strategy):
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recomputes = _in_backward()
         if unit is self.root and not recomputes:
+            self.options.ledger.check()
             self.release()  # nothing that was gathered before the last optimizer step
+            for block in self.blocks:
+                guard.leave(block.parameters)
         self._enter(unit, "backward" if recomputes else "forward")
         if self.options.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -452,6 +492,9 @@ class FullySharded(Strategy):
         return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit is self.root and not _in_backward():
+            for block in self.blocks:
+                guard.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
         for node in nodes:
@@ -477,6 +520,7 @@ class FullySharded(Strategy):
 
     def _after_backward(self, unit: Unit, gradients: list[Tensor | None]) -> None:
         """All gradients of the weights of `unit` are there."""
+        self.is_finished = False
         unit.free()
         for flat in self.reducing:  # those of one block at a time are on their way
             flat.settle()
@@ -487,8 +531,10 @@ class FullySharded(Strategy):
 
     @torch.no_grad()
     def finish_backward(self) -> None:
+        super().finish_backward()
         trainable = [flat for flat in self.flats if flat.is_trainable]
         used = [i in flat.used for flat in trainable for i in range(len(flat.views))]
+        used += self.options.ledger.close()
         users = torch.tensor(used, dtype=torch.uint8).to(self.flats[0].full.device)
         for axis in self.options.axes:  # queues behind the last gradients: one wait for both
             all_reduce(users, axis, "max", out=users)
@@ -498,6 +544,7 @@ class FullySharded(Strategy):
             users = users[len(flat.views) :]
         self.reducing = []
         self.release()
+        self.options.ledger.tell(users)
 
     def release(self) -> None:
         """Free all weights that are gathered. What comes next does not follow on what was."""
@@ -532,7 +579,7 @@ class FullySharded(Strategy):
             shard = torch.zeros_like(flat.shard)
             for p, span in zip(flat.parameters, flat.spans, strict=True):
                 if p.grad is not None:
-                    shard[span] = p.grad
+                    shard[span] = p.grad.flatten()
             for p, gradient in zip(flat.parameters, flat.whole(shard), strict=True):
                 whole[p] = None if p.grad is None else gradient
         return {name: whole[p] for name, p in self.model.named_parameters()}
@@ -556,17 +603,18 @@ class FullySharded(Strategy):
             )
         cuts = {p: c for f in self.flats for p, c in zip(f.parameters, f.cuts, strict=True)}
         for name, t in own.items():
-            t.copy_(state[name].flatten()[cuts[t]] if t in cuts else state[name])
+            t.copy_(_cut(state[name], cuts[t], t) if t in cuts else state[name])
 
     @torch.no_grad()
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer`, made of the pieces, as on one device, on the CPU.
 
-        For any number of ranks, and for an optimizer of a serial model. All ranks call it.
+        For any number of ranks, and for an optimizer of a serial model; "param_names" say what is
+        whose. All ranks call it.
         """
-        state = optimizer.state_dict()
-        numbers = {p: i for i, p in enumerate(_members(optimizer))}
-        whole = {i: dict(entries) for i, entries in state["state"].items()}
+        state, labels = optimizer.state_dict(), self._labels(optimizer)
+        whole = {label: dict(entries) for label, entries in unpack(state, labels).items()}
+        label_of = dict(zip(_members(optimizer), itertools.chain(*labels), strict=True))
         for flat in self.flats:
             states = {p: optimizer.state[p] for p in flat.parameters if p in optimizer.state}
             for key, like in next(iter(states.values()), {}).items():
@@ -575,26 +623,38 @@ class FullySharded(Strategy):
                 shard = flat.shard.new_zeros(flat.shard.shape, dtype=like.dtype)
                 for p, span in zip(flat.parameters, flat.spans, strict=True):
                     if p in states:
-                        shard[span] = states[p][key]
+                        shard[span] = states[p][key].flatten()
                 for p, tensor in zip(flat.parameters, flat.whole(shard), strict=True):
                     if p in states:
-                        whole[numbers[p]][key] = tensor.cpu()
-        return {"state": whole, "param_groups": state["param_groups"]}
+                        whole[label_of[p]][key] = tensor.cpu()
+        return pack(whole, labels, state["param_groups"])
+
+    def _labels(self, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+        """Names of its parameters, by groups; a number for what is not of this model."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        count = itertools.count()
+        return [
+            [names.get(p, i) for p, i in zip(group["params"], count, strict=False)]
+            for group in optimizer.param_groups
+        ]
 
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Take this rank's pieces out of what `full_optimizer_state` returned."""
+        """Take this rank's pieces out of what `full_optimizer_state` returned, paired by name.
+
+        Raises `ValueError` for the state of other parameters.
+        """
         cuts = {p: c for f in self.flats for p, c in zip(f.parameters, f.cuts, strict=True)}
-        members = _members(optimizer)
-        pieces = {
-            i: {
-                key: _cut(value, cuts[members[i]]) if _is_elementwise(key, value) else value
+        labels, pieces = self._labels(optimizer), {}
+        members = dict(zip(itertools.chain(*labels), _members(optimizer), strict=True))
+        for label, entries in unpack(state, labels).items():
+            p = members[label]
+            pieces[label] = {
+                key: _cut(value, cuts[p], p) if p in cuts and _is_elementwise(key, value) else value
                 for key, value in entries.items()
             }
-            for i, entries in state["state"].items()
-        }
-        optimizer.load_state_dict({"state": pieces, "param_groups": state["param_groups"]})
+        optimizer.load_state_dict(pack(pieces, labels, state["param_groups"], named=False))
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
@@ -660,8 +720,6 @@ def _check(model: nn.Module, options: Options, init: Init | None) -> None:
     parameters = list(model.parameters())
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
-    if any(axis in getattr(p, "shard_axes", ()) for p in parameters):
-        raise ValueError(f"the model is sharded along {axis.name} already; apply it once")
     if other is not None and set(other.ranks) & set(axis.ranks) != {axis.ranks[axis.rank]}:
         raise ValueError(
             f"replicate_axis {other.name} and axis {axis.name} must cross each other; "
@@ -684,13 +742,28 @@ def _members(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _cut(whole: Tensor, cut: slice) -> Tensor:
-    return whole.flatten()[cut].clone()  # not a view, which would keep the whole
+def _cut(whole: Tensor, cut: slice, like: Tensor) -> Tensor:
+    return whole.flatten()[cut].view_as(like).clone()  # not a view, which would keep the whole
 
 
 def _is_elementwise(key: str, value: Any) -> bool:
     """Whether an entry of the state of a parameter has a number for each of its numbers."""
     return isinstance(value, Tensor) and key != "step"
+
+
+def _refuse_use(name: str, block: str) -> NoReturn:
+    raise RuntimeError(
+        f"fsdp: {name} belongs to block {block} and was used outside of its forward, where only a "
+        f"piece of it is here; use it inside, or let blocks= name a module around both"
+    )
+
+
+def _refuse_pieces(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # which asks for the parameters themselves
+        raise RuntimeError(
+            "under fsdp, state_dict() would hold this rank's pieces: call full_state_dict() of the "
+            "strategy on all ranks for whole weights, load_full_state_dict() to load them"
+        )
 
 
 def _in_backward() -> bool:

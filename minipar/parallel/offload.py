@@ -26,8 +26,8 @@ the shards of fsdp, and leaves no weights on the device either.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from torch.optim.optimizer import (
 from minipar.comm import memory
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
+from minipar.parallel import guard
 from minipar.parallel.strategy import Strategy
 
 
@@ -185,7 +186,8 @@ def apply(
     """Give the trainable parameters of `model` a home on the host; it comes last of the strategies.
 
     Args:
-        inside: the strategy that reduces the gradients over `axis`, if there is one: then they
+        inside: the strategy that reduces whole gradients over `axis`, such as ddp, if there is one:
+            `finish_backward` and `no_sync` of what this returns are its as well. Then gradients
             leave for the host when it is done with them, and all weights are back before a forward
             begins. Without, gradients leave during backward, weights return during forward.
         copies: the engine; by default a `HostCopy` for the device of the parameters.
@@ -199,13 +201,19 @@ def apply(
     they can be clipped, saved and loaded. In `no_sync`, gradients accumulate on the device.
 
     Reading a weight in the forward of another block than its own, before that block has run, reads
-    one that may still be on its way. Raises `ValueError` for a bucket without capacity, or a model
-    without a trainable parameter.
+    one that may still be on its way. Raises `ValueError` for a bucket without capacity, a model
+    without a trainable parameter or with sparse gradients, or an `inside` that cuts gradients.
     """
     if bucket_mb is not None and not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there is nothing to offload")
+    if inside is not None and inside.shard_axes:
+        raise ValueError(
+            f"inside= must reduce whole gradients, and {type(inside).__name__} cuts them; use "
+            f"step_on_host(optimizer) with zero, shards_on_host(strategy) with fsdp"
+        )
+    guard.check_dense(model)
     return Offloaded(model, axis, inside, copies, compute_dtype, bucket_mb)
 
 
@@ -224,6 +232,7 @@ class Offloaded(Strategy):
         super().__init__(model, axis)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.inside = inside
+        self.seen = 0  # how often what is inside had finished a backward
         self.copies = copies or HostCopy(parameters[0].device)
         self.homes = {p: TwoHomes(p, self.copies, compute_dtype) for p in parameters}
         num_bytes = sum(home.device.nbytes for home in self.homes.values())
@@ -283,7 +292,21 @@ class Offloaded(Strategy):
             else:
                 self.arrived[p] = gradient
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync(), self.inside.no_sync() if self.inside else nullcontext():
+            yield
+
     def finish_backward(self) -> None:
+        super().finish_backward()
+        if self.inside is not None:
+            if self.inside.finishes == self.seen:  # else it was called, too, as any strategy may be
+                self.inside.finish_backward()
+            self.seen = self.inside.finishes
+        self._leave()
+
+    def _leave(self) -> None:
+        """Bring all gradients to the host, and let parameters be those of the host."""
         for p, home in self.homes.items():
             if p.grad is not None and not home.on_host:
                 self._take(p)  # accumulated in no_sync only, or reduced by the strategy inside
@@ -303,7 +326,7 @@ class Offloaded(Strategy):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if any(p in self.homes for p in _parameters(optimizer)):
-            self.finish_backward()  # nothing is left to do if somebody called it
+            self._leave()  # nothing is left to do after `finish_backward`
             for copy in self.returning.values():
                 copy.wait(block=True)  # weights that no forward has asked for
             _state_to_host(optimizer, self.copies)
@@ -413,7 +436,7 @@ class HostShards:
         [flat.shard] = self.copies.to_host([flat.shard]).wait()
         memory.tag("parameters", flat.shard, on_host=True)
         for p, span in zip(flat.parameters, flat.spans, strict=True):
-            p.data = flat.shard[span]
+            p.data = flat.shard[span].view_as(p)
         store, whole = flat.store, flat.whole
         flat.fetch = partial(self._fetch, flat)
         flat.store = partial(self._store, flat, store)

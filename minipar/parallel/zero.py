@@ -35,6 +35,7 @@ Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from minipar.comm.collectives import (
     Op,
@@ -54,6 +56,8 @@ from minipar.comm.collectives import (
     reduce_scatter,
 )
 from minipar.comm.mesh import Axis
+from minipar.parallel import guard
+from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.strategy import Strategy, replicate
 
 
@@ -78,10 +82,12 @@ def apply(
     under `no_sync`, too: gradients that wait to be sent would have to be kept. After a backward
     that an exception cut short, call `finish_backward` and ``optimizer.zero_grad()`` on all ranks.
 
-    Weights arrive during the next forward, each before the module that owns it runs. Weights of
-    modules that the first forward did not call (somebody reads them directly) arrive before it.
+    Weights arrive during the next forward, each before the module that owns it runs. What reads one
+    before (an average of weights, a clamp, a compiled model) waits for it there and then; only a
+    tensor that shares its memory, such as a ``p.data`` taken earlier, is read as it is.
 
-    Raises `ValueError` for another stage, or an optimizer that does not fit.
+    Raises `ValueError` for another stage, an optimizer that does not fit, a model with sparse
+    gradients, or one that a strategy trains already.
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
@@ -100,6 +106,7 @@ def apply(
             f"{left_out[0]} (one of {len(left_out)} parameters) is trainable but not in the "
             f"optimizer; hand it over, or freeze it with requires_grad_(False)"
         )
+    guard.claim(model, f"zero {stage}", axis)
     replicate(model, axis)
     return STAGES[stage](model, axis, optimizer, average)
 
@@ -127,7 +134,9 @@ class Bucket:
         self.sent: Pending | None = None  # a reduce-scatter from the one to the other
         self.is_sent = False  # in this round
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
+        self.can_leave = all(map(guard.can_leave, parameters))
         for p, view in self.views.items():
+            p.on_use = self.arrive
             p.data = view.copy_(p.data)
             offset = view.storage_offset() - self.mine.start
             start, stop = max(-offset, 0), min(width - offset, p.numel())
@@ -162,12 +171,17 @@ class Bucket:
                 )
         mine = self.weights[self.mine]
         self.arriving = all_gather(mine, self.axis, out=self.weights, async_op=True)
+        if self.can_leave:
+            guard.leave(self.parameters)
+        else:
+            self.arrive()
 
     def arrive(self) -> None:
-        """Wait for that."""
+        """Wait until the slices of all ranks are in `weights`."""
         if self.arriving is not None:
-            self.arriving.wait()
-            self.arriving = None
+            arriving, self.arriving = self.arriving, None
+            arriving.wait()
+            guard.come_back(self.parameters)
 
     # -------- gradients: used by the strategies below
     def take(self, p: nn.Parameter) -> None:
@@ -249,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
-        groups = _as_groups(params)
+        groups, self.names = _as_groups(params)
         trainable = [
             [p for p in group["params"] if p.requires_grad and p.numel()] for group in groups
         ]
@@ -258,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, members in zip(groups, trainable, strict=True):
             if members:
                 make = partial(optimizer_class, **options)
-                _check_elementwise(make, optimizer_class.__name__, group, members[0])
+                guard.check_elementwise(make, optimizer_class.__name__, group, members[0])
         num_bytes = sum(p.nbytes for members in trainable for p in members)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.axis = axis
@@ -270,6 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.pieces = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
+        self.frozen = [p for whole in self.wholes for p in whole if p not in self.bucket_of]
         self.attached = False  # to a strategy, which brings gradients and waits for weights
         self.stepped = False  # with the gradients that are here
         pieces = [[self.pieces[p] for p in whole if p in self.pieces] for whole in self.wholes]
@@ -311,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drop all gradients, of parameters and of pieces; they are not kept as zeros."""
         for bucket in self.buckets:
             bucket.drop()
-        for p in (p for whole in self.wholes for p in whole):
+        for p in self.frozen:
             p.grad = None
         self.stepped = False
 
@@ -330,26 +345,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if sharded:
             return {**self.inner.state_dict(), "shard": [self.axis.rank, self.axis.size]}
-        members = [p for whole in self.wholes for p in whole]
         own = {
-            i: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.state[piece].items()}
-            for i, p in enumerate(members)
+            label: tree_map_only(Tensor, Tensor.cpu, self.state[piece])
+            for label, p in self._labelled().items()
             if (piece := self.pieces.get(p)) in self.state
         }
         parts, state = all_gather_object(own, self.axis), {}
-        for i, p in enumerate(members):
-            if found := [part[i] for part in parts if i in part]:
-                state[i] = {key: _join([piece[key] for piece in found], p) for key in found[0]}
-        groups, first = [], 0
-        for group, whole in zip(self.param_groups, self.wholes, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(whole)))})
-            first += len(whole)
-        return {"state": state, "param_groups": groups}
+        for label, p in self._labelled().items():
+            if found := [part[label] for part in parts if label in part]:
+                state[label] = {key: _join([piece[key] for piece in found], p) for key in found[0]}
+        return pack(state, self._labels(), self.param_groups)
+
+    def _labels(self, only_mine: bool = False) -> list[list[Any]]:
+        """What the parameters are called, by groups: their names, or numbers while none is known.
+
+        `only_mine`: those of which this rank has a piece.
+        """
+        number = {p: i for i, p in enumerate(p for whole in self.wholes for p in whole)}
+        return [
+            [self.names.get(p, number[p]) for p in whole if p in self.pieces or not only_mine]
+            for whole in self.wholes
+        ]
+
+    def _labelled(self) -> dict[Any, nn.Parameter]:
+        members = (p for whole in self.wholes for p in whole)
+        return dict(zip(itertools.chain(*self._labels()), members, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, whole or sharded, also one of `optimizer_class` itself.
 
-        Raises `ValueError` for other parameters, and for a shard of another rank or of as many.
+        A whole one is paired by names where both sides know them (see `pack`): of an optimizer made
+        of `named_parameters()`, or attached to a model. Raises `ValueError` for other parameters,
+        and for a shard of another rank or of as many.
         """
         mine = [self.axis.rank, self.axis.size]
         if "shard" in state_dict:
@@ -367,23 +394,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _part_of(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Of a whole state, what the inner optimizer is to load."""
-        theirs = [len(group["params"]) for group in whole["param_groups"]]
-        ours = [len(members) for members in self.wholes]
-        if theirs != ours:
-            raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
-        parts: dict[str, Any] = {"state": {}, "param_groups": []}
-        count = 0
-        for group, members in zip(whole["param_groups"], self.wholes, strict=True):
-            first = count
-            for i, p in zip(group["params"], members, strict=True):
-                if p not in self.pieces:
-                    continue
-                if i in whole["state"]:
-                    entries = whole["state"][i].items()
-                    parts["state"][count] = {k: self._part(p, v) for k, v in entries}
-                count += 1
-            parts["param_groups"].append({**group, "params": list(range(first, count))})
-        return parts
+        members, parts = self._labelled(), {}
+        for label, entries in unpack(whole, self._labels()).items():
+            if (p := members[label]) in self.pieces:
+                parts[label] = {key: self._part(p, value) for key, value in entries.items()}
+        mine = self._labels(only_mine=True)
+        return pack(parts, mine, whole["param_groups"], named=False)
 
     def _part(self, p: nn.Parameter, value: Any) -> Any:
         """My piece's part of one entry of the state of a parameter."""
@@ -410,8 +426,11 @@ class Stage1(Strategy):
         self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
     ) -> None:
         super().__init__(model, axis)
+        self.shard_axes = (axis,)
         self.optimizer, self.op = optimizer, "avg" if average else "sum"
         optimizer.attached = True
+        optimizer.names = {p: name for name, p in model.named_parameters()}
+        guard.watch(self, optimizer.pieces.values())
         # Gradients come into being from the last layer to the first: a bucket is complete with
         # that of its first parameter. In forward it is needed for that one first, too.
         place = {p: i for i, p in enumerate(model.parameters())}
@@ -425,27 +444,14 @@ class Stage1(Strategy):
         self.arrived: Counter[nn.Parameter] = Counter()
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self._on_gradient)
-        self.called: set[nn.Module] = set()
-        self.read_directly: set[Bucket] = set()
-        self.owned = {module: self._owned(module) for module in model.modules()}
-        for module, buckets in self.owned.items():
-            if buckets or module is model:
-                module.register_forward_pre_hook(self._waits_for(buckets))
-        model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-        model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+            p.stepped_elsewhere = "zero keeps the gradients in its ShardedOptimizer; step that one"
+        for module in model.modules():
+            own = module.parameters(recurse=False)
+            if buckets := {self.bucket_of[p] for p in own if p in self.bucket_of}:
+                module.register_forward_pre_hook(_waits_for(buckets))
 
-    # ------------------------------------------------------------------ forward
-    def _owned(self, module: nn.Module) -> set[Bucket]:
-        own = module.parameters(recurse=False)
-        return {self.bucket_of[p] for p in own if p in self.bucket_of}
-
-    def _waits_for(self, buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
-        def before(module: nn.Module, _: Any) -> None:
-            self.called.add(module)
-            for bucket in self.read_directly | buckets:
-                bucket.arrive()
-
-        return before  # a plain function: a deep copy of the model does not copy us
+    def with_gradients(self) -> Iterable[nn.Parameter]:
+        return self.optimizer.pieces.values()
 
     # ------------------------------------------------------------------ backward
     @property
@@ -455,6 +461,8 @@ class Stage1(Strategy):
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
+        self.is_finished = False
+        guard.check_gradient(p, p.grad)
         bucket = self.bucket_of[p]
         if bucket.is_sent and self.synchronises and not self.learning:
             raise RuntimeError(
@@ -503,6 +511,7 @@ class Stage1(Strategy):
         return self.telling
 
     def finish_backward(self) -> None:
+        super().finish_backward()
         more = True
         while more:
             told = self._end_round()
@@ -510,10 +519,7 @@ class Stage1(Strategy):
                 self.in_flight.popleft().fold()
             more = (self.learning or self.rounds_differ) and _is_true(told.wait()[-1])
         self._hand_out(told)
-        if self.learning:
-            uncalled = [owned for m, owned in self.owned.items() if m not in self.called]
-            self.read_directly = set().union(*uncalled)
-            self.learning = False
+        self.learning = False
 
     def _hand_out(self, told: Pending) -> None:
         used = self.used
@@ -556,17 +562,32 @@ STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
 
 
 # ---------------------------------------------------------------------- helpers
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either."""
+def _as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
+
+    Returns groups of tensors, and the names of those that have one.
+    """
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    result = []
+    result, names = [], {}
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
+        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
         members = [m[1] if isinstance(m, tuple) else m for m in members]
         result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
-    return result
+    return result, names
+
+
+def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
+    """What a module does before it computes; a deep copy of the model may do so as well."""
+
+    def before(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled graph waits where it uses a weight
+            for bucket in buckets:
+                bucket.arrive()
+
+    return before
 
 
 def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
@@ -583,36 +604,6 @@ def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[l
             bucket.append(p)
             room -= p.nbytes
         yield bucket
-
-
-def _check_elementwise(
-    make: Callable[..., torch.optim.Optimizer], name: str, group: dict[str, Any], like: Tensor
-) -> None:
-    """Raise `ValueError` unless two steps on pieces of a matrix are those on the matrix."""
-    weights = torch.linspace(-1, 1, 20, device=like.device)
-
-    def train(*parts: Tensor) -> Tensor:
-        parts = [nn.Parameter(part.clone()) for part in parts]
-        optimizer = make([{**group, "params": parts}])
-        for step in range(2):
-            for part in parts:
-                part.grad = (5 * part + step).cos().detach()
-            optimizer.step()
-        return torch.cat([part.detach().flatten() for part in parts])
-
-    # What is wrong with options is raised as it is.
-    make([{**group, "params": [nn.Parameter(weights.view(4, 5).clone())]}])
-    is_same, why = like.is_meta, None  # where there are no values, there is nothing to compare
-    if not is_same:
-        try:
-            is_same = torch.allclose(train(*weights.split([7, 13])), train(weights.view(4, 5)))
-        except Exception as error:
-            why = error
-    if not is_same:
-        raise ValueError(
-            f"{name} does not step on each number alone, so it cannot work on pieces of "
-            f"parameters; use AdamW, SGD or another that is elementwise"
-        ) from why
 
 
 def _join(pieces: list[Any], like: Tensor) -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.model.llama import loss_of
+from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import Strategy
 from minipar.train.batch_size import NoiseScale
 from minipar.train.data import IGNORE
-from minipar.train.optim import clip_grad_norm
 from minipar.train.precision import FULL, Precision
 
 # inputs [B, T], targets [B, T], and what else the model takes, such as positions and mask

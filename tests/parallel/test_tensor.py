@@ -18,8 +18,9 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.parallel import tensor
+from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import replicate
-from minipar.train.optim import clip_grad_norm, make_optimizer
+from minipar.train.optim import make_optimizer
 from tests.parity import models
 
 MODES = {

@@ -7,13 +7,8 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.train.optim import (
-    clip_grad_norm,
-    grad_norm,
-    make_optimizer,
-    warmup_cosine,
-    warmup_stable_decay,
-)
+from minipar.parallel.norm import clip_grad_norm, grad_norm
+from minipar.train.optim import make_optimizer, warmup_cosine, warmup_stable_decay
 
 # ------------------------------------------------------------------------------------- schedules
 

@@ -235,9 +235,7 @@ class Pipeline(Strategy):
 
     def _check_pieces(self) -> None:
         """Refuse what would go wrong unnoticed: pieces of sums that are not of all ranks."""
-        is_flat = any(
-            p.ndim != len(getattr(p, "full_shape", p.shape)) for p in self.model.parameters()
-        )
+        is_flat = any(getattr(p, "is_flat", False) for p in self.model.parameters())
         if is_flat and self._shares:
             raise ValueError(
                 f"fsdp reduces the gradients of one rank of {self.axis.name} at a time, but here "

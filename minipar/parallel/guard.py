@@ -1,0 +1,270 @@
+"""What users of PyTorch do by habit: it works here, or is refused at once with the right way.
+
+ddp.apply(model, dp), and again            `claim`: the second is refused
+nn.Embedding(..., sparse=True)             `check_dense`, `check_gradient`: refused
+optimizer.step() before finish_backward()  `watch`: refused
+an optimizer made before fsdp.apply        `watch`: refused at its first step
+an optimizer that looks at whole matrices  `check_elementwise`: refused where it sees pieces
+torch.nn.utils.clip_grad_norm_             `watch`: refused where a rank has pieces of gradients
+a weight used while it is not here         `Absent`: it is waited for, or refused by its name
+ranks that run different blocks            `Ledger`: refused at the end of the step
+"""
+
+import weakref
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from minipar.comm.mesh import Axis
+
+
+# ---------------------------------------------------------------------- when a strategy is applied
+def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
+    """Note that `strategy` shares the gradients of `model`.
+
+    Raises `ValueError` if another does, or for a model whose gradients will be sparse.
+    """
+    name = f"{strategy} along {axis.name}"
+    for path, p in model.named_parameters():
+        if other := getattr(p, "claimed_by", None):
+            raise ValueError(
+                f"{name}: {path} is trained by {other} already, and its gradient would be summed "
+                f"twice; apply one of ddp, zero, fsdp and local_sgd, once"
+            )
+    check_dense(model)
+    for p in model.parameters():
+        p.claimed_by = name
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raise `ValueError` naming a layer whose gradients will be sparse."""
+    for path, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own and getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{path or type(module).__name__} has sparse=True, and only dense gradients can be "
+                f"shared here; make it with sparse=False"
+            )
+
+
+def check_gradient(p: nn.Parameter, gradient: Tensor) -> None:
+    """Raise `RuntimeError` for a gradient that is not dense."""
+    if gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is {gradient.layout}, and only "
+            f"dense ones can be shared here; embeddings need sparse=False"
+        )
+
+
+# ---------------------------------------------------------------------- when an optimizer steps
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # strategies
+_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse to step or to clip `parameters` while `strategy.is_finished` is false."""
+    strategy.watched = set(parameters)
+    _watched.add(strategy)
+    _listen()
+
+
+def check_finished(strategy: Any, what: str) -> None:
+    """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
+    if not strategy.is_finished:
+        raise RuntimeError(
+            f"{what} came before finish_backward(): the gradients here are those of this rank, not "
+            f"of the batch. Call finish_backward() of the {type(strategy).__name__} strategy along "
+            f"{strategy.axis.name} once per step, after the last backward, on all ranks"
+        )
+
+
+@cache
+def _listen() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    torch_clips = clip_grad._clip_grads_with_norm_
+
+    @wraps(torch_clips)
+    def clip(parameters: Any, *args: Any, **options: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for p in parameters:
+            axes = [axis.name for axis in getattr(p, "shard_axes", ()) if axis.size > 1]
+            if axes or hasattr(p, "stepped_elsewhere"):
+                raise RuntimeError(
+                    f"torch's clip_grad_norm_ sees the gradients of this rank alone, and here each "
+                    f"rank has pieces of them{f' along {axes[0]}' if axes else ''}; "
+                    f"call strategy.clip_grad_norm_(max_norm) in its place"
+                )
+        torch_clips(parameters, *args, **options)
+
+    # Only here does torch look at parameters, by whichever name its function was imported.
+    clip_grad._clip_grads_with_norm_ = clip
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if why := getattr(p, "stepped_elsewhere", None):
+            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
+    for strategy in list(_watched):
+        if not strategy.is_finished and not strategy.watched.isdisjoint(parameters):
+            check_finished(strategy, "optimizer.step()")
+    if optimizer not in _checked:
+        for group in optimizer.param_groups:
+            if any(getattr(p, "is_flat", False) for p in group["params"]):
+                make = partial(_twin, optimizer)
+                check_elementwise(make, type(optimizer).__name__, group, group["params"][0])
+        _checked.add(optimizer)
+
+
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer like this one, over other parameters, without its hooks."""
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.param_groups, twin.state = groups, defaultdict(dict)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group in groups:
+        group["lr"] = 0.1  # a warm-up may begin with 0, which would prove nothing
+    return twin
+
+
+def check_elementwise(
+    make: Callable[..., Optimizer], name: str, group: dict[str, Any], like: Tensor
+) -> None:
+    """Raise `ValueError` unless two steps on pieces of a matrix are those on the matrix."""
+    weights = torch.linspace(-1, 1, 20, device=like.device)
+
+    def train(*parts: Tensor) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in parts]
+        optimizer = make([{**group, "params": parts}])
+        for step in range(2):
+            for part in parts:
+                part.grad = (5 * part + step).cos().detach()
+            type(optimizer).step(optimizer)  # schedulers put a method of their own over it
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    # What is wrong with options is raised as it is.
+    make([{**group, "params": [nn.Parameter(weights.view(4, 5).clone())]}])
+    is_same, why = like.is_meta, None  # where there are no values, there is nothing to compare
+    if not is_same:
+        try:
+            pieces = [piece[:, None] for piece in weights.split([7, 13])]
+            is_same = torch.allclose(train(*pieces), train(weights.view(4, 5)))
+        except Exception as error:
+            why = error
+    if not is_same:
+        raise ValueError(
+            f"{name} does not step on each number alone, so it cannot work on pieces of "
+            f"parameters; use AdamW, SGD or another that is elementwise"
+        ) from why
+
+
+# ---------------------------------------------------------------------- a weight that is not here
+class Absent(nn.Parameter):
+    """The class of a parameter whose values are on their way, or with other ranks.
+
+    `leave` makes it so, `come_back` undoes it. What computes with it calls `p.on_use` first, which
+    waits or raises; its shape, dtype and gradient may be looked at.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        is_attribute = name in ("__get__", "__set__") and func.__self__ is not Tensor.data
+        if not (is_attribute or name in _HARMLESS):
+            for p in tree_leaves((args, kwargs)):
+                if type(p) is Absent:
+                    p.on_use()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        self.on_use()
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.on_use()
+        return nn.Parameter.__reduce_ex__(self, protocol)
+
+
+_HARMLESS = {
+    "__hash__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size",
+    "requires_grad_",
+}  # fmt: skip
+
+
+def leave(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on, who uses one of `parameters` calls its `on_use` first."""
+    for p in parameters:
+        p.__class__ = Absent
+
+
+def come_back(parameters: Iterable[nn.Parameter]) -> None:
+    """The values of `parameters` are here."""
+    for p in parameters:
+        p.__class__ = nn.Parameter
+
+
+def can_leave(p: nn.Parameter) -> bool:
+    """Whether nothing would be lost: a parameter of a class of its own stays what it is."""
+    return type(p) is nn.Parameter
+
+
+# ---------------------------------------------------------------------- what all ranks do alike
+class Ledger:
+    """What this rank has gathered and reduced since the last step: must be the same on all."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self.latest: deque[str] = deque(maxlen=8)
+        self.told: Callable[[], list[int]] | None = None  # what `tell` has put together
+
+    def note(self, what: str) -> None:
+        """Append to what this rank did."""
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        self.latest.append(what)
+
+    def close(self) -> list[int]:
+        """Begin anew; return 8 bytes whose greatest over the ranks tell whether all did the same.
+
+        The digest and its complement: where ranks differ, both are greater than those of one rank.
+        """
+        own = [*self.digest.to_bytes(4)]
+        self.digest = 0
+        return [*own, *(255 - byte for byte in own)]
+
+    def tell(self, greatest: Tensor) -> None:
+        """Take what `close` returned, of all ranks. A GPU is not waited for until `check`."""
+        if greatest.is_cuda:
+            host = torch.empty_like(greatest, device="cpu", pin_memory=True)
+            host.copy_(greatest, non_blocking=True)
+            landed = torch.cuda.Event()
+            landed.record()
+            self.told = lambda: (landed.synchronize(), host.tolist())[1]
+        elif not greatest.is_meta:
+            self.told = greatest.tolist
+            self.check()
+
+    def check(self) -> None:
+        """Raise `RuntimeError`, on all ranks, if they did not do the same."""
+        told, self.told = self.told() if self.told else [255, 0], None
+        half = len(told) // 2
+        if any(a + b != 255 for a, b in zip(told[:half], told[half:], strict=True)):
+            raise RuntimeError(f"{SAME_ORDER}. Here the last were: {', '.join(self.latest)}")
+
+
+SAME_ORDER = (
+    "fsdp: all ranks must run the same blocks in the same order, and in this step they did not: a "
+    "rank chose among blocks, had fewer microbatches, or ran the model alone. Put what a rank "
+    "chooses from into one block (blocks=), or call all blocks on every rank"
+)

@@ -1,0 +1,56 @@
+"""The state of an optimizer by the names of its parameters, as torch's state dicts number them.
+
+A state dict counts parameters through: its groups hold numbers, and its "state" has an entry for
+each number. Which parameter a number means depends on the order in which the optimizer got them;
+so whole states here say it as torch's own do for `named_parameters()`, in "param_names" of each
+group, and are paired by these when they are loaded.
+"""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+Labels = Sequence[Sequence[Hashable]]  # one for each parameter, by groups: its name, if known
+
+
+def pack(
+    entries: Mapping[Hashable, Any],
+    labels: Labels,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    named: bool = True,
+) -> dict[str, Any]:
+    """Return the state dict of `entries` by label; `groups` have the options of each group."""
+    order = {label: i for i, label in enumerate(itertools.chain(*labels))}
+    packed = []
+    for group, own in zip(groups, labels, strict=True):
+        group = {key: value for key, value in group.items() if key != "param_names"}
+        group["params"] = [order[label] for label in own]
+        if named and all(isinstance(label, str) for label in own):
+            group["param_names"] = list(own)
+        packed.append(group)
+    state = {number: entries[label] for label, number in order.items() if label in entries}
+    return {"state": state, "param_groups": packed}
+
+
+def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
+    """Return the entries of a state dict by label: paired by name, or by number if it has no names.
+
+    Raises `ValueError` for the state of other parameters.
+    """
+    groups = state["param_groups"]
+    theirs, ours = [len(group["params"]) for group in groups], [len(own) for own in labels]
+    if theirs != ours:
+        raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
+    found = {}
+    for group, own in zip(groups, labels, strict=True):
+        names = group.get("param_names")
+        if names is None or not all(isinstance(label, str) for label in own):
+            names = own
+        if differ := sorted(set(names) ^ set(own)):
+            raise ValueError(
+                f"the state is of other parameters: {differ[0]} (one of {len(differ)}) is "
+                f"{'only there' if differ[0] in names else 'only here'}"
+            )
+        found |= dict(zip(names, group["params"], strict=True))
+    return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
