@@ -367,7 +367,7 @@ class Unit:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, slots: list[Slot], options: Options, init: Init | None
+        self, module: nn.Module, block: str, slots: list[Slot], options: Options, init: Init | None
     ) -> None:
         self.module = module
         kinds: dict[Any, dict[nn.Parameter, str]] = {}
@@ -375,7 +375,7 @@ class Unit:
             kinds.setdefault((p.dtype, p.device, p.requires_grad), {}).setdefault(p, name)
         self.flats, pieces = [], {}
         for members in kinds.values():
-            self.flats.append(Flat(members, name, options, init))
+            self.flats.append(Flat(members, block, options, init))
             pieces |= zip(members, self.flats[-1].parameters, strict=True)
         self.trainable = [flat for flat in self.flats if flat.is_trainable]
         self.parameters = [p for flat in self.flats for p in flat.parameters]

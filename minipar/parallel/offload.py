@@ -297,6 +297,10 @@ class Offloaded(Strategy):
         with super().no_sync(), self.inside.no_sync() if self.inside else nullcontext():
             yield
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        guard.check_finished(self.inside or self, "clip_grad_norm_()")
+        return super().clip_grad_norm_(max_norm)
+
     def finish_backward(self) -> None:
         super().finish_backward()
         if self.inside is not None:

@@ -26,7 +26,7 @@ def attach(model, mesh, bucket_mb=0.004):
     if mesh.size == 1:
         return [offload.apply(model, mesh.dp, copies=copies, bucket_mb=bucket_mb)]
     inside = ddp.apply(model, mesh.dp, bucket_mb=bucket_mb, average=False)
-    return [inside, offload.apply(model, mesh.dp, inside=inside, copies=copies)]
+    return [offload.apply(model, mesh.dp, inside=inside, copies=copies)]
 
 
 @cache

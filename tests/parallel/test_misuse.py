@@ -1,0 +1,456 @@
+"""What users of PyTorch do by habit, on models that are not ours: it works, or is refused at once.
+
+Each test failed, or hung, or passed with wrong numbers before there was `guard`.
+"""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, weight_norm
+
+from minipar.comm.hostcopy import HostCopy
+from minipar.comm.mesh import Mesh
+from minipar.parallel import compose, ddp, fsdp, offload, zero
+from minipar.parallel.plan import Plan
+from minipar.train.optim import make_optimizer
+from tests.parity import models
+
+README = Path(__file__).parents[2] / "README.md"
+SIZE = 2
+KINDS = "ddp", "zero 1", "zero 2", "fsdp", "offload in ddp"
+
+
+class Net(nn.Module):
+    """Two blocks and a head; `reads` lets the second block use a weight of the first."""
+
+    def __init__(self, reads: bool = False, chooses: int | None = None) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+            self.head = nn.Linear(6, 3)
+        self.reads, self.chooses = reads, chooses
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.chooses in (None, i):
+                x = torch.tanh(block(x))
+        return self.head(x + self.blocks[0].bias if self.reads else x)
+
+
+def data(rank: int, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 6, dtype=torch.float64, generator=generator)
+
+
+def adamw(params) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.3)
+
+
+def attach(model: nn.Module, kind: str):
+    """(strategy, optimizer) along dp."""
+    dp = Mesh(dp=SIZE).dp
+    if kind.startswith("zero"):
+        optimizer = zero.ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, dp, lr=0.05, weight_decay=0.3
+        )
+        return zero.apply(model, dp, optimizer=optimizer, stage=int(kind[-1])), optimizer
+    if kind == "fsdp":
+        strategy = fsdp.apply(model, dp)
+    else:
+        strategy = ddp.apply(model, dp, version="bucketed" if kind == "bucketed" else "overlapped")
+        if kind == "offload in ddp":
+            copies = HostCopy(pcie="none")
+            strategy = offload.apply(model, dp, inside=strategy, copies=copies)
+    return strategy, adamw(model.parameters())
+
+
+def serial(max_norm: float = torch.inf, steps: int = 3, between=lambda model: None):
+    """Weights and norms of one device with the data of all ranks."""
+    model, norms = Net(), []
+    optimizer = adamw(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(model(data(rank, step)).square().sum() / SIZE for rank in range(SIZE)).backward()
+        norms.append(clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        between(model)
+    return model.state_dict(), norms
+
+
+def assert_close(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+
+
+def refuses(match: str, kind: type[Exception] = RuntimeError):
+    return pytest.raises(kind, match=match)
+
+
+# ---------------------------------------------------------------------- one step, in torch's words
+def _clips(kind: str) -> None:
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy, optimizer = attach(model, kind)
+    expected, norms = serial(max_norm=0.5)
+    for step, norm in enumerate(norms):
+        optimizer.zero_grad()
+        half = data(rank, step).chunk(2)
+        with strategy.no_sync():
+            model(half[0]).square().sum().backward()
+        model(half[1]).square().sum().backward()
+        with refuses(r"optimizer.step\(\) came before finish_backward"):
+            optimizer.step()
+        with refuses(r"clip_grad_norm_\(\) came before finish_backward"):
+            strategy.clip_grad_norm_(0.5)
+        strategy.finish_backward()
+        if kind.startswith(("zero", "fsdp")):
+            with refuses(r"strategy.clip_grad_norm_\(max_norm\)"):
+                clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(strategy.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0.0)
+        optimizer.step()
+    assert_close(strategy.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+def test_a_step_in_torchs_words(ranks, kind):
+    """Mutants: no check before a step; a norm of this rank's pieces; offload that leaves ddp out."""
+    ranks(SIZE).run(_clips, kind)
+
+
+def _only_no_sync() -> None:
+    model = Net()
+    strategy, optimizer = attach(model, "ddp")
+    with strategy.no_sync():
+        model(data(0)).sum().backward()
+    with refuses("finish_backward"):
+        optimizer.step()
+    strategy.finish_backward()
+    optimizer.step()
+    optimizer.step()  # twice with the same gradients is nobody's mistake
+
+
+def test_gradients_kept_by_no_sync_must_be_sent(ranks):
+    ranks(SIZE).run(_only_no_sync)
+
+
+# ---------------------------------------------------------------------- zero: weights on their way
+def _averages(kind: str) -> None:
+    rank, model, average = Mesh(dp=SIZE).dp.rank, Net(), Net().state_dict()
+    strategy, optimizer = attach(model, kind)
+    expected_average = Net().state_dict()
+
+    def between(model: nn.Module, average: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.3, 0.3)
+            for name, p in model.named_parameters():
+                average[name].lerp_(p, 0.5)
+
+    expected, _ = serial(between=lambda model: between(model, expected_average))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(data(rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+        between(model, average)
+    assert_close(strategy.full_state_dict(), expected)
+    assert_close(average, expected_average)
+    assert all(type(p) is nn.Parameter for p in copy.deepcopy(model).parameters())
+
+
+@pytest.mark.parametrize("kind", ["zero 1", "zero 2"])
+def test_weights_may_be_read_and_written_after_a_step(ranks, kind):
+    """Mutant: a parameter that is read before the slices of the others have arrived."""
+    ranks(SIZE, "link").run(_with_slow_link, _averages, kind)
+
+
+def _with_slow_link(fn, *args) -> None:
+    from minipar.comm import link
+
+    link.check_calls(False)
+    link.use(link.Link("slow", 0.01, 1e9))
+    try:
+        fn(*args)
+    finally:
+        link.use("none")
+        link.check_calls(True)
+
+
+# ---------------------------------------------------------------------- torch.compile
+def _compiled(kind: str, when: str) -> None:
+    torch._dynamo.reset()
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    run = model
+    if when == "before":
+        run = torch.compile(model, backend="eager")
+        run(data(rank))
+    elif when == "equal":  # whose graph could be used again
+        torch.compile(Net(), backend="eager")(data(rank))
+    strategy, optimizer = attach(model, kind)
+    if when != "before":
+        run = torch.compile(model, backend="aot_eager" if when == "after" else "eager")
+    expected, _ = serial()
+    for step in range(3):
+        optimizer.zero_grad()
+        run(data(rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+    assert_close(strategy.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("when", ["before", "equal", "after"])
+@pytest.mark.parametrize("kind", ["ddp", "zero 1", "zero 2"])
+def test_compiled_models(ranks, kind, when):
+    """Mutant: weights that only a hook waits for, which a graph made earlier does not call."""
+    ranks(SIZE, "link").run(_with_slow_link, _compiled, kind, when)
+
+
+# ---------------------------------------------------------------------- fsdp
+def _fsdp_idioms() -> None:
+    dp = Mesh(dp=SIZE).dp
+    model = Net()
+    before = adamw(model.parameters())
+    strategy = fsdp.apply(model, dp)
+    with refuses("make the optimizer after fsdp.apply"):
+        before.step()
+    with refuses("full_state_dict"):
+        model.state_dict()
+    with refuses("full_state_dict"):
+        model.blocks[0].state_dict()
+    assert {n for n, p in model.named_parameters() if p.ndim >= 2} == {
+        n for n, p in Net().named_parameters() if p.ndim >= 2
+    }
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim >= 2], lr=0.0)
+    model(data(dp.rank)).sum().backward()
+    strategy.finish_backward()
+    with refuses("Muon does not step on each number alone", ValueError):
+        muon.step()
+
+
+def test_idioms_that_fsdp_refuses(ranks):
+    ranks(SIZE).run(_fsdp_idioms)
+
+
+def _another_block() -> None:
+    dp = Mesh(dp=SIZE).dp
+    model = Net(reads=True)
+    fsdp.apply(model, dp)
+    with refuses(r"blocks\.0\.bias belongs to block blocks\.0 and was used outside"):
+        model(data(dp.rank))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_weight_read_in_another_block_is_named(ranks):
+    """Mutant: a piece of a bias that is broadcast, or an error about its shape."""
+    ranks(SIZE).run(_another_block)
+
+
+def _order(differs: bool) -> None:
+    dp = Mesh(dp=SIZE).dp
+    model = Net(chooses=dp.rank if differs else 0)
+    strategy = fsdp.apply(model, dp, reshard_after_forward=False, accumulate="whole")
+    model(data(dp.rank)).sum().backward()
+    if differs:
+        with refuses(f"gather blocks.{dp.rank}"):
+            strategy.finish_backward()
+    else:
+        strategy.finish_backward()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_blocks_in_another_order_on_another_rank(ranks, differs):
+    """Mutant: gradients of one block added to those of another, as all are of one size."""
+    ranks(SIZE).run(_order, differs)
+
+
+def _weight_norm() -> None:
+    dp, model = Mesh(dp=SIZE).dp, Net()
+    with pytest.warns(FutureWarning):
+        model.blocks[0] = weight_norm(model.blocks[0])
+    expected = model(data(dp.rank)).detach()
+    fsdp.apply(model, dp)
+    torch.testing.assert_close(model(data(dp.rank)), expected)
+
+
+def test_legacy_weight_norm_under_fsdp(ranks):
+    """Mutant: its hook runs before the weights are gathered, and reads where nothing is."""
+    ranks(SIZE).run(_weight_norm)
+
+
+# ---------------------------------------------------------------------- twice, and sparse
+def _applies() -> None:
+    dp = Mesh(dp=SIZE).dp
+    for first in KINDS[:-1]:
+        model = Net()
+        strategy, _ = attach(model, first)
+        for second in KINDS[:-1]:
+            with refuses(f"is trained by {first} along dp already", ValueError):
+                attach(model, second)
+        attach(copy.deepcopy(Net()), first)
+        if first != "ddp":
+            with refuses("use step_on_host", ValueError):
+                offload.apply(model, dp, inside=strategy)
+    sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    for kind in KINDS:
+        with refuses("0 has sparse=True", ValueError):
+            attach(sparse, kind)
+
+
+def test_a_second_apply_and_sparse_gradients_are_refused(ranks):
+    ranks(SIZE).run(_applies)
+
+
+class SparseLater(nn.Module):
+    """Whose layers do not tell that a gradient will be sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight, sparse=True)
+
+
+def _sparse_later(kind: str) -> None:
+    model = SparseLater()
+    attach(model, kind)
+    with refuses("only dense ones can be shared"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero 1"])
+def test_sparse_gradients_that_come_later_are_named(ranks, kind):
+    ranks(SIZE).run(_sparse_later, kind)
+
+
+def _wrong_optimizer() -> None:
+    model = Net()
+    strategy, _ = attach(model, "zero 1")
+    other = adamw(model.parameters())
+    model(data(0)).sum().backward()
+    strategy.finish_backward()
+    with refuses("step that one"):
+        other.step()
+
+
+def test_another_optimizer_beside_that_of_zero(ranks):
+    """Mutant: it finds no gradients, and changes nothing."""
+    ranks(SIZE).run(_wrong_optimizer)
+
+
+# ---------------------------------------------------------------------- optimizer state by name
+def _state(kind: str) -> None:
+    def trained(model: nn.Module, optimizer, strategy) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(data(0, step)).square().sum().backward()
+            strategy.finish_backward()
+            optimizer.step()
+
+    def whole(strategy, optimizer) -> dict:
+        if kind == "fsdp":
+            return strategy.full_optimizer_state(optimizer)
+        return optimizer.state_dict()
+
+    def load(strategy, optimizer, state) -> None:
+        if kind == "fsdp":
+            strategy.load_full_optimizer_state(optimizer, state)
+        else:
+            optimizer.load_state_dict(state)
+
+    model = Net()
+    strategy, optimizer = attach(model, kind)
+    trained(model, optimizer, strategy)
+    state = whole(strategy, optimizer)
+    [group] = state["param_groups"]
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+
+    # Of an optimizer that counts its parameters the other way round.
+    turned = copy.deepcopy(state)
+    for key in ("params", "param_names"):
+        turned["param_groups"][0][key].reverse()
+    again, twin = attach(Net(), kind), Net()
+    load(*again, turned)
+    for number, entries in whole(*again)["state"].items():
+        torch.testing.assert_close(entries, state["state"][number])
+    assert len(state["state"]) == len(list(twin.parameters()))
+
+    turned["param_groups"][0]["param_names"][0] = "of another model"
+    with refuses("of another model.*is only there", ValueError):
+        load(*again, turned)
+    del turned["param_groups"][0]["param_names"]  # as states were before: by their order
+    turned["param_groups"][0]["params"].reverse()
+    load(*again, turned)
+
+
+@pytest.mark.parametrize("kind", ["zero 1", "fsdp"])
+def test_optimizer_state_is_paired_by_name(ranks, kind):
+    """Mutant: moments that go to whichever parameter has the number."""
+    ranks(SIZE).run(_state, kind)
+
+
+def test_composed_state_has_names():
+    """Mutant: as above, for checkpoints."""
+    composed = compose.apply(
+        models.llama(0),
+        Mesh(dp=1),
+        Plan(),
+        lambda model, make: make_optimizer(model, lr=1.0, weight_decay=0.1, make=make),
+    )
+    state = composed.full_optimizer_state()
+    assert "lm_head.weight" not in state["param_groups"][0]["param_names"]  # tied
+    state["param_groups"][0]["param_names"][0] = "another"
+    with refuses("another", ValueError):
+        composed.load_full_optimizer_state(state)
+
+
+# ---------------------------------------------------------------------- README, word for word
+def _blocks() -> list[str]:
+    section = (
+        README.read_text(encoding="utf-8").split("## Use it as a library")[1].split("\n## ")[0]
+    )
+    return re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+def test_readme_runs_in_the_pool(ranks):
+    """Every kind computes the same, on two ranks of the pool."""
+    scope: dict = {"__name__": "script"}
+    exec(compile(_blocks()[0], "README.md", "exec"), scope)
+    results = [ranks(SIZE).run(_train, _blocks()[0], kind) for kind in ("ddp", "zero", "fsdp")]
+    for states in results:
+        for state in states:
+            for name, value in results[0][0].items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def _train(source: str, kind: str) -> dict:
+    scope: dict = {"__name__": "script"}
+    exec(compile(source, "README.md", "exec"), scope)
+    torch.manual_seed(Mesh(dp=SIZE).dp.rank)
+    return scope["train"](kind, SIZE)
+
+
+@pytest.mark.slow
+def test_readme_runs_under_torchrun_and_in_a_notebook(tmp_path):
+    """Its two blocks as files of these names."""
+    script, notebook = _blocks()
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    (tmp_path / "notebook.py").write_text(notebook, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"]
+    for command in (launcher, ["notebook.py"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
+            encoding="utf-8", timeout=100,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    states = [torch.load(tmp_path / f"model_{rank}.pt") for rank in range(2)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
