@@ -452,7 +452,9 @@ class FullySharded(Strategy):
         self.reducing: list[Flat] = []
         guard.watch(self, [p for flat in self.flats for p in flat.parameters])
         for unit in units:
-            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+            # What hooks do is no part of a compiled graph: it breaks there.
+            before = torch.compiler.disable(partial(self._before_forward, unit))
+            after = torch.compiler.disable(partial(self._after_forward, unit))
             # Before all other hooks: they may compute with the weights, as weight_norm's does.
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(after, always_call=True)
