@@ -35,7 +35,7 @@ Use::
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,13 +43,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.model.llama import IGNORE_INDEX, Llama, loss_of
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import context, ddp, fsdp, tensor, ulysses, zero
+from minipar.parallel import context, ddp, fsdp, guard, tensor, ulysses, zero
 from minipar.parallel.compression import COMPRESSORS, Compressed
 from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.pipeline import runtime
@@ -204,6 +204,10 @@ class Composed(Strategy):
     def finish_backward(self) -> None:
         for strategy in self.strategies:
             strategy.finish_backward()
+
+    def with_gradients(self) -> Iterable[nn.Parameter]:
+        guard.check_finished(self.parts.data, "clip_grad_norm_()")
+        return self.parts.data.with_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

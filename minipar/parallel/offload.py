@@ -297,9 +297,9 @@ class Offloaded(Strategy):
         with super().no_sync(), self.inside.no_sync() if self.inside else nullcontext():
             yield
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def with_gradients(self) -> Iterable[nn.Parameter]:
         guard.check_finished(self.inside or self, "clip_grad_norm_()")
-        return super().clip_grad_norm_(max_norm)
+        return self.homes
 
     def finish_backward(self) -> None:
         super().finish_backward()

@@ -399,19 +399,40 @@ def test_optimizer_state_is_paired_by_name(ranks, kind):
     ranks(SIZE).run(_state, kind)
 
 
-def test_composed_state_has_names():
-    """Mutant: as above, for checkpoints."""
+def _composed(zero_stage: int) -> None:
+    plan = Plan(dp=SIZE, zero=zero_stage)
     composed = compose.apply(
-        models.llama(0),
-        Mesh(dp=1),
-        Plan(),
+        models.llama(0).double(),
+        Mesh(dp=SIZE),
+        plan,
         lambda model, make: make_optimizer(model, lr=1.0, weight_decay=0.1, make=make),
     )
+    tokens = torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(composed.axis.rank))
+    composed.model(tokens).square().mean().backward()
+    with refuses("came before finish_backward"):
+        composed.clip_grad_norm_(0.1)
+    composed.finish_backward()
+    serial = models.llama(0).double()
+    for rank in range(SIZE):
+        tokens = torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(rank))
+        serial(tokens).square().mean().backward()
+    norm = clip_grad_norm_(serial.parameters(), torch.inf)
+    torch.testing.assert_close(composed.clip_grad_norm_(0.1), norm, rtol=1e-9, atol=0.0)
+
+    composed.optimizer.step()
     state = composed.full_optimizer_state()
-    assert "lm_head.weight" not in state["param_groups"][0]["param_names"]  # tied
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in serial.named_parameters())
+    composed.load_full_optimizer_state(state)
     state["param_groups"][0]["param_names"][0] = "another"
     with refuses("another", ValueError):
         composed.load_full_optimizer_state(state)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_plan_clips_and_names_its_state(ranks, zero_stage):
+    """Mutants: a norm of what lies in the model, which under ZeRO is nothing; moments by number."""
+    ranks(SIZE).run(_composed, zero_stage)
 
 
 # ---------------------------------------------------------------------- README, word for word
