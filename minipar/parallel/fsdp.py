@@ -453,8 +453,8 @@ class FullySharded(Strategy):
         guard.watch(self, [p for flat in self.flats for p in flat.parameters])
         for unit in units:
             # What hooks do is no part of a compiled graph: it breaks there.
-            before = torch.compiler.disable(partial(self._before_forward, unit))
-            after = torch.compiler.disable(partial(self._after_forward, unit))
+            before = partial(torch.compiler.disable(type(self)._before_forward), self, unit)
+            after = partial(torch.compiler.disable(type(self)._after_forward), self, unit)
             # Before all other hooks: they may compute with the weights, as weight_norm's does.
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(after, always_call=True)
