@@ -454,3 +454,18 @@ def test_tune_measures_the_link(ranks):
     assert 0.8e-7 < tuning.beta < 1.5e-7
     assert tuning.sharing < 0.6 and 0 < tuning.gamma < tuning.beta
     assert small == "direct" and large == "bidirectional"
+
+
+def test_an_uneven_all_to_all_keeps_its_own_rows(ranks):
+    """Which lie elsewhere in what is sent and in what arrives. Mutant: taken from the same place."""
+
+    def check() -> None:
+        axis = Mesh(dp=3).dp
+        counts = [[1, 0, 3], [2, 1, 0], [0, 4, 2]]  # [sender][receiver]
+        sent, received = counts[axis.rank], [row[axis.rank] for row in counts]
+        x = torch.arange(2.0 * sum(sent)).view(-1, 2) + 100 * axis.rank
+        both = {"send_counts": sent, "recv_counts": received}
+        ours, theirs = (verb(x, axis, **both) for verb in (algorithms.all_to_all, comm.all_to_all))
+        assert torch.equal(ours, theirs)
+
+    ranks(3).run(check)

@@ -592,3 +592,40 @@ def test_ledger_of_1024_ranks_without_any(ranks):
         ("broadcast", "tp", s),
         ("exchange", "tp", 2 * s),
     ]
+
+
+# ---------------------------------------------------------------------- numbers of ranks
+def test_peers_are_numbers_of_the_axis(ranks):
+    """Rank 1 of `dp` is rank 2 or 3 of the world. Mutants: a root or peer that is a global rank."""
+
+    def check() -> list:
+        mesh = Mesh(dp=2, tp=2)
+        axis, mine = mesh.dp, torch.tensor([10.0**mesh.rank, mesh.rank])
+        if axis.rank == 0:
+            comm.send(mine, axis, 1)
+            received = comm.recv(torch.empty(2), axis, 1)
+        else:
+            received = comm.recv(torch.empty(2), axis, 0)
+            comm.send(mine, axis, 0)
+        rooted = [
+            comm.broadcast(mine, axis, src=1),
+            comm.scatter(mine, axis, src=1),
+            comm.gather(mine, axis, dst=1),
+            comm.reduce(mine, axis, dst=1)
+            if axis.rank == 1
+            else comm.reduce(mine, axis, dst=1)[:0],
+            *comm.exchange([(mine, 1 - axis.rank)], [(torch.empty(2), 1 - axis.rank)], axis),
+        ]
+        return [None if t is None else t.tolist() for t in (received, *rooted)]
+
+    for rank, found in enumerate(ranks(4).run(check)):
+        low, high = ([10.0**r, r] for r in (rank % 2, rank % 2 + 2))
+        upper = rank > 1
+        assert found == [
+            low if upper else high,
+            high,
+            [high[upper]],
+            low + high if upper else None,
+            [a + b for a, b in zip(low, high, strict=True)] if upper else [],
+            low if upper else high,
+        ]

@@ -623,3 +623,26 @@ def test_a_llama_learns_as_well_with_feedback(learn, make, margin):
 @pytest.mark.slow
 def test_and_worse_without(learn, make):
     assert learn(make, error_feedback=False) > learn(make) + 0.1
+
+
+def _loaded_into_the_same():
+    mesh = Mesh(dp=2)
+    bucket, reduce = _bucket(TopK, shapes=SMALL)
+    model = nn.ParameterList(bucket.parameters)
+    gradients = random(sum(p.numel() for p in model), seed=mesh.rank)
+    _reduce(bucket, mesh.dp, "sum", gradients)
+    state = reduce.state_dict(model)
+    results = []
+    for step in range(2):
+        results.append(_reduce(bucket, mesh.dp, "sum", gradients))
+        if step == 0:
+            reduce.load_state_dict(state, model)
+            assert all(reduce.residue(p).equal(state["residues"][n].view_as(p))
+                       for n, p in model.named_parameters())  # fmt: skip
+    return results
+
+
+def test_a_load_into_the_same_object_replaces_what_was_kept_back(ranks):
+    """Mutant: the bucket goes on with the residue of before the load."""
+    for first, again in ranks(2).run(_loaded_into_the_same):
+        assert first.equal(again)

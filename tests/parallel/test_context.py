@@ -415,3 +415,18 @@ def test_bad_inputs_are_refused_before_anything_is_sent(ranks, seq_len, mask_sha
     for exchange in context.EXCHANGES:
         found = ranks(2).run(_refused, seq_len, mask_shape, exchange)
         assert all(message in said for said in found)
+
+
+# ---------------------------------------------------------------------- masks that are not causal
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_mask_that_shows_the_future_is_obeyed(ranks, order):
+    """A prefix that all see, and a mask of all True. Mutant: blocks in the future left out
+    whatever the mask says."""
+    everything = torch.ones(2, 1, 24, 24, dtype=torch.bool)
+    prefix = everything.tril() | (torch.arange(24) < torch.tensor([9, 17])[:, None, None, None])
+    for mask in (everything, prefix):
+        expected = _reference(*_qkv(3, 4, 2, 24), mask)
+        for exchange in context.EXCHANGES:
+            args = (exchange, order, "math", 4, 2, 24, torch.float64, mask)
+            for found, *_ in ranks(3).run(_ring, *args):
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)

@@ -749,3 +749,28 @@ def test_buckets_pay_latency_once(ranks):
     for slow, fast in zip(naive, bucketed, strict=True):
         assert slow >= 13 * 2 * 0.01  # 12 parameters and the count of users, 2 (n-1) steps each
         assert 2 * 0.01 <= fast <= 2 * 0.01 + SLACK < slow
+
+
+def _accumulated_first():
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank)
+    strategy = attach(model, mesh.dp, "overlapped")
+    early = []
+    for _ in range(3):
+        model.zero_grad()
+        for _ in range(2):
+            with strategy.no_sync():
+                loss_of(model, mesh.rank).backward()
+        order, patch = sent_order(model)
+        with patch:
+            loss_of(model, mesh.rank).backward()
+            early.append(len(order))
+            strategy.finish_backward()
+    return early, len(strategy.buckets)
+
+
+def test_after_accumulation_in_the_first_step_buckets_go_early(ranks):
+    """Mutant: the rehearsal counts the gradients of no_sync as well, and waits for as many ever
+    after: results stay right, and nothing is hidden."""
+    for early, num_buckets in ranks(2).run(_accumulated_first):
+        assert early == [0, num_buckets, num_buckets] and num_buckets > 2

@@ -190,3 +190,14 @@ def test_trap_22_replicas_drop_differently(ranks, sequence):
 
     assert equal_pairs(insides) == []
     assert equal_pairs(outsides) == ([] if sequence else [(1, 0), (3, 2)])
+
+
+def test_ranks_apart_on_two_axes_draw_apart():
+    """Mutant: ranks told apart by the sum of their places, where (0, 1) and (1, 0) draw alike."""
+
+    def drawn(dp: int, cp: int) -> float:
+        seed(0, Axis("dp", dp, 3, (0, 1, 2)), Axis("cp", cp, 3, (0, 1, 2)))
+        return torch.rand(()).item()
+
+    assert len({drawn(dp, cp) for dp in range(3) for cp in range(3)}) == 9
+    assert drawn(1, 2) == drawn(1, 2)

@@ -687,3 +687,11 @@ def test_a_simulation_refuses_a_deadlock():
     rows = "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1"
     with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0, rank 1 at 1F1"):
         simulate(Schedule.parse(HEAD + rows))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_promises_are_exact_with_enough_microbatches(name, p):
+    """On every rank. Mutant: a promise of memory that is one too high, which never fails."""
+    schedule = make(name, p, 4 * p)
+    assert tuple(peak_live(schedule)) == schedule.max_live

@@ -70,8 +70,8 @@ def _synchronise(device: torch.device) -> None:
 def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """The cut whose dearest part is cheapest, for the costs of embedding, L layers and head.
 
-    In a pipeline every rank waits for the slowest. Of cuts alike in that, the most even one. Every
-    part has a layer. Raises ValueError for more parts than layers.
+    In a pipeline every rank waits for the slowest. Of cuts alike in that, the one whose second
+    dearest part is cheapest, and so on. Every part has a layer. Raises ValueError for more parts than layers.
     """
     embedding, *layers, head = costs
     if not 1 <= num_parts <= len(layers):
@@ -79,21 +79,21 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
             f"{num_parts} stages do not fit {len(layers)} layers: each needs one; use at most "
             f"{len(layers)} stages (ranks times stages per rank)"
         )
-    # best[i] is (dearest part, sum of squares, layers per part) for the first i layers.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    # best[i] is (parts from the dearest on, layers per part) for the first i layers.
+    best: dict[int, tuple[list[float], tuple[int, ...]]] = {0: ([], ())}
     for part in range(num_parts):
         is_last = part == num_parts - 1
         longer = {}
         for end in [len(layers)] if is_last else range(part + 1, len(layers)):
             options = []
-            for start, (dearest, squares, cut) in best.items():
+            for start, (parts, cut) in best.items():
                 if start < end:
                     cost = sum(layers[start:end])
                     cost += embedding * (part == 0) + head * is_last
-                    options.append((max(dearest, cost), squares + cost**2, (*cut, end - start)))
+                    options.append((sorted([*parts, cost], reverse=True), (*cut, end - start)))
             longer[end] = min(options)
         best = longer
-    return best[len(layers)][2]
+    return best[len(layers)][1]
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
