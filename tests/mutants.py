@@ -6,10 +6,9 @@
 
 A bug that no test sees has *survived*: a test is missing, or the bug is none. One is *broken* when
 its edit can no longer be made, or when the tests that should see it fail without it as well.
-mutants.txt holds two lines per bug, below the file (of minipar/) that they edit:
+mutants.txt holds two lines per bug; fragments are of one line, and files those of minipar/:
 
-    == comm/spans.py
-    the old fragment, found exactly once in that file  =>  the new one
+    comm/spans.py: the old fragment, found exactly once in that file  =>  the new one
         what is wrong now: the tests that should see it, as for pytest, from tests/
 """
 
@@ -66,20 +65,14 @@ class Mutant:
 
 def read(path: Path = LIST) -> list[Mutant]:
     """All bugs, in the order of the file."""
-    mutants, file, edit = [], "", ""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.startswith("== "):
-            file = line.removeprefix("== ")
-        elif "  =>" in line:
-            edit = line
-        elif edit and line.startswith("    ") and ": " in line:
-            (old, new), (what, tests) = edit.split("  =>"), line.strip().split(": ", 1)
-            mutants.append(Mutant(file, old, new.strip(), tests, what))
-            edit = ""
-        else:
-            raise ValueError(
-                f"{path.name}:{number}: {line!r} is no file, no edit and no test of one"
-            )
+    lines = path.read_text(encoding="utf-8").splitlines()
+    mutants = []
+    for number, (edit, seen) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
+        (file, _, edit), (what, _, tests) = edit.partition(": "), seen.strip().partition(": ")
+        old, is_edit, new = edit.partition("  =>")
+        if not (is_edit and tests and seen.startswith("    ")):
+            raise ValueError(f"{path.name}:{2 * number + 1}: no edit, or no tests that see it")
+        mutants.append(Mutant(file, old, new.strip(), tests, what))
     return mutants
 
 

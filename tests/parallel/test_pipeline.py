@@ -547,7 +547,7 @@ def test_of_cuts_that_cost_the_same_the_most_even_is_taken(num_parts):
     assert ties > 5  # or nothing is proved
 
 
-def test_trap_25_w_frees_each_input_at_its_turn():
+def test_w_frees_each_input_at_its_turn():
     """Mutant: inputs and gradients of all layers are kept until the last weight has its own."""
     layers, put_off = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), split_backward.PutOff()
     alive, kept = [], []

@@ -70,8 +70,8 @@ def _synchronise(device: torch.device) -> None:
 def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     """The cut whose dearest part is cheapest, for the costs of embedding, L layers and head.
 
-    In a pipeline every rank waits for the slowest. Of cuts alike in that, the one whose second
-    dearest part is cheapest, and so on. Every part has a layer. Raises ValueError for more parts than layers.
+    In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
+    Every part has a layer. Raises ValueError for more parts than layers.
     """
     embedding, *layers, head = costs
     if not 1 <= num_parts <= len(layers):
