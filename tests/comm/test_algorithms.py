@@ -457,7 +457,7 @@ def test_tune_measures_the_link(ranks):
 
 
 def test_an_uneven_all_to_all_keeps_its_own_rows(ranks):
-    """They lie elsewhere in what is sent than in what arrives. Mutant: taken from the same place."""
+    """They lie elsewhere in what is sent than in what arrives. Mutant: taken from there."""
 
     def check() -> None:
         axis = Mesh(dp=3).dp
