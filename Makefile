@@ -13,10 +13,10 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help train test test-fast test-all lab notebooks bench gpu-check lint format lock clean
+.PHONY: help train test test-fast test-all test-elsewhere lab notebooks bench gpu-check lint format lock clean
 
 help: ## list the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 train: $(READY) ## train a small Llama on 2 x 2 ranks, on real text that is already on this machine
 	$(BIN)/minipar train --mesh dp=2,tp=2 $(ARGS)
@@ -29,6 +29,9 @@ test-fast: $(READY) ## the tests without the slow ones and the notebooks; under 
 
 test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
 	$(BIN)/pytest -m "" $(ARGS)
+
+test-elsewhere: $(READY) ## what trains, rounded as other processors would; ARGS="--settings avx2"; hours
+	$(BIN)/python -m tests.elsewhere $(ARGS)
 
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks/ $(ARGS)

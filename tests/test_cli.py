@@ -32,6 +32,7 @@ from minipar.model.llama import PRESETS
 from minipar.train import checkpoint, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
+from tests.elsewhere import environment
 
 SMALL = [
     "--steps",
@@ -45,8 +46,7 @@ SMALL = [
     "--eval-batches",
     "2",
 ]
-ROOT = str(Path(cli.__file__).parents[1])
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}  # installed or not
+ENVIRONMENT = environment()
 PATIENCE = 90  # seconds that a start may take on a busy machine
 
 

@@ -19,6 +19,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from minipar.lab import publish
+from tests.elsewhere import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -32,7 +33,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for pa
 def run(path: Path, cell_timeout: int = 120, limit: int = 900) -> tuple[bool, str, list[str]]:
     """Run a notebook through nbval: whether it passed, the report, and processes left over."""
     mark = uuid.uuid4().hex
-    env = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = environment() | {MARK: mark}
     command = [sys.executable, "-m", "pytest", "--nbval", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(path.parent), "-p", "no:timeout"]
     command += [f"--nbval-sanitize-with={SANITIZE}", f"--nbval-cell-timeout={cell_timeout}"]
@@ -73,6 +74,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 # ---------------------------------------------------------------------- the notebooks
+@pytest.mark.trains
 @pytest.mark.timeout(900)
 @each_notebook
 def test_a_notebook_shows_what_it_showed(path):
@@ -110,11 +112,9 @@ def written(folder: Path, *cells: str, tags: tuple[str, ...] = ()) -> Path:
 def good(tmp_path_factory) -> Path:
     """A notebook that starts ranks, uses them, and survives an error that it expects."""
     path = written(tmp_path_factory.mktemp("nb"), START, GOOD, OOPS, tags=("raises-exception",))
-    os.environ["PYTHONPATH"] = str(ROOT)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         assert publish.publish(path) == []
-    finally:
-        del os.environ["PYTHONPATH"]
     return path
 
 

@@ -1,6 +1,5 @@
 """A notebook kernel to drive from a test: run a cell, see its outputs, press the stop button."""
 
-import os
 import re
 import threading
 import time
@@ -8,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jupyter_client.manager import KernelManager
+
+from tests.elsewhere import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,8 +37,9 @@ class Kernel:
 
     def __init__(self, folder: Path = ROOT) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.manager.start_kernel(cwd=str(folder), env=env, extra_arguments=["--log-level=ERROR"])
+        self.manager.start_kernel(
+            cwd=str(folder), env=environment(), extra_arguments=["--log-level=ERROR"]
+        )
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

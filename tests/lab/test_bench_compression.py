@@ -22,6 +22,8 @@ from minipar.lab.draw import compression as draw_compression
 from minipar.parallel import local_sgd
 from minipar.parallel.compression import COMPRESSORS
 
+pytestmark = pytest.mark.trains
+
 SMALL = CompressionConfig(steps=2, seeds=1, turns=1, batch_size=1, seq_len=16)
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/compression.json"
 

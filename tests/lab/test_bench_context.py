@@ -15,6 +15,8 @@ from minipar.lab.bench.context import OURS, THEIRS, WHAT, ContextConfig
 from minipar.model.llama import LlamaConfig, dense_core
 from minipar.parallel import context
 
+pytestmark = pytest.mark.trains
+
 SMALL = ContextConfig(
     preset="tiny",
     seq_len=32,

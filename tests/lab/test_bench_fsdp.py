@@ -13,6 +13,8 @@ from minipar.lab.bench import fsdp as bench
 from minipar.lab.bench.fsdp import TOY, Contender, Measured, ShardingConfig, table
 from minipar.lab.bench.sharding_methods import ALONE, METHODS, OURS, RIVALS, THEIRS
 
+pytestmark = pytest.mark.trains
+
 SMALL = ShardingConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=("10gbe",))
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/fsdp.json"
 

@@ -17,6 +17,8 @@ from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import bubble, simulate
 
+pytestmark = pytest.mark.trains
+
 TOY = LlamaConfig(256, 32, 64, num_layers=5, num_heads=2, num_kv_heads=1)
 SMALL = PipelineConfig(
     preset="tiny", layers=4, batch_size=2, seq_len=16, microbatches=4, rounds=2, links=("10gbe",)

@@ -14,6 +14,8 @@ from minipar.lab.bench.race import Measured
 from minipar.lab.bench.tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
 from minipar.model.llama import PRESETS, LlamaConfig
 
+pytestmark = pytest.mark.trains
+
 SMALL = TensorConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
 TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 TIMES = {

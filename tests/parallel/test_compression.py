@@ -42,6 +42,8 @@ from tests.parallel.test_ddp import (
 )
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 
+pytestmark = pytest.mark.trains
+
 ALL = {
     **COMPRESSORS,
     "int8 stochastic": partial(Int8, stochastic=True),

@@ -25,6 +25,8 @@ from minipar.train.optim import make_optimizer
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
+pytestmark = pytest.mark.trains
+
 NUM_BLOCKS, WIDTH = 16, 32
 
 

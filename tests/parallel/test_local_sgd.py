@@ -30,6 +30,8 @@ from minipar.train.step import train_step
 from tests.parallel.test_compression import VOCABULARY, _text
 from tests.parity import models
 
+pytestmark = pytest.mark.trains
+
 
 def train(model, strategy, optimizer, rank: int, steps: range) -> None:
     """Steps on batches that differ between ranks, without the trainer's own collectives."""

@@ -20,6 +20,8 @@ from minipar.parallel import fsdp, offload
 from minipar.sim.memory import OFFLOADED_ADAM, model_state
 from minipar.train.optim import make_optimizer
 
+pytestmark = pytest.mark.trains
+
 TOKENS = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
 
 

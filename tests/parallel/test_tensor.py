@@ -23,6 +23,8 @@ from minipar.parallel.strategy import replicate
 from minipar.train.optim import make_optimizer
 from tests.parity import models
 
+pytestmark = pytest.mark.trains
+
 MODES = {
     "plain": {},
     "sequence": dict(sequence=True),

@@ -25,6 +25,8 @@ from tests.parallel.test_ddp import ALL, USED, Layers, Reentrant, data, loss_of
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
+pytestmark = pytest.mark.trains
+
 STAGES = [1, 2]
 ELEMENTWISE = {
     "Adam": dict(lr=0.01, amsgrad=True),
