@@ -5,6 +5,14 @@ import pytest
 from minipar.comm.launch import Ranks
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """All of these two folders train, and so does what says so elsewhere."""
+    for item in items:
+        if item.path.parent.name in ("parity", "train"):
+            item.add_marker(pytest.mark.trains)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """``ranks(4).run(fn, ...)`` runs fn on a standing group of four ranks."""

@@ -37,8 +37,6 @@ from tests.parity.harness import (
 )
 from tests.parity.test_zero import gradients as gradients_of_zero
 
-pytestmark = pytest.mark.trains
-
 
 # ---------------------------------------------------------------------- what there is
 @dataclass(frozen=True)

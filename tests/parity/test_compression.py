@@ -15,8 +15,6 @@ from minipar.parallel.compression import Codec, Compressed, Int8, PowerSGD, Rand
 from tests.parity.harness import assert_parity, parallel
 from tests.parity.test_ddp import TASKS, reference
 
-pytestmark = pytest.mark.trains
-
 
 @dataclass
 class Verbatim(Codec):

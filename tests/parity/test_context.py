@@ -21,8 +21,6 @@ from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.test_zero import gradients as gradients_of_zero
 
-pytestmark = pytest.mark.trains
-
 METHODS = {
     "ring": dict(order="zigzag"),
     "plain ring": dict(order="plain"),

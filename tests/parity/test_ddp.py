@@ -12,8 +12,6 @@ from minipar.train.data import share
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 TASKS = {
     "llama": Task(models.llama),
     "untied": Task(models.untied_llama),

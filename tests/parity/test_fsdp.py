@@ -13,8 +13,6 @@ from minipar.train.data import share
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 
 class Encoder(nn.Module):
     """torch's own layers: dropout off, norms with biases, fused projections."""

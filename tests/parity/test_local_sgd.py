@@ -22,8 +22,6 @@ from minipar.train.step import train_step
 from tests.parity import models
 from tests.parity.harness import Task, muted
 
-pytestmark = pytest.mark.trains
-
 TASKS = {
     "llama": Task(models.llama),
     "accumulating": Task(models.untied_llama, microbatches=2, num_sequences=8),

@@ -9,8 +9,6 @@ from minipar.parallel import ddp, fsdp, offload
 from tests.parity import models, test_zero
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 TASKS = {
     "llama": Task(models.llama),
     "untied": Task(models.untied_llama),

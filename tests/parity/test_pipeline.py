@@ -24,8 +24,6 @@ from minipar.train.step import evaluate
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, gradients_of, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 
 def deep(seed: int, **changes):
     """As many layers as four ranks with two stages each need."""

@@ -12,8 +12,6 @@ from minipar.parallel import ddp, tensor
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 
 def with_biases(seed: int) -> Llama:
     """A bias in every projection and in the head, none of them zero."""

@@ -17,8 +17,6 @@ from minipar.train.step import Microbatch
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
 
-pytestmark = pytest.mark.trains
-
 
 @dataclass(frozen=True)
 class Uneven(Task):

@@ -16,8 +16,6 @@ from minipar.train.step import train_step
 from tests.parity.harness import Outcome, assert_parity, make_optimizer, parallel
 from tests.parity.test_ddp import TASKS, reference
 
-pytestmark = pytest.mark.trains
-
 STAGES = [1, 2]
 IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idle ranks"]
 

@@ -12,8 +12,6 @@ from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.precision import LossScaler, Precision
 
-pytestmark = pytest.mark.trains
-
 PLAIN = TrainConfig(
     steps=6,
     batch_size=4,

@@ -25,8 +25,6 @@ from minipar.train.data import IGNORE, Batches, Sequences
 from minipar.train.precision import LossScaler, Precision
 from minipar.train.step import train_step
 
-pytestmark = pytest.mark.trains
-
 # ---------------------------------------------------------------------- by a plan
 
 

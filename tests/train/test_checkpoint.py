@@ -27,8 +27,6 @@ from minipar.train.metrics import Metrics
 from minipar.train.optim import make_optimizer
 from minipar.train.saver import save
 
-pytestmark = pytest.mark.trains
-
 SHAPE = LlamaConfig(31, 8, 12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
 
 FILES = ["weights_00000.safetensors", "state_00000.safetensors", "state.pt", "manifest.json"]

@@ -13,8 +13,6 @@ from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.saver import save
 
-pytestmark = pytest.mark.trains
-
 CONFIG = TrainConfig(
     mesh="dp=1",
     steps=3,

@@ -32,8 +32,6 @@ from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.trainer import Trainer
 
-pytestmark = pytest.mark.trains
-
 SAVE_EVERY = 2  # steps
 TIMEOUT = 6.0  # seconds until a collective fails; more than a step takes on a busy machine
 STALL = 1.0  # seconds in a collective until the watchdog speaks

@@ -32,8 +32,6 @@ from minipar.train.precision import (
 )
 from minipar.train.step import train_step
 
-pytestmark = pytest.mark.trains
-
 SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -18,8 +18,6 @@ from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.stop import StopRequest, pass_on
 
-pytestmark = pytest.mark.trains
-
 CONFIG = TrainConfig(
     steps=6,
     batch_size=4,

@@ -12,8 +12,6 @@ from minipar.parallel import ddp
 from minipar.train.step import train_step
 from minipar.train.straggler import Pace, parse_slow
 
-pytestmark = pytest.mark.trains
-
 SLOW = "slowed on purpose"
 WORK = 0.02  # seconds of forward, and of backward
 

@@ -25,8 +25,6 @@ from minipar.train.metrics import read
 from minipar.train.report import StepRecorder
 from minipar.train.trainer import Trainer
 
-pytestmark = pytest.mark.trains
-
 PLAIN = TrainConfig(
     steps=6,
     batch_size=5,

@@ -29,8 +29,6 @@ from minipar.train.metrics import Metrics, read
 from minipar.train.report import StepRecorder, training_figures
 from minipar.train.step import train_step
 
-pytestmark = pytest.mark.trains
-
 PLAIN = TrainConfig(
     steps=6,
     batch_size=5,
