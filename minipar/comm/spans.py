@@ -156,7 +156,7 @@ def _open(path: str | Path) -> IO[bytes]:
         raise ValueError("it is no file")
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if packed else open(path, "rb")
+    return gzip.open(path, "rb") if packed else open(path, "rb")
 
 
 def is_ours(path: str | Path) -> bool:
