@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minipar.model.moe import MoE, MoEConfig
+
 IGNORE_INDEX = -100  # a target with this value takes no part in the loss
 
 Rope = tuple[Tensor, Tensor]  # the tables (cos, sin), each [T, 1, K] or [B, T, 1, K]
@@ -62,6 +64,9 @@ class RopeScaling:
 class LlamaConfig:
     """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
 
+    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises queries and
+    keys before they are turned: each "head" by itself (Qwen 3), or "all" heads together (OLMoE).
+
     Raises `ValueError` where the numbers do not fit each other.
     """
 
@@ -77,6 +82,8 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 2048
     tie_embeddings: bool = False
+    moe: MoEConfig | None = None
+    qk_norm: str = ""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -102,30 +109,55 @@ class LlamaConfig:
                 f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
                 f"use {max(self.head_dim + 1, 2)}"
             )
+        if self.qk_norm not in ("", "head", "all"):
+            raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head', 'all' or ''")
+
+    def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
+        """Parameters of one block: attention D·K·(2H + 2G), SwiGLU 3·D·F, the norms.
+
+        With `active`, those that one token passes: k of the E experts.
+        """
+        heads = self.num_heads + self.num_kv_heads
+        attention = 2 * self.hidden_size * self.head_dim * heads
+        norms = (
+            2 * self.hidden_size + {"": 0, "head": 2, "all": heads}[self.qk_norm] * self.head_dim
+        )
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.moe is not None and self.moe.is_sparse(layer):
+            mlp = self.moe.num_parameters(self.hidden_size, active)
+        return attention + mlp + norms
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one block: attention D·K·(2H + 2G), SwiGLU 3·D·F, two norms."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of the first block: of each block, where none or all have experts."""
+        return self.layer_parameters(0)
 
     @property
     def num_parameters(self) -> int:
         """All parameters; tied embeddings are counted once."""
+        return self._sum_parameters(active=False)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token passes: fewer than all where a mixture has experts."""
+        return self._sum_parameters(active=True)
+
+    def _sum_parameters(self, active: bool) -> int:
         tables = 1 if self.tie_embeddings else 2
-        embeddings = tables * self.vocab_size * self.hidden_size
-        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+        layers = sum(self.layer_parameters(layer, active) for layer in range(self.num_layers))
+        return tables * self.vocab_size * self.hidden_size + layers + self.hidden_size
 
     def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
         """Training FLOPs for one token of a sequence of `seq_len` tokens: 6·N + 12·L·H·K·T.
 
-        N is the number of parameters that multiply, with the head and without the look-up of the
-        embedding: 2 FLOPs each in forward, 4 in backward. The second term is attention, QKᵀ and AV,
+        N is the number of parameters that multiply, with the head, without the look-up of the
+        embedding and without experts that a token does not pass: 2 FLOPs each in forward, 4 in
+        backward. The second term is attention, QKᵀ and AV,
         counted over the whole T x T square as in PaLM (2204.02311, appendix B), so that utilisation
         compares with published figures. `causal=True` halves it: what a kernel that skips the
         upper triangle really computes. Recomputed activations do not count.
         """
-        multiplying = self.num_parameters
+        multiplying = self.num_active_parameters
         if not self.tie_embeddings:
             multiplying -= self.vocab_size * self.hidden_size
         attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
@@ -252,14 +284,21 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            heads = (1, 1) if self.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
+            self.q_norm = RMSNorm(heads[0] * self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(heads[1] * self.head_dim, config.norm_eps)
         self.core: Core = dense_core
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]. The head counts are whatever the projections return."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H or G, K]
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, T, H or G, K]
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = self.core(*heads_first, mask)  # [B, H, T, K]
@@ -269,25 +308,25 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)), D -> F -> D."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be a mixture."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, layer: int = 0):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = _mlp(config, layer)
         self.checkpoint: Callable | None = None  # set by recompute.py
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
@@ -300,6 +339,14 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def _mlp(config: LlamaConfig, layer: int) -> nn.Module:
+    width, moe = config.hidden_size, config.moe
+    if moe is None or not moe.is_sparse(layer):
+        return MLP(width, config.intermediate_size)
+    shared = MLP(width, moe.num_shared * moe.expert_size) if moe.num_shared else None
+    return MoE(moe, width, shared)
+
+
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm. Any of them may be None: then this is a pipeline stage."""
 
@@ -307,7 +354,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
@@ -354,6 +401,8 @@ class Llama(nn.Module):
             for name, shape_only in list(module.named_parameters(recurse=False)):
                 empty = torch.empty_like(shape_only, device=device)
                 setattr(module, name, nn.Parameter(empty))
+            for name, shape_only in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty_like(shape_only, device=device))
         init_weights(self, seed)
 
     def tie_weights(self) -> None:
@@ -377,25 +426,37 @@ def initial_weight(config: LlamaConfig, name: str, shape: tuple[int, ...], seed:
 
     Norms are ones. All else is normal with std 0.02; the two projections that add to the residual
     stream get 0.02 / sqrt(2L), so that its variance does not grow with depth (Radford et al. 2019,
-    GPT-2, section 2.3). A tied head is the embedding, by whichever name it is asked for.
+    GPT-2, section 2.3). A tied head is the embedding, by whichever name it is asked for. Of experts
+    in one tensor each has a stream of its own.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     if config.tie_embeddings and name == "lm_head.weight":
         name = "model.embed_tokens.weight"
     std = 0.02
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
         std /= math.sqrt(2 * config.num_layers)
-    digest = blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     weight = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return weight.normal_(std=std, generator=generator)
+    if ".experts." in name:
+        parts = {f"{name}.{number}": part for number, part in enumerate(weight)}
+    else:
+        parts = {name: weight}
+    for stream, part in parts.items():
+        digest = blake2b(f"{seed}:{stream}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        part.normal_(std=std, generator=generator)
+    return weight
 
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Tie, then give every parameter that `model` holds its `initial_weight`; skip meta tensors."""
+    """Tie, then give every parameter that `model` holds its `initial_weight`; skip meta tensors.
+
+    Buffers, which routers have, begin as zeros.
+    """
     model.tie_weights()
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             parameter.copy_(initial_weight(model.config, name, tuple(parameter.shape), seed))

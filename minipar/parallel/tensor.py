@@ -98,6 +98,9 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
 
 def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
+    if config.moe is not None or config.qk_norm == "all":
+        what = "experts" if config.moe is not None else "a norm over all heads (qk_norm='all')"
+        raise ValueError(f"{name}={n}: tensor parallelism does not cut {what}; use {name}=1")
     limits = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     kv_heads = config.num_kv_heads
 

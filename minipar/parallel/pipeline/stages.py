@@ -24,13 +24,16 @@ from minipar.parallel.pipeline.split_backward import PutOff, Used, weights_in
 def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
     """FLOPs of a forward per token: of the embedding (none), of each layer, of norm and head.
 
-    A matrix product costs 2 FLOPs per weight, causal attention 2·H·K·T in QKᵀ and AV together.
-    Backward costs twice as much of everything, which changes nothing about a balance.
+    A matrix product costs 2 FLOPs per weight that a token passes, causal attention 2·H·K·T in QKᵀ
+    and AV together. Backward costs twice as much of everything, which changes nothing about
+    a balance.
     """
     attention = 2 * config.num_heads * config.head_dim * seq_len
-    layer = 2 * config.num_layer_parameters + attention
-    head = 2 * config.vocab_size * config.hidden_size
-    return [0.0, *[float(layer)] * config.num_layers, float(head)]
+    layers = [
+        float(2 * config.layer_parameters(layer, active=True) + attention)
+        for layer in range(config.num_layers)
+    ]
+    return [0.0, *layers, float(2 * config.vocab_size * config.hidden_size)]
 
 
 def measure_costs(model: Llama, tokens: Tensor, repeats: int = 3) -> list[float]:

@@ -1,0 +1,421 @@
+"""A mixture of experts in the place of a block's MLP: each token is computed by k of E experts.
+
+Idea.   Parameters without their FLOPs: a *router* looks at a token and picks k of E small MLPs, the
+        experts; the token's output is their weighted sum. A model of 47B parameters then costs what
+        one of 13B costs, per token.
+Math.   With scores s = softmax(W x) over the experts (or sigmoid) and K the k largest of s + b:
+        y = sum over e in K of g_e expert_e(x), g_e = scale s_e / (sum over K of s, if normalised).
+        A softmax over the chosen logits alone is the same as a softmax over all, normalised. The
+        bias b steers the choice and never enters a weight.
+Balance. Experts that are rarely chosen learn little and are chosen less. Two remedies, alone or
+        together: a loss, balance_weight E/k sum_e f_e p_e, with f_e the share of tokens that chose
+        e and p_e the mean score of e; or the bias, raised for experts below the mean load by
+        `bias_speed` per step, lowered above: no gradient is bent.
+Capacity. Without one, every token is computed ("dropless"), and sizes depend on the data. With a
+        capacity factor c, each expert computes its first C = ceil(c k N / E) of N tokens, the rest
+        is dropped: sizes are known beforehand, and padding is computed.
+Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A *slot* is a pair
+        (token, one of its k choices); slot i belongs to token i // k.
+Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, loss); Jiang et al.
+        2401.04088 (Mixtral); DeepSeek-V3 2412.19437 (sigmoid, groups, shared experts); Wang et al.
+        2408.15664 (bias); Zoph et al. 2202.08906 (z-loss).
+Proved by tests/model/test_moe.py, against transformers.
+
+This file knows nothing of ranks: `MoE.core` is an attribute, any function of (tokens, routing) may
+take its place, and so may `Router.sum_counts`, which adds up counts over who shares a batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SCORES = ("softmax", "sigmoid")
+SCOPES = ("none", "sequence", "microbatch", "batch")
+PRODUCTS = ("auto", "loop", "padded", "grouped")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """What is mixed, and how tokens choose. Raises `ValueError` where the numbers do not fit.
+
+    Args:
+        num_experts: E.
+        top_k: k, the experts of a token.
+        expert_size: F, the hidden width of one expert.
+        num_shared: experts that every token passes, fused to one MLP of num_shared * F.
+        first_dense: so many layers at the bottom keep a dense MLP.
+        every: of the layers above, each whose number + 1 it divides has experts.
+        score: "softmax" over all experts, or "sigmoid" of each.
+        normalise: whether the weights of a token sum to `scale`.
+        scale: factor on all weights.
+        num_groups, top_groups: experts lie in groups (nodes); a token's k come from the best
+            top_groups, by the sum of the two best experts of each.
+        balance: over what the balancing loss takes its means: each "sequence", the "microbatch",
+            or the whole "batch" (as far as it is known: ranks and microbatches so far); "none".
+        balance_weight: its weight.
+        z_weight: weight of the mean of logsumexp(logits)^2, which keeps logits small.
+        bias_speed: step of the bias in `update_bias`; None: there is no bias.
+        capacity_factor: c; None drops nothing.
+        forced: choose experts in turn instead of by score: perfect balance, for timing alone.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    num_shared: int = 0
+    first_dense: int = 0
+    every: int = 1
+    score: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    balance: str = "none"
+    balance_weight: float = 0.01
+    z_weight: float = 0.0
+    bias_speed: float | None = None
+    capacity_factor: float | None = None
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "expert_size", "every", "num_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_shared", "first_dense", "balance_weight", "z_weight", "bias_speed"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} experts of num_experts={self.num_experts}: "
+                f"use 1 to {self.num_experts}"
+            )
+        for name, known in (("score", SCORES), ("balance", SCOPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
+        if self.num_experts % self.num_groups:
+            good = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ValueError(
+                f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}; "
+                f"use one of {good}"
+            )
+        group_size = self.num_experts // self.num_groups
+        least = math.ceil(self.top_k / group_size)
+        if not least <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"top_groups={self.top_groups} of {self.num_groups} groups of {group_size} experts "
+                f"cannot hold top_k={self.top_k}; use {least} to {self.num_groups}"
+            )
+        if self.num_groups > 1 and group_size < 2:
+            raise ValueError(
+                f"num_groups={self.num_groups} leaves one expert in each group, but a group is "
+                f"judged by its two best; use at most {self.num_experts // 2}"
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} must be positive; 1 to 2 is usual, "
+                "None drops nothing"
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts."""
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
+
+    def capacity(self, num_tokens: int) -> int:
+        """C: how many of `num_tokens` tokens each expert computes at most."""
+        assert self.capacity_factor is not None, "dropless: there is no capacity"
+        exact = self.capacity_factor * self.top_k * num_tokens / self.num_experts
+        return min(num_tokens, math.ceil(exact))
+
+    def num_parameters(self, width: int, active: bool = False) -> int:
+        """Parameters that take the place of one MLP: all of them, or what one token passes."""
+        experts = (self.top_k if active else self.num_experts) + self.num_shared
+        return self.num_experts * width + 3 * experts * self.expert_size * width
+
+
+class Routing(NamedTuple):
+    """Where N tokens go."""
+
+    experts: Tensor  # [N, k] int64
+    weights: Tensor  # [N, k], in the dtype of the router; gradients flow through these
+
+
+# ----------------------------------------------------------------------------------- the router
+
+
+class Router(nn.Module):
+    """Chooses k experts for each token. Computes in fp32 at least: small differences decide.
+
+    Attributes:
+        counts: [E] int64, slots per expert since `reset_counts`: of microbatches that went through
+            backward, each once, however often recomputation runs its forward. Data for pictures,
+            the bias and the simulator.
+        loss_weight: the factor of the balancing losses, which are sums over tokens: 1 / number of
+            tokens of the whole batch, as for the summed loss of the tokens. None stands for one
+            over the tokens of the call, which suits a mean loss of one microbatch.
+        sum_counts: adds up counts [..., E] over the ranks that share a batch; identity alone.
+    """
+
+    def __init__(self, config: MoEConfig, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, width))
+        no_bias = config.bias_speed is None
+        zeros = torch.zeros(config.num_experts)
+        self.register_buffer("e_score_correction_bias", None if no_bias else zeros)
+        self.register_buffer("counts", zeros.long(), persistent=False)
+        self.loss_weight: Tensor | None = None
+        self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
+        """Route tokens x [B, T, D] -> [B T, k]. `valid` [B, T] says which of them count.
+
+        Padding is routed like any token, but takes part in no count and no loss.
+        """
+        config = self.config
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, T, E]
+        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach().flatten(0, -2))  # [N, k]
+        weights = scores.flatten(0, -2).gather(1, experts)  # without the bias
+        if config.normalise:
+            # Sigmoids of a lost token may all be next to nothing; a softmax never is.
+            floor = 1e-20 if config.score == "sigmoid" else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + floor)
+        weights = weights * config.scale
+        if torch.is_grad_enabled():
+            weights = self._attach_losses(weights, logits, scores, experts, valid)
+        return Routing(experts, weights)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The k experts of each token, best first: scores [N, E] -> [N, k]."""
+        config = self.config
+        if config.forced:
+            slots = torch.arange(len(scores) * config.top_k, device=scores.device)
+            return (slots % config.num_experts).view(-1, config.top_k)
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias.to(scores.dtype)
+        if config.top_groups < config.num_groups:
+            groups = scores.unflatten(1, (config.num_groups, -1))  # [N, groups, E / groups]
+            best = groups.topk(2, dim=-1).values.sum(-1).topk(config.top_groups, dim=-1).indices
+            shut = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+            # -inf and not 0: with a negative bias, 0 would win.
+            scores = groups.masked_fill(shut[..., None], -torch.inf).flatten(1)
+        return scores.topk(config.top_k, dim=-1).indices
+
+    def _attach_losses(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor | None
+    ) -> Tensor:
+        """Hang the balancing losses and the count of this microbatch on the weights' backward."""
+        config = self.config
+        batch, seq_len = logits.shape[:2]
+        if valid is None:
+            valid = torch.ones(batch, seq_len, dtype=torch.bool, device=logits.device)
+        chosen = torch.zeros_like(logits).flatten(0, -2).scatter(1, experts, 1.0)
+        chosen = chosen.view_as(logits) * valid[..., None]  # [B, T, E]
+        counts = chosen.detach().sum(1)  # [B, E]
+        losses = logits.new_zeros(())
+        if config.balance != "none":
+            losses = losses + config.balance_weight * self._imbalance(counts, scores, valid)
+        if config.z_weight:
+            losses = losses + config.z_weight * (logits.logsumexp(-1).square() * valid).sum()
+        weight = self.loss_weight
+        if weight is None:
+            weight = 1 / valid.sum().clamp(min=1).to(losses.dtype)
+        return _Attach.apply(weights, losses, weight, self.counts, counts.sum(0))
+
+    def _imbalance(self, counts: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
+        """Sum over tokens of E/k sum_e f_e p_e; 1 per token when all experts are used alike."""
+        config = self.config
+        shares = scores / scores.sum(-1, keepdim=True)  # sigmoids as shares; a softmax stays
+        sums = (shares * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
+        if config.balance == "sequence":
+            num_tokens = valid.sum(1, keepdim=True)  # [B, 1]
+        else:
+            counts, num_tokens = counts.sum(0), valid.sum()
+            if config.balance == "batch":
+                both = torch.cat([counts, num_tokens[None].to(counts.dtype)])
+                both = self.sum_counts(both)
+                # Microbatches before this one: each token was counted k times.
+                before = self.sum_counts(self.counts).to(counts.dtype)
+                counts = both[:-1] + before
+                num_tokens = both[-1] + before.sum() / config.top_k
+        shares_chosen = counts / num_tokens.clamp(min=1)  # f_e
+        return config.num_experts / config.top_k * (shares_chosen * sums).sum()
+
+    def reset_counts(self) -> None:
+        """Begin to count anew: at the start of a step."""
+        self.counts.zero_()
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Raise the bias of experts with less than the mean load since `reset_counts`, else lower.
+
+        Once per step, after backward, with the counts of the whole batch (2408.15664, algorithm 1).
+        """
+        if self.e_score_correction_bias is not None:
+            load = self.sum_counts(self.counts).to(torch.float64)
+            step = self.config.bias_speed * (load.mean() - load).sign()
+            self.e_score_correction_bias += step.to(self.e_score_correction_bias.dtype)
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on the weights, whose backward starts that of the losses, and counts.
+
+    So the losses need no way out of the model: they are differentiated wherever the tokens are, on
+    any stage of a pipeline, and once per microbatch, also where forward is run again.
+    """
+
+    @staticmethod
+    def forward(ctx, weights, losses, weight, counts, more):
+        ctx.weight, ctx.counts, ctx.more, ctx.dtype = weight, counts, more, losses.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counts += ctx.more.to(ctx.counts.dtype)
+        return (
+            grad,
+            torch.as_tensor(ctx.weight, dtype=ctx.dtype, device=grad.device),
+            None,
+            None,
+            None,
+        )
+
+
+def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Yield the routers of `model` with their names, from the bottom up."""
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            yield name, module
+
+
+# ---------------------------------------------------------------------------------- the experts
+
+
+class Experts(nn.Module):
+    """E SwiGLUs side by side: down(silu(gate(x)) · up(x)), each D -> F -> D.
+
+    `gate_up_proj` [E, 2 F, D] holds gate above up; `down_proj` is [E, D, F].
+    """
+
+    def __init__(self, num_experts: int, width: int, expert_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, width))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
+
+    def forward(self, rows: Tensor, counts: Tensor, how: str = "auto") -> Tensor:
+        """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
+
+        `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
+        one product of torch's ("grouped": reads nothing; see `why_not_grouped`).
+        """
+        assert how in ("auto", "loop", "grouped")
+        reason = why_not_grouped(rows, self.gate_up_proj, self.down_proj)
+        if how == "grouped" and reason:
+            raise ValueError(f"no grouped product here: {reason}; use 'loop'")
+        if how == "loop" or reason:
+            pieces = rows.split(counts.tolist())
+            outs = [
+                F.linear(_swiglu(F.linear(piece, up)), down)
+                for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)
+            ]
+            return torch.cat(outs)
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = _swiglu(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
+        return torch._grouped_mm(hidden, self.down_proj.mT, offs=ends)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """As many rows for each expert, [E, C, D] -> the same: one batched product."""
+        return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
+
+
+def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
+    """Say why torch's grouped product does not take these tensors; "" if it does.
+
+    On a CPU it takes what is 16 bytes apart, on "meta" bf16 alone, and nowhere float64.
+    """
+    dtypes = {tensor.dtype for tensor in (rows, *weights)}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
+    if rows.device.type == "meta" and dtypes != {torch.bfloat16}:
+        return f"on meta it multiplies bfloat16 alone, not {dtypes.pop()}"
+    if rows.device.type == "cuda" and dtypes != {torch.bfloat16}:
+        return f"on a GPU it multiplies bfloat16 alone, not {dtypes.pop()}"
+    for tensor in (rows, *weights):
+        if tensor.shape[-1] * tensor.itemsize % 16:
+            least = 16 // tensor.itemsize
+            return f"rows of {tensor.shape[-1]} numbers are no multiple of {least}, 16 bytes"
+    return ""
+
+
+def _swiglu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# ---------------------------------------------------------------------------------- the mixture
+
+
+class MoE(nn.Module):
+    """Router and experts in the place of an MLP: [B, T, D] -> the same."""
+
+    def __init__(self, config: MoEConfig, width: int, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Router(config, width)
+        self.experts = Experts(config.num_experts, width, config.expert_size)
+        self.shared_experts = shared
+        self.core: Callable[[Tensor, Routing], Tensor] = self.compute
+        self.how = "auto"  # of `Experts.forward`
+        self.dropped: Tensor | None = None  # how many slots the last forward dropped, a scalar
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """`valid` [B, T] says which tokens count in the balance; default: all."""
+        out = self.core(x.flatten(0, -2), self.gate(x, valid)).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def compute(self, x: Tensor, routing: Routing) -> Tensor:
+        """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
+        if self.config.capacity_factor is not None:
+            return self._with_capacity(x, routing)
+        order, counts = sort_by_expert(routing.experts, self.config.num_experts)
+        tokens = order // routing.experts.shape[1]
+        rows = self.experts(x[tokens], counts, self.how)
+        return combine(rows, order, routing, x)
+
+    def _with_capacity(self, x: Tensor, routing: Routing) -> Tensor:
+        """The same with C rows for each expert: full ones drop, others compute zeros."""
+        num_experts, width = self.config.num_experts, x.shape[1]
+        top_k, capacity = routing.experts.shape[1], self.config.capacity(len(x))
+        order, counts = sort_by_expert(routing.experts, num_experts)
+        expert = routing.experts.flatten()[order]
+        place = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[expert]
+        row = torch.where(place < capacity, expert * capacity + place, num_experts * capacity)
+        self.dropped = (place >= capacity).sum()
+        padded = x.new_zeros(num_experts * capacity + 1, width)  # the last row: what is dropped
+        padded = padded.index_put((row,), x[order // top_k])
+        out = self.experts.padded(padded[:-1].view(num_experts, capacity, width)).flatten(0, 1)
+        return combine(torch.cat([out, out.new_zeros(1, width)])[row], order, routing, x)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Slots in the order of their experts, [N k], and how many each expert has, [E] int64.
+
+    Slots of one expert stay in the order of the tokens: the first come are the first served.
+    """
+    flat = experts.flatten()
+    counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts
+
+
+def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tensor:
+    """Weigh rows [N k, D], which lie in `order`, and add up those of each token -> [N, D]."""
+    weights = routing.weights.flatten()[order, None]
+    tokens = order // routing.experts.shape[1]
+    wide = rows * weights  # in the router's dtype: sums of k in low precision lose digits
+    return torch.zeros_like(like, dtype=wide.dtype).index_add(0, tokens, wide).to(like.dtype)

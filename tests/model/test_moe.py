@@ -1,0 +1,454 @@
+"""A mixture of experts is the published one, for each way to route, and counts what it should."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, init_weights, token_loss
+from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers, why_not_grouped
+from minipar.model.recompute import checkpoint_activations
+from tests.model.oracle import exact_norm, randomised, some_tokens
+
+BASE = dict(vocab_size=61, hidden_size=48, intermediate_size=80, num_layers=3, max_seq_len=64)
+HEADS = dict(num_heads=4, num_kv_heads=2)
+SIX = MoEConfig(num_experts=6, top_k=2, expert_size=24)
+
+MODELS = {
+    "mixtral": (
+        LlamaConfig(**BASE, **HEADS, moe=MoEConfig(6, 2, 80)),
+        MixtralForCausalLM,
+        MixtralConfig,
+        dict(num_local_experts=6, sliding_window=None),
+    ),
+    "qwen3": (
+        LlamaConfig(**BASE, **HEADS, head_dim=20, moe=replace(SIX, every=2), qk_norm="head"),
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        dict(
+            num_experts=6,
+            moe_intermediate_size=24,
+            head_dim=20,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+        ),
+    ),
+    "olmoe": (
+        LlamaConfig(**BASE, **HEADS, moe=MoEConfig(6, 2, 80, normalise=False), qk_norm="all"),
+        OlmoeForCausalLM,
+        OlmoeConfig,
+        dict(num_experts=6, norm_topk_prob=False, clip_qkv=None),
+    ),
+}
+
+
+def their_twin(name: str, model: Llama) -> nn.Module:
+    """transformers' model with the weights of ours, under the same names."""
+    config, cls, config_cls, more = MODELS[name]
+    theirs = config_cls(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        num_experts_per_tok=config.moe.top_k,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        max_position_embeddings=config.max_seq_len,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        experts_implementation="eager",  # the other ones do not know float64
+        **more,
+    )
+    twin = cls(theirs).to(next(model.parameters()).dtype)
+    twin.load_state_dict(model.state_dict(), strict=True)
+    return twin
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Norms and routers of transformers in float64: theirs round to fp32, whatever the model is."""
+    for norm in (modeling_mixtral.MixtralRMSNorm, OlmoeRMSNorm, Qwen3MoeRMSNorm):
+        monkeypatch.setattr(norm, "forward", exact_norm)
+    softmax, to_float = F.softmax, torch.Tensor.float
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)
+    )
+    monkeypatch.setattr(F, "softmax", lambda x, dim=None, dtype=None, **_: softmax(x, dim=dim))
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return token_loss(getattr(logits, "logits", logits), tokens[:, 1:]) / tokens[:, 1:].numel()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_transformers_in_float64(name, exact):
+    """Catches: gate for up, weights from a biased score, a wrong normalisation, a layer off."""
+    model = randomised(MODELS[name][0])
+    twin = their_twin(name, model)
+    tokens = some_tokens(model.config)
+    torch.testing.assert_close(model(tokens), twin(tokens).logits, rtol=1e-9, atol=1e-9)
+
+    mean_loss(model, tokens).backward()
+    mean_loss(twin, tokens).backward()
+    theirs = {name: p.grad for name, p in twin.named_parameters()}
+    for parameter, p in model.named_parameters():
+        assert p.grad.abs().max() > 1e-6, f"{parameter}: a gradient near zero proves nothing"
+        torch.testing.assert_close(p.grad, theirs[parameter], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_auxiliary_loss_equals_transformers(name, exact, monkeypatch):
+    """Theirs pools all layers and does not divide by k; with one layer, that is a factor of k."""
+    config, *_ = MODELS[name]
+    layer = config.moe.every - 1
+    moe = replace(config.moe, balance="microbatch", balance_weight=1.0)
+    model = randomised(replace(config, num_layers=layer + 1, moe=moe))
+    logits = []
+    hook = model.model.layers[layer].mlp.gate.register_forward_hook(
+        lambda gate, args, _: logits.append(F.linear(args[0].flatten(0, -2), gate.weight))
+    )
+    tokens = some_tokens(config)
+    before = gradients(model, tokens, weight=0.0)
+    after = gradients(model, tokens, weight=1.0)
+    model(tokens[:, :-1])
+    hook.remove()
+
+    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})  # in which theirs adds up
+    monkeypatch.setattr(modeling_mixtral, "torch", wide)
+    theirs = modeling_mixtral.load_balancing_loss_func((logits[-1],), moe.num_experts, moe.top_k)
+    model.zero_grad()
+    (theirs / moe.top_k).backward()
+    for name, parameter in model.named_parameters():
+        ours = after[name] - before[name]
+        expected = torch.zeros_like(ours) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    gate = f"model.layers.{layer}.mlp.gate.weight"
+    assert (after[gate] - before[gate]).abs().max() > 1e-4
+
+
+def gradients(model: Llama, tokens: Tensor, weight: float) -> dict[str, Tensor]:
+    """Gradients with the balancing loss, a mean over tokens, taken `weight` times."""
+    for _, router in routers(model):
+        router.loss_weight = torch.tensor(weight / tokens[:, :-1].numel(), dtype=torch.float64)
+    model.zero_grad()
+    mean_loss(model, tokens).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_trap_33_the_bias_chooses_and_never_weighs(exact, monkeypatch):
+    """DeepSeek-V3's router, transformers' and ours: groups, sigmoids, a bias below zero."""
+    moe = MoEConfig(
+        16, 3, 8, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_speed=0.001
+    )
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            hidden_size=32,
+            num_experts_per_tok=3,
+            n_routed_experts=16,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        )
+    ).double()
+    convert = torch.Tensor.type
+    monkeypatch.setattr(  # their router converts to fp32, also in a model in float64
+        torch.Tensor, "type", lambda self, t=None: self if t == torch.float32 else convert(self, t)
+    )
+    ours = Router(moe, 32).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        ours.weight.normal_(generator=generator)
+        # So negative that a masked group set to 0 would win.
+        ours.e_score_correction_bias.normal_(mean=-3, generator=generator)
+        theirs.weight.copy_(ours.weight)
+        theirs.e_score_correction_bias.copy_(ours.e_score_correction_bias)
+    x = torch.randn(2, 50, 32, dtype=torch.float64, generator=generator)
+    _, weights, experts = theirs(x.flatten(0, 1))
+    mine = ours(x)
+
+    def by_expert(weights: Tensor, experts: Tensor) -> Tensor:
+        return torch.zeros(100, 16, dtype=torch.float64).scatter(1, experts, weights)
+
+    torch.testing.assert_close(by_expert(*reversed(mine)), by_expert(weights, experts))
+    torch.testing.assert_close(mine.weights.sum(-1), torch.full((100,), 2.5, dtype=torch.float64))
+    unbiased = Router(replace(moe, bias_speed=None), 32).double()
+    with torch.no_grad():
+        unbiased.weight.copy_(ours.weight)
+    assert (by_expert(*reversed(unbiased(x))) != by_expert(*reversed(mine))).any()
+
+
+# --------------------------------------------------------------------------- three ways to compute
+
+
+def some_moe(config: MoEConfig, width: int = 16, dtype: torch.dtype = torch.float32) -> MoE:
+    moe = MoE(config, width)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return moe.to(dtype)
+
+
+def some_hidden(dtype: torch.dtype = torch.float32, seq_len: int = 20) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, seq_len, 16, generator=generator).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_product_equals_the_loop(dtype):
+    outs = []
+    for how in ("loop", "grouped"):
+        moe, x = some_moe(MoEConfig(6, 2, 24), dtype=dtype), some_hidden(dtype)
+        moe.how = how
+        y = moe(x)
+        y.float().square().sum().backward()
+        outs.append([y, x.grad, *(p.grad for p in moe.parameters())])
+    for loop, grouped in zip(*outs, strict=True):
+        scale = loop.abs().max().item()
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * scale
+        torch.testing.assert_close(loop, grouped, rtol=0, atol=tolerance)
+
+
+def test_what_a_grouped_product_does_not_take_is_said():
+    double, narrow = some_moe(SIX, dtype=torch.float64), some_moe(MoEConfig(6, 2, 24), width=6)
+    weights = double.experts.gate_up_proj
+    assert "float64" in why_not_grouped(torch.zeros(3, 16, dtype=torch.float64), weights)
+    assert "no multiple of 4" in why_not_grouped(torch.zeros(3, 6), narrow.experts.gate_up_proj)
+    assert "bfloat16 alone" in why_not_grouped(torch.zeros(3, 16, device="meta"))
+    double.how = "grouped"
+    with pytest.raises(ValueError, match="no grouped product here.*use 'loop'"):
+        double(some_hidden(torch.float64))
+
+
+def test_ample_capacity_drops_nothing_and_equals_dropless():
+    x = some_hidden(torch.float64)
+    dropless = some_moe(SIX, dtype=torch.float64)
+    ample = some_moe(replace(SIX, capacity_factor=3.0), dtype=torch.float64)
+    torch.testing.assert_close(ample(x), dropless(x))
+    assert ample.dropped == 0
+
+
+def test_full_experts_drop_those_who_come_last():
+    """Against a count by hand: each expert computes its first C slots, in the order of tokens."""
+    config = replace(SIX, capacity_factor=0.75)
+    moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
+    capacity = config.capacity(40)
+    assert capacity == 10
+    weights, experts = (t.tolist() for t in reversed(moe.gate(x)))
+    flat, expected, load, dropped = x.flatten(0, 1), torch.zeros(40, 16, dtype=torch.float64), {}, 0
+    for token in range(40):
+        for weight, expert in zip(weights[token], experts[token], strict=True):
+            load[expert] = load.get(expert, 0) + 1
+            if load[expert] > capacity:
+                dropped += 1
+                continue
+            gate, up = (moe.experts.gate_up_proj[expert] @ flat[token]).chunk(2)
+            expected[token] += weight * (moe.experts.down_proj[expert] @ (F.silu(gate) * up))
+    assert dropped > 0
+    torch.testing.assert_close(moe(x).flatten(0, 1), expected)
+    assert moe.dropped == dropped
+
+
+def test_forced_balance_loads_all_experts_alike():
+    moe = some_moe(replace(SIX, forced=True))
+    moe(some_hidden(seq_len=21)).sum().backward()
+    assert moe.gate.counts.tolist() == [14] * 6
+
+
+def test_an_expert_without_tokens_gets_zeros_and_not_none():
+    """Trap T29 begins here: a missing gradient would leave the expert out of weight decay."""
+    moe, x = some_moe(SIX, dtype=torch.float64), some_hidden(torch.float64)
+    with torch.no_grad():
+        moe.gate.weight[4] = 0
+        moe.gate.weight[4, 0] = -100
+        x[..., 0] = x[..., 0].abs() + 1
+    moe(x).sum().backward()
+    assert moe.gate.counts[4] == 0
+    assert not moe.experts.gate_up_proj.grad[4].any() and not moe.experts.down_proj.grad[4].any()
+    assert moe.experts.down_proj.grad[0].any()
+
+
+# --------------------------------------------------------------------------------- balance
+
+
+def test_trap_31_padding_takes_no_part_in_the_balance():
+    """The same sequence, alone and with padding behind it: same counts, same gradient of W."""
+    config = replace(SIX, balance="sequence", balance_weight=1.0, z_weight=0.1)
+    found = []
+    for padding in (0, 7):
+        moe = some_moe(config, dtype=torch.float64)
+        x = F.pad(some_hidden(torch.float64).detach(), (0, 0, 0, padding), value=0.3)
+        valid = torch.zeros(2, 20 + padding, dtype=torch.bool)
+        valid[:, :20] = True
+        (0.0 * moe(x, valid)).sum().backward()  # the balancing losses alone
+        found.append((moe.gate.counts.clone(), moe.gate.weight.grad))
+    assert found[0][0].tolist() == found[1][0].tolist() and found[0][0].sum() == 80
+    assert found[0][1].abs().max() > 1e-4
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_trap_32_recomputation_routes_alike_and_counts_once(mode):
+    config = replace(MODELS["mixtral"][0], moe=replace(SIX, balance="batch", z_weight=0.1))
+    tokens, found = some_tokens(config), []
+    for recomputes in (False, True):
+        model = randomised(config)
+        if recomputes:
+            checkpoint_activations(model, mode)
+        for rows in tokens.split(1):  # two microbatches
+            mean_loss(model, rows).backward()
+        counts = {name: router.counts.tolist() for name, router in routers(model)}
+        found.append((counts, {name: p.grad for name, p in model.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    assert all(sum(counts) == tokens[:, :-1].numel() * 2 for counts in found[0][0].values())
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def test_scope_of_the_balance():
+    """Per sequence, other sequences do not matter; over the microbatch they do."""
+    for scope, same in (("sequence", True), ("microbatch", False)):
+        config = replace(SIX, balance=scope, balance_weight=1.0)
+        found = []
+        for rows in (slice(0, 1), slice(0, 2)):
+            moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
+            moe.gate.loss_weight = torch.tensor(1.0)
+            (0.0 * moe(x[rows])).sum().backward()
+            found.append(x.grad[0])
+        assert torch.allclose(*found) == same
+
+
+def test_balance_over_the_batch_takes_in_earlier_microbatches():
+    """The share of tokens that chose an expert is that of all microbatches so far."""
+    config = replace(SIX, balance="batch", balance_weight=1.0)
+    moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
+    moe.gate.loss_weight = torch.tensor(1.0)
+    for rows in x.split(1):
+        (0.0 * moe(rows)).sum().backward()
+    scores = F.linear(x.detach(), moe.gate.weight).softmax(-1)
+    shares = moe.gate.counts / 40
+    wanted = torch.autograd.grad((6 / 2 * shares * scores[1].sum(0)).sum(), moe.gate.weight)[0]
+    first = some_moe(config, dtype=torch.float64)
+    first.gate.loss_weight = torch.tensor(1.0)
+    (0.0 * first(x.detach()[:1])).sum().backward()
+    torch.testing.assert_close(moe.gate.weight.grad - first.gate.weight.grad, wanted)
+
+
+def test_bias_finds_the_balance_that_a_loss_would_bend_gradients_for():
+    gate = some_moe(replace(SIX, score="sigmoid", bias_speed=0.02)).gate
+    with torch.no_grad():
+        gate.weight[0] = 0
+        gate.weight[0, 0] = 2  # an expert that most tokens like
+    x = some_hidden(seq_len=300).detach()
+    x[..., 0] += 2
+
+    def imbalance() -> float:
+        gate.reset_counts()
+        gate(x).weights.sum().backward()
+        return (gate.counts.max() / gate.counts.double().mean()).item()
+
+    before = imbalance()
+    for _ in range(100):
+        imbalance()
+        gate.update_bias()
+    assert before > 1.5 and imbalance() < 1.15
+
+
+def test_evaluation_counts_nothing():
+    moe = some_moe(SIX)
+    with torch.no_grad():
+        moe(some_hidden())
+    assert moe.gate.counts.sum() == 0
+
+
+# ------------------------------------------------------------------------------- the whole model
+
+
+def test_parameters_are_counted_and_only_active_ones_multiply():
+    """Trap T39 begins here: idle experts cost no FLOPs."""
+    for config, *_ in MODELS.values():
+        model = Llama(config)
+        assert config.num_parameters == sum(p.numel() for p in model.parameters())
+        assert config.num_active_parameters < config.num_parameters
+        dense = replace(config, moe=None)
+        layers = sum(config.moe.is_sparse(layer) for layer in range(config.num_layers))
+        width = config.hidden_size
+        router, experts = 6 * width, 2 * 3 * config.moe.expert_size * width
+        more = 6 * layers * (router + experts - 3 * width * config.intermediate_size)
+        assert config.flops_per_token(64) == dense.flops_per_token(64) + more
+
+
+def test_every_expert_starts_from_a_stream_of_its_own():
+    config = MODELS["mixtral"][0]
+    whole = Llama(config, seed=3).model.layers[1].mlp.experts.gate_up_proj
+    fewer = replace(config, moe=replace(config.moe, num_experts=3))
+    few = Llama(fewer, seed=3).model.layers[1].mlp.experts.gate_up_proj
+    assert torch.equal(whole[:3], few)
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_model_of_dense_and_sparse_layers_is_made_on_meta_and_filled():
+    config = replace(
+        PRESETS["tiny"], moe=replace(SIX, first_dense=1, num_shared=2, bias_speed=0.001)
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    model.to_empty(device="cpu")
+
+    init_weights(model, seed=0)
+    expected = Llama(config).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+    assert not hasattr(model.model.layers[0].mlp, "experts")
+    assert model.model.layers[1].mlp.shared_experts.gate_proj.out_features == 48
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(top_k=7), "top_k=7 experts of num_experts=6: use 1 to 6"),
+        (dict(top_k=0), "use 1 to 6"),
+        (dict(capacity_factor=0.0), "capacity_factor=0.0 must be positive"),
+        (dict(capacity_factor=float("nan")), "must be positive"),
+        (dict(num_groups=4), r"does not divide num_experts=6; use one of \[1, 2, 3, 6\]"),
+        (dict(num_groups=3, top_groups=4), "use 1 to 3"),
+        (dict(num_groups=6, top_groups=2), "use at most 3"),
+        (dict(score="relu"), "score='relu' is unknown"),
+        (dict(balance="always"), "balance='always' is unknown"),
+        (dict(every=0), "every=0 must be at least 1"),
+        (dict(z_weight=-1.0), "z_weight=-1.0 must not be negative"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SIX, **wrong)
+
+
+def test_routing_is_what_a_function_in_the_place_of_core_gets():
+    moe, seen = some_moe(SIX), []
+    moe.core = lambda x, routing: seen.append((x.shape, routing)) or x
+    moe(some_hidden())
+    shape, routing = seen[0]
+    assert shape == (40, 16) and isinstance(routing, Routing)
+    assert routing.experts.shape == routing.weights.shape == (40, 2)
