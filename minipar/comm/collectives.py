@@ -37,6 +37,8 @@ _OPS = {
 }
 _SLICES = 1
 """The tag of messages that make up a collective, to keep them apart from the caller's own."""
+_LARGE = 1 << 18
+"""Bytes from which messages in the right order gain more than Python's part in them costs."""
 
 
 class Pending:
@@ -408,8 +410,12 @@ def _swap(
     recv_rows: Sequence[int] | None = None,
     send_rows: Sequence[int] | None = None,
 ) -> Any:
-    """Start an all-to-all of rows. Gloo's own sends first, so on a CPU it is messages of ours."""
-    if sent.device.type != "cpu" or dist.get_backend(axis.group) != "gloo":
+    """Start an all-to-all of rows. Gloo's own sends first, so on a CPU it is messages of ours.
+
+    Not of few bytes, unless the rows are uneven: then ranks do not know each other's number.
+    """
+    is_small = recv_rows is None and sent.nbytes < _LARGE
+    if is_small or sent.device.type != "cpu" or dist.get_backend(axis.group) != "gloo":
         rows = recv_rows, send_rows
         return dist.all_to_all_single(arrived, sent, *rows, axis.group, is_async)
     n, rank = axis.size, axis.rank
