@@ -90,8 +90,9 @@ class Output:
                 self._room -= 1
             if done:
                 self._say(stream, "".join(done))
-            self._lines[stream].add(rest, self._width)
-            if "\r" in rest or self._lines[stream].size - self._lines[stream].shown > CHUNK:
+            line = self._lines[stream]
+            line.add(rest, self._width)
+            if rest.endswith("\r") or line.size - line.shown > CHUNK:
                 self.flush(stream)
 
     def flush(self, stream: str) -> None:
