@@ -3,6 +3,7 @@
 The links of `minipar.comm.link` stand for what is left for data: `namespaces.GOODPUT` of the rate.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from minipar.comm import algorithms
 from minipar.comm import collectives as comm
 from minipar.comm.link import LINKS, Link, Topology, seconds
 from minipar.comm.mesh import Axis, Mesh
-from tests.hosts.namespaces import CARD, GOODPUT, Hosts, two_hosts, why_not
+from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, Hosts, two_hosts, why_not
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +33,9 @@ def wire(megabits: float) -> Link:
 
 @pytest.fixture(scope="module")
 def hosts():
-    with two_hosts(MEGABITS) as made:
+    # As Debian writes it; who talks by name alone would listen at the loopback.
+    known_as = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"
+    with two_hosts(MEGABITS, known_as) as made:
         yield made
 
 
@@ -148,3 +151,18 @@ def test_what_crosses_a_card_at_once_shares_it(hosts):
         want, found = topology.seconds(*calls), took[name]
         print(f"{name:15}{1e3 * want:6.0f} ms, really {1e3 * found:6.0f} ms")
         assert 0.9 * want < found < 1.3 * want, (name, want, found)
+
+
+# ---------------------------------------------------------------------- names that lead home
+def test_a_host_that_knows_itself_by_its_loopback_says_so_and_trains(hosts, tmp_path):
+    """One line on each node, and not a time-out on one of them."""
+    run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    run += ["--master-addr", ADDRESSES[0], "--master-port", PORT]
+    train = ["-m", "minipar", "train", "--mesh", "dp=2", "--steps", "1", "--timeout", "30"]
+    train += ["--data", __file__, "--seq-len", "32", "--batch-size", "2", "--sample-tokens", "0"]
+    train += ["--out", str(tmp_path)]
+    nodes = [hosts.start(n, *run, "--node-rank", str(n), *train) for n in range(2)]
+    said = [node.communicate(timeout=100)[0] for node in nodes]
+    for node, text in zip(nodes, said, strict=True):
+        lines = [line for line in text.splitlines() if "GLOO_SOCKET_IFNAME" in line]
+        assert node.returncode == 0 and len(lines) == 1 and "127.0.1.1" in lines[0], text
