@@ -350,7 +350,7 @@ class Trainer:
         weights = self.setup.full_state_dict()
         if not self.is_first:
             return ""
-        print(f"writing a sample of {self.config.sample_tokens:,} tokens ...", flush=True)
+        self._tell(f"writing a sample of {self.config.sample_tokens:,} tokens ...")
         model = self._whole_model(self.model.config)
         model.load_state_dict(weights)
         tokens = self.corpus.validation[:32].to(self.device, torch.int64)[None]
@@ -403,7 +403,8 @@ def _train(
         config.save(trainer.folder / "config.json")
         if config.tokenizer:
             trainer.tokenizer.save(trainer.folder / "tokenizer.json")
-    report = trainer.run(progress(trainer) if progress and trainer.is_first else lambda _: None)
+    tell = progress(trainer) if progress and trainer.is_first else lambda _: None
+    report = trainer.run(tell, request)
     if trainer.is_first and report is not None:
         if trainer.timeline.spans:
             trainer.timeline.save(trainer.folder / "timeline.json")
