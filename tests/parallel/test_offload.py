@@ -401,7 +401,7 @@ def test_nothing_stays_behind_when_it_goes():
         gone.append(weakref.ref(offloaded(model)))
         hooks.append(len(torch_optimizer._global_optimizer_pre_hooks))
     assert len(offload._owners) == owners + 2 and hooks[0] == hooks[1]
-    del models[:]
+    del models[:], model
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     assert len(offload._owners) == owners
