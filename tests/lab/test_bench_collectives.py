@@ -8,7 +8,8 @@ import pytest
 
 from minipar.comm.algorithms import Tuning
 from minipar.lab.bench import collectives as bench
-from minipar.lab.bench.collectives import CollectivesConfig, Measured, table
+from minipar.lab.bench.collectives import CollectivesConfig, table
+from minipar.lab.bench.race import Measured
 
 SMALL = CollectivesConfig(ranks=2, sizes=(1024, 4096), algorithms=("ring", "direct"), rounds=3)
 
@@ -16,12 +17,12 @@ SMALL = CollectivesConfig(ranks=2, sizes=(1024, 4096), algorithms=("ring", "dire
 def test_a_row_compares_round_by_round():
     """The mutant that divides medians would say 3 / 4 = 0.75."""
     seconds = {
-        (1024, "backend"): [2e-3, 4e-3, 8e-3],
-        (1024, "ring"): [3e-3, 2e-3, 8e-3],
-        (1024, "direct"): [4e-3, 12e-3, 16e-3],
+        "backend": [2e-3, 4e-3, 8e-3],
+        "ring": [3e-3, 2e-3, 8e-3],
+        "direct": [4e-3, 12e-3, 16e-3],
     }
-    measured = Measured(seconds, Tuning(2, 1e-3, 1e-6))
-    ring, direct = bench._rows(SMALL, "1gbe", 1024, measured)
+    measured = {1024: {name: Measured(times) for name, times in seconds.items()}}
+    ring, direct = bench._rows(SMALL, "1gbe", 1024, measured, Tuning(2, 1e-3, 1e-6))
     assert (ring["algorithm"], direct["algorithm"]) == ("ring", "direct")
     assert ring["ratio"] == pytest.approx(1.0) and ring["ratio_low"] == pytest.approx(0.75)
     assert direct["ratio"] == pytest.approx(2.0) and direct["ratio_high"] == pytest.approx(2.5)
@@ -48,20 +49,21 @@ def test_check_refuses_what_cannot_work(tmp_path):
 
 def test_measure_lets_everybody_take_every_turn(ranks):
     first, second = ranks(2).run(bench.measure, SMALL, "gloo")
-    assert first.seconds == second.seconds  # of the slowest rank
-    names = ("backend", *SMALL.algorithms)
-    assert set(first.seconds) == {(size, name) for size in SMALL.sizes for name in names}
-    assert all(len(times) == 3 and min(times) > 0 for times in first.seconds.values())
+    assert first[0] == second[0]  # of the slowest rank
+    assert list(first[0]) == list(SMALL.sizes)
+    for of_size in first[0].values():
+        assert list(of_size) == ["backend", *SMALL.algorithms]
+        assert all(len(one.seconds) == 3 and min(one.seconds) > 0 for one in of_size.values())
 
 
 @pytest.mark.parametrize("verb", bench.VERBS)
 def test_other_verbs_are_compared_as_well(ranks, verb):
     config = replace(SMALL, verb=verb)
-    measured = ranks(2).run(bench.measure, config, "gloo")[0]
-    assert set(measured.seconds) == {
-        (size, who) for size in SMALL.sizes for who in ("backend", verb)
+    measured, tuning = ranks(2).run(bench.measure, config, "gloo")[0]
+    assert {size: set(of_size) for size, of_size in measured.items()} == {
+        size: {"backend", verb} for size in SMALL.sizes
     }
-    (row,) = bench._rows(config, "gloo", 4096, measured)
+    (row,) = bench._rows(config, "gloo", 4096, measured, tuning)
     assert row["algorithm"] == verb and row["predicted_ms"] > 0 and not row["picked"]
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from minipar import cli
 from minipar.lab.bench import ddp as bench
-from minipar.lab.bench.ddp import DdpConfig, Measured, table
-from minipar.lab.bench.race import hidden_share, quartiles
+from minipar.lab.bench.ddp import COLUMNS, DdpConfig
+from minipar.lab.bench.race import Measured, hidden_share, quartiles, table
 
 SMALL = DdpConfig(preset="tiny", seq_len=32, rounds=2, links=("1gbe",), buckets=(25.0,))
 
@@ -38,37 +38,39 @@ def test_hidden_share_is_unknown_where_the_link_is():
     assert math.isnan(hidden_share(1.0, 1.0, 0.0))
 
 
-MEASURED = Measured(
-    {
-        "ours": [0.010, 0.030, 0.012],
-        "torch 25": [0.020, 0.060, 0.020],
-        "torch 1": [0.016, 0.030, 0.024],
-        "alone": [0.009, 0.009, 0.009],
-    },
-    gradient_bytes=2_000_000,
-)
-MEMORY = {"ours": 50e6, "torch": 100e6}
+def measured(*seconds, num_bytes=2_000_000):
+    return Measured(list(seconds), [0.01] * 3, [num_bytes] * 3, [num_bytes / 1.2e8] * 3)
+
+
+MEASURED = {
+    "ours": measured(0.010, 0.030, 0.012),
+    "torch 25": measured(0.020, 0.060, 0.020, num_bytes=3_000_000),
+    "torch 1": measured(0.016, 0.030, 0.024, num_bytes=3_000_000),
+    "alone": measured(0.009, 0.009, 0.009, num_bytes=0),
+}
+MEMORY = {"ours": 50e6, "torch 25": 100e6, "torch 1": 100e6}
 
 
 def test_a_row_compares_round_by_round_with_the_best_of_theirs():
     """The mutant that divides medians would say 0.012 / 0.020 = 0.6 against "torch 25"."""
     rounds = replace(SMALL, buckets=(25.0, 1.0))
-    measured = replace(MEASURED, seconds={**MEASURED.seconds, "torch 1": [0.01, 0.06, 0.018]})
-    row = bench._row(rounds, "1gbe", measured, MEMORY)
+    times = {**MEASURED, "torch 1": measured(0.01, 0.06, 0.018, num_bytes=3_000_000)}
+    row = bench._row(rounds, "1gbe", times, MEMORY)
     assert row["torch_bucket_mb"] == 1.0 and row["torch_ms"] == pytest.approx(18)
     assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
     assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
     assert row["ratio_high"] == pytest.approx((1 + 12 / 18) / 2)
     assert row["memory_ratio"] == 0.5 and row["ranks"] == 2
-    assert row["megabytes"] == pytest.approx(2.0)  # 2 (n-1)/n of 2 MB
-    assert row["communication_ms"] > 16  # 2 MB at 1 Gbit/s, and the latency
-    on_gloo = bench._row(rounds, "gloo", measured, MEMORY)
-    assert on_gloo["communication_ms"] == 0 and math.isnan(on_gloo["ours_hidden"])
+    assert row["megabytes"] == pytest.approx(2.0)  # what ours sends
+    assert row["communication_ms"] == pytest.approx(2e6 / 1.2e8 * 1e3)
+    assert row["ours_hidden"] == pytest.approx(1 - 3 / (2e6 / 1.2e8 * 1e3))  # 12 of 9 ms
+    on_gloo = bench._row(rounds, "gloo", times, MEMORY)
+    assert on_gloo["communication_ms"] is None and math.isnan(on_gloo["ours_hidden"])
 
 
 def test_the_table_is_aligned_and_says_what_is_unknown():
     rows = [bench._row(SMALL, name, MEASURED, MEMORY) for name in ("gloo", "1gbe")]
-    head, gloo, wire = table(rows).splitlines()
+    head, gloo, wire = table(rows, COLUMNS).splitlines()
     column = head.index("ratio [quartiles]")
     assert gloo[column:].startswith("0.5") and wire[column:].startswith("0.5")
     assert gloo[head.index("on the wire") :].split()[:3] == ["-", "-", "-"]
@@ -99,4 +101,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
         assert math.isfinite(row[key]) and row[key] > 0, key
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert 0 <= row["ours_hidden"] <= 1 and 0 <= row["torch_hidden"] <= 1
+    parameters = 758_912 * 4 / 1e6  # megabytes; 2 (n-1)/n of them is 1
+    assert row["megabytes"] == pytest.approx(parameters, rel=1e-3)
+    assert row["communication_ms"] > parameters / 125 * 1e3  # at 1 Gbit/s, and the latency
     assert row["bench"] == "ddp" and "1" in row["link"] and f"{row['ratio']:.3f}" in out

@@ -10,8 +10,10 @@ import pytest
 from minipar.comm import link
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import fsdp as bench
-from minipar.lab.bench.fsdp import TOY, Contender, Measured, ShardingConfig, table
-from minipar.lab.bench.sharding_methods import ALONE, METHODS, OURS, RIVALS, THEIRS
+from minipar.lab.bench import race
+from minipar.lab.bench.data_parallel import TOY, Contender, memory
+from minipar.lab.bench.fsdp import COLUMNS, METHODS, OURS, RIVALS, THEIRS, ShardingConfig
+from minipar.lab.bench.race import ALONE, Measured, table
 
 pytestmark = pytest.mark.trains
 
@@ -19,12 +21,13 @@ SMALL = ShardingConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/fsdp.json"
 
 PREFETCH, ASYNC = "fully_shard, prefetch", "fully_shard, all asynchronous"
+BUSY = [0.04] * 3  # seconds of the processor
 TIMES = {
-    ALONE: Measured([0.05] * 3, [0.0] * 3, [0.0] * 3),
-    "FSDP": Measured([0.10, 0.30, 0.12], [0.1] * 3, [3e6] * 3),
-    "fully_shard": Measured([0.20, 0.20, 0.20], [0.1] * 3, [3e6] * 3),
-    PREFETCH: Measured([0.16, 0.30, 0.24], [0.1] * 3, [3e6] * 3),
-    ASYNC: Measured([0.10, 0.60, 0.18], [0.2] * 3, [4e6] * 3),
+    ALONE: Measured([0.05] * 3, BUSY, [0.0] * 3, [0.0] * 3),
+    "FSDP": Measured([0.10, 0.30, 0.12], BUSY, [3e6] * 3, [0.1] * 3),
+    "fully_shard": Measured([0.20, 0.20, 0.20], BUSY, [3e6] * 3, [0.1] * 3),
+    PREFETCH: Measured([0.16, 0.30, 0.24], BUSY, [3e6] * 3, [0.1] * 3),
+    ASYNC: Measured([0.10, 0.60, 0.18], BUSY, [4e6] * 3, [0.2] * 3),
 }
 MEMORY = {"FSDP": 50e6, "fully_shard": 80e6, PREFETCH: 90e6, ASYNC: 100e6}
 
@@ -48,7 +51,7 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
     nowhere = {n: replace(m, communication=[0.0] * 3) for n, m in TIMES.items()}
     rows = [bench._row(SMALL, "1gbe", "FSDP", TIMES, MEMORY)]
     rows.append(bench._row(SMALL, "gloo", "FSDP", nowhere, MEMORY))
-    head, wire, gloo = table(rows).splitlines()
+    head, wire, gloo = table(rows, COLUMNS).splitlines()
     column = head.index("ratio [quartiles]")
     assert wire[column:].startswith("0.667") and gloo[column:].startswith("0.667")
     assert wire[head.index("ratio to it") :].startswith("0.600")
@@ -59,8 +62,8 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
 def test_what_was_sent_belongs_to_the_step_that_issued_it():
     """A step may end while its weights travel. Mutants: by the end on the wire, by its start."""
     sent = [(0.9, 1.0, 1.2), (1.1, 1.2, 1.5), (1.9, 2.1, 2.4), (2.0, 2.4, 3.0)]
-    calls = [bench.Sent(*moments, num_bytes=10**i) for i, moments in enumerate(sent)]
-    seconds, busy, num_bytes = bench._sums(calls, 1.0, 2.0)
+    calls = [race.Sent(*moments, num_bytes=10**i) for i, moments in enumerate(sent)]
+    seconds, busy, num_bytes = race._sums(calls, 1.0, 2.0)
     assert (seconds, num_bytes) == (1.0, 110) and busy == pytest.approx(0.3 + 0.3)
 
 
@@ -85,7 +88,7 @@ def _losses():
     link.use("1gbe")  # slow enough that whoever does not wait is late
     losses = {}
     for name in METHODS:
-        contender = Contender(SMALL, mesh, name, TOY)
+        contender = Contender(SMALL, mesh, METHODS[name], TOY)
         losses[name] = [contender.step().item() for _ in range(4)]
     link.use("none")
     return losses
@@ -107,7 +110,7 @@ def test_all_contenders_take_the_same_steps(ranks):
 def test_bench_writes_rows_with_a_ratio(tmp_path, capfd, monkeypatch):
     """End to end, except for memory. The bytes are those of the docstrings of zero and fsdp."""
     path = tmp_path / "rows.json"
-    monkeypatch.setattr(bench, "_memory", lambda config, name: 1e6)
+    monkeypatch.setattr(bench, "memory", lambda config, attach: 1e6)
     bench.run(replace(SMALL, json=str(path)))
     out, _ = capfd.readouterr()
     rows = json.loads(path.read_text(encoding="utf-8"))
@@ -129,7 +132,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd, monkeypatch):
 def test_memory_is_that_of_training():
     """In fresh processes: sharding takes less. Mutant: a peak that the toy model has reached."""
     config = replace(SMALL, preset="small")
-    whole, shared = (bench._memory(config, name) for name in (ALONE, "FSDP"))
+    whole, shared = (memory(config, METHODS[name]) for name in (ALONE, "FSDP"))
     assert whole > 4 * 17e6 > 1.2 * shared and shared > 2 * 17e6  # 4 P; 4 P/2
 
 

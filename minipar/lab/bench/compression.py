@@ -14,26 +14,26 @@ computing, which an accelerator would have to spare. Losses are those of a short
 model: enough to tell what hurts from what does not, not to promise that a long run is unharmed.
 """
 
-import gc
 import math
 import statistics
 import textwrap
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from minipar.comm import backends, link, timeline
-from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
+from minipar.comm.timeline import Timeline
 from minipar.lab import draw
+from minipar.lab.bench import race
 from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
-from minipar.lab.bench.race import aligned, in_turns, quartiles, save
 from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
@@ -44,11 +44,9 @@ from minipar.train.step import evaluate, train_step
 
 
 @dataclass(frozen=True)
-class CompressionConfig:
+class CompressionConfig(race.ModelConfig):
     """Compare every way to send less: bytes, exposed communication, step time, loss beside fp32."""
 
-    ranks: int = 2
-    """Number of ranks."""
     preset: str = "tiny"
     """The model."""
     batch_size: int = 4
@@ -68,35 +66,19 @@ class CompressionConfig:
     """Turns of 8 steps of each method for its time."""
     link: str = "1gbe*4"
     """The link to emulate; 1gbe*4 is slowed 4 times, to sit beside cores that are slow, too."""
-    json: str = ""
-    """Also write the rows to this file."""
     out: str = ""
     """Draw accuracy against bytes into this file, .png or .svg."""
 
+    least: ClassVar = {"ranks": 2}
+
     def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
-        if self.ranks < 2:
-            raise ValueError(f"--ranks {self.ranks}: it takes at least 2 to talk")
-        if self.preset not in PRESETS:
-            raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        for name in ("batch_size", "seq_len", "steps", "seeds", "turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be >= 1")
+        super().check()
         if not self.lr > 0:
             raise ValueError(f"--lr {self.lr} must be above 0")
         unknown = [name for name in self.methods if name not in METHODS]
-        if unknown or not self.methods:
+        if unknown:
             known = ", ".join(f'"{name}"' for name in METHODS)
             raise ValueError(f"--methods {unknown}: use some of {known}")
-        longest = PRESETS[self.preset].max_seq_len
-        if self.seq_len > longest:
-            raise ValueError(
-                f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
-            )
-        link.parse(self.link)
-        for flag, path in (("json", self.json), ("out", self.out)):
-            if path and not Path(path).parent.is_dir():
-                raise ValueError(f"--{flag} {path}: there is no folder {Path(path).parent}")
         if self.out and Path(self.out).suffix not in (".png", ".svg"):
             raise ValueError(f"--out {self.out} must end with .png or .svg")
 
@@ -118,7 +100,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
         timed = ranks.run(measure, config)[0]
     rows = [_row(config, name, learned, timed) for name in config.names]
     print("\n" + table(rows) + "\n\n" + fine_print(rows))
-    save(rows, config.json)
+    race.save(rows, config.json)
     if config.out:
         draw.save(draw_compression.accuracy(rows), config.out)
     return rows
@@ -202,46 +184,42 @@ def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
 class Timed:
     """Means of every turn of one method, in seconds per step."""
 
-    step: list[float] = field(default_factory=list)  # of the slowest rank
-    communication: list[float] = field(default_factory=list)  # mean over the ranks
-    exposed: list[float] = field(default_factory=list)
+    step: list[float]  # of the slowest rank
+    communication: list[float]  # mean over the ranks
+    exposed: list[float]
 
 
 def measure(config: CompressionConfig) -> dict[str, Timed]:
-    """Let all methods take turns on the emulated link; called on every rank."""
-    mesh = Mesh(dp=config.ranks)
-    link.use(link.parse(config.link))
-    link.check_calls(False)  # time is the topic
-    steps = 3 + (1 + TURN) * config.turns
+    """Let all methods take turns on the emulated link; called on every rank.
+
+    The step before a turn leaves on its way what the last one of the turn will leave there.
+    """
+    mesh, steps = Mesh(dp=config.ranks), 3 + (1 + TURN) * config.turns
     field = {name: Contender(config, mesh, name, 0, steps) for name in config.names}
-    for contender in field.values():
-        for _ in range(3):  # the first one is a rehearsal for buckets
-            contender.step()
-    gc.collect()
-    gc.disable()
-    mine: dict[str, list[tuple[float, float, float]]] = {name: [] for name in field}
-    for name in in_turns(list(field), config.turns):
-        barrier(mesh.dp)
-        field[name].step()  # leaves on the way what the last step of the turn will leave there
-        start = time.perf_counter()
-        with timeline.record(field[name].model) as recorded:
+    recorded: dict[str, list[Timeline]] = {name: [] for name in field}
+
+    def turn(name: str) -> None:
+        with timeline.record(field[name].model) as record:
             for _ in range(TURN):
                 field[name].step()
-        seconds = time.perf_counter() - start
-        overlaps = recorded.overlap()
-        total, exposed = sum(o.total for o in overlaps), sum(o.exposed for o in overlaps)
-        mine[name].append((seconds / TURN, total / TURN, exposed / TURN))
-    gc.enable()
-    link.use("none")
-    link.check_calls(True)
-    timed = {name: Timed() for name in field}
-    for name, every in timed.items():
-        for turn in zip(*(rank[name] for rank in all_gather_object(mine, mesh.dp)), strict=True):
-            seconds, total, exposed = zip(*turn, strict=True)
-            every.step.append(max(seconds))
-            every.communication.append(statistics.mean(total))
-            every.exposed.append(statistics.mean(exposed))
+        recorded[name].append(record)
+
+    steps_of = {name: contender.step for name, contender in field.items()}
+    turns_of = {name: partial(turn, name) for name in field}
+    measured = race.race(turns_of, mesh.dp, config.link, config.turns, lead=steps_of)
+    mine = {name: [_waits(record) for record in every] for name, every in recorded.items()}
+    by_rank, timed = all_gather_object(mine, mesh.dp), {}
+    for name, one in measured.items():
+        turns = torch.tensor([rank[name] for rank in by_rank], dtype=torch.float64)  # [n, turns, 2]
+        communication, exposed = (turns.mean(0) / TURN).T.tolist()
+        timed[name] = Timed([seconds / TURN for seconds in one.seconds], communication, exposed)
     return timed
+
+
+def _waits(recorded: Timeline) -> tuple[float, float]:
+    """Seconds of communication of this rank, and the part of them that was exposed."""
+    overlaps = recorded.overlap()
+    return sum(o.total for o in overlaps), sum(o.exposed for o in overlaps)
 
 
 # ---------------------------------------------------------------------- the table
@@ -250,8 +228,6 @@ def _row(
 ) -> dict[str, Any]:
     runs, exact, times = learned[name], learned[REFERENCE], timed[name]
     gaps = [run.validation - ref.validation for run, ref in zip(runs, exact, strict=True)]
-    ratios = [a / b for a, b in zip(times.step, timed[REFERENCE].step, strict=True)]
-    low, ratio, high = quartiles(ratios)
     num_bytes = statistics.mean(run.num_bytes for run in runs)
     return {
         "bench": "compression",
@@ -268,9 +244,7 @@ def _row(
         "communication_ms": statistics.median(times.communication) * 1e3,
         "exposed_ms": statistics.median(times.exposed) * 1e3,
         "step_ms": statistics.median(times.step) * 1e3,
-        "ratio": ratio,
-        "ratio_low": low,
-        "ratio_high": high,
+        **race.ratios(times.step, timed[REFERENCE].step),
         "loss": statistics.mean(run.validation for run in runs),
         "gap": statistics.mean(gaps),
         "gap_low": min(gaps),
@@ -289,25 +263,20 @@ def chance(rows: Sequence[dict[str, Any]]) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text; ratios are a method's step time over that of fp32."""
-    head = ("method", "bytes/step", "of fp32", "on the link", "exposed", "step")
-    head += ("ratio [quartiles]", f"loss after {rows[0]['steps']}", "gap to fp32 [min, max]")
-    lines = [head]
-    for row in rows:
-        gap = f"{row['gap']:+.3f} [{row['gap_low']:+.3f}, {row['gap_high']:+.3f}]"
-        lines.append(
-            (
-                row["method"],
-                f"{row['num_bytes']:,.0f}",
-                f"{row['share']:.1%}",
-                f"{row['communication_ms']:.0f} ms",
-                f"{row['exposed_ms']:.0f} ms",
-                f"{row['step_ms']:.0f} ms",
-                f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]",
-                f"{row['loss']:.3f}",
-                "-" if row["method"] == REFERENCE else gap,
-            )
-        )
-    return aligned(lines)
+    gap = "{gap:+.3f} [{gap_low:+.3f}, {gap_high:+.3f}]"
+    columns = [
+        ("method", "{method}"),
+        ("bytes/step", "{num_bytes:,.0f}"),
+        ("of fp32", "{share:.1%}"),
+        ("on the link", "{communication_ms:.0f} ms"),
+        ("exposed", "{exposed_ms:.0f} ms"),
+        ("step", "{step_ms:.0f} ms"),
+        ("ratio [quartiles]", "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"),
+        (f"loss after {rows[0]['steps']}", "{loss:.3f}"),
+        ("gap to fp32 [min, max]", gap),
+    ]
+    exact = {"gap": None}  # nothing to compare with itself
+    return race.table([row | exact if row["method"] == REFERENCE else row for row in rows], columns)
 
 
 def fine_print(rows: Sequence[dict[str, Any]]) -> str:

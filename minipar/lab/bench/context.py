@@ -21,7 +21,7 @@ kernel leaves out the future in blocks of 512 keys, so that short sequences gain
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from minipar.comm import backends
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.race import StepConfig, aligned
+from minipar.lab.bench.race import StepConfig
 from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig, loss_of
 from minipar.parallel import context, ddp, ulysses
 from minipar.parallel.sequences import CutSequences
@@ -64,6 +64,8 @@ class ContextConfig(StepConfig):
     balance_rounds: int = 3
     """Rounds of it, of which the best counts."""
 
+    least: ClassVar = {"balance_ranks": 0}
+
     def check(self) -> None:
         super().check()
         heads = PRESETS[self.preset].num_heads
@@ -73,10 +75,8 @@ class ContextConfig(StepConfig):
                 f"--ranks {self.ranks}: it takes 2 to share, and ulysses shares the {heads} heads "
                 f"of {self.preset}; use one of {', '.join(map(str, good))}"
             )
-        if self.balance_ranks < 0 or self.balance_ranks == 1:
+        if self.balance_ranks == 1:
             raise ValueError(f"--balance-ranks {self.balance_ranks}: use 0, or 2 and more")
-        if self.balance_rounds < 1:
-            raise ValueError(f"--balance-rounds {self.balance_rounds} must be >= 1")
         for prefix in ("", "balance-"):
             ranks, length = (
                 getattr(self, (prefix + name).replace("-", "_")) for name in ("ranks", "seq_len")
@@ -99,8 +99,7 @@ def run(config: ContextConfig) -> list[dict[str, Any]]:
                 measured = ranks.run(measure, config, name, what)[0]
                 bench = f"context, {what}"
                 new = [race.row(config, bench, name, o, list(THEIRS), measured) for o in OURS]
-                ratios = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in new)
-                print(f"{new[0]['link']}, {what}: {ratios}", flush=True)
+                race.announce(new)
                 found += new
     for what, found in rows.items():
         print(f"\n{what}\n{race.table(found)}")
@@ -108,7 +107,7 @@ def run(config: ContextConfig) -> list[dict[str, Any]]:
     if config.balance_ranks:
         with Ranks(1, sink=None) as ranks:
             balance = ranks.run(balance_rows, config)[0]
-        print("\n" + balance_table(balance))
+        print("\n" + race.table(balance, BALANCE))
     every = [row for found in rows.values() for row in found] + balance
     race.save(every, config.json)
     return every
@@ -208,10 +207,7 @@ def training(
     strategy = attach(model, axis, name)
     data = ddp.apply(model, axis, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    stream = torch.Generator().manual_seed(0)
-    size = (config.batch_size, config.seq_len + 1)
-    tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
-    inputs, targets = (strategy.own_tokens(x).contiguous() for x in (tokens[:, :-1], tokens[:, 1:]))
+    inputs, targets = (strategy.own_tokens(x).contiguous() for x in config.tokens(shape, device))
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -288,18 +284,11 @@ def _step_seconds(
     return seconds
 
 
-def balance_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return those rows as text; the ratio is plain over zigzag, above 1 where zigzag is faster."""
-    lines = [("attention in a ring", "tokens", "plain", "zigzag", "ratio", "by blocks")]
-    for row in rows:
-        lines.append(
-            (
-                f"{row['ranks']} ranks, slowest of each step",
-                f"{row['seq_len']}",
-                f"{row['plain_ms']:.0f} ms",
-                f"{row['zigzag_ms']:.0f} ms",
-                f"{row['ratio']:.3f}",
-                f"{row['ratio_of_blocks']:.3f}",
-            )
-        )
-    return aligned(lines)
+BALANCE: race.Columns = (
+    ("attention in a ring", "{ranks} ranks, slowest of each step"),
+    ("tokens", "{seq_len}"),
+    ("plain", "{plain_ms:.0f} ms"),
+    ("zigzag", "{zigzag_ms:.0f} ms"),
+    ("ratio", "{ratio:.3f}"),  # plain over zigzag: above 1 where zigzag is faster
+    ("by blocks", "{ratio_of_blocks:.3f}"),
+)

@@ -25,7 +25,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from minipar.lab.bench.race import aligned
+from minipar.lab.bench import race
 from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline import runtime
@@ -177,9 +177,14 @@ def measure(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text; a share is of the time of all ranks, first start to last end."""
-    lines = [("schedule", "idle: simulated", "measured", "difference in points")]
+    told = []
     for row in rows:
-        simulated, measured = 100 * row["simulated"], 100 * row["measured"]
-        difference = f"{measured - simulated:+.1f}"
-        lines.append((row["schedule"], f"{simulated:.1f} %", f"{measured:.1f} %", difference))
-    return aligned(lines)
+        idle = {key: 100 * row[key] for key in ("simulated", "measured")}
+        told.append(row | idle | {"points": idle["measured"] - idle["simulated"]})
+    columns = [
+        ("schedule", "{schedule}"),
+        ("idle: simulated", "{simulated:.1f} %"),
+        ("measured", "{measured:.1f} %"),
+        ("difference in points", "{points:+.1f}"),
+    ]
+    return race.table(told, columns)

@@ -1,69 +1,111 @@
-"""Contenders take turns: what all comparisons of training steps have in common.
+"""One race for all benches: contenders take turns, rows compare them, a table shows the rows.
 
 Machines drift, so contenders that do the same work take turns step by step, in changing order. What
 counts is the ratio within a round of turns: ours over theirs, as the median of all rounds with its
-quartiles. A step takes as long as that of its slowest rank. Beside it stands the ratio of processor
-time, of the busiest rank and all its threads: it hardly notices who else uses the machine. Bytes
-are those of the emulated link, which sees what anybody sends; on bare gloo nobody counts them.
+quartiles. A step takes as long as that of its slowest rank, and a GPU has to be done with it.
+Beside it stands the ratio of processor time, of the busiest rank and all its threads: it hardly
+notices who else uses the machine. Bytes and seconds on the wire are those of the emulated link,
+which sees what every library sends, and belong to the step that issued them; bare gloo counts
+neither.
 """
 
 import gc
 import json
 import math
 import statistics
+import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-from minipar.comm import link
+import torch
+from torch import Tensor
+
+from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
-from minipar.model.llama import PRESETS
+from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.train.peak import synchronise
 
 
+# ---------------------------------------------------------------------- what a bench can be told
 @dataclass(frozen=True)
-class StepConfig:
-    """What every comparison of training steps can be told."""
+class BenchConfig:
+    """What every bench can be told. Its check goes by what a field is called, and holds."""
 
     ranks: int = 2
     """Number of ranks."""
+    json: str = ""
+    """Also write the rows to this file."""
+
+    least: ClassVar[Mapping[str, int]] = {}  # of a number, where that is not 1
+
+    def check(self) -> None:
+        """Raise `ValueError` for values that cannot work."""
+        for name, value in vars(self).items():
+            flag, least = f"--{name.replace('_', '-')}", self.least.get(name, 1)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{flag} {value} must be at least {least}")
+            if value == ():
+                raise ValueError(f"{flag} needs at least one value")
+            if name in ("json", "out") and value and not Path(value).parent.is_dir():
+                raise ValueError(f"{flag} {value}: there is no folder {Path(value).parent}")
+            if name == "link":
+                link.parse(value)
+            if name == "links":
+                for one in value:
+                    label(one)
+
+
+@dataclass(frozen=True)
+class ModelConfig(BenchConfig):
+    """What a bench that trains can be told besides."""
+
     preset: str = "small"
     """The model."""
     batch_size: int = 2
     """Sequences per rank and step."""
     seq_len: int = 128
     """Tokens per sequence."""
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
-    """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
-    times."""
-    rounds: int = 15
-    """Steps of each contender per link."""
-    json: str = ""
-    """Also write the rows to this file."""
 
     def check(self) -> None:
-        """Raise `ValueError` for values that cannot work."""
+        super().check()
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        for name in ("ranks", "batch_size", "seq_len", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be >= 1")
-        if not self.links:
-            raise ValueError("--links needs at least one value")
-        for name in self.links:
-            if name != "gloo":
-                link.parse(name)
         longest = PRESETS[self.preset].max_seq_len
         if self.seq_len > longest:
             raise ValueError(
                 f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
             )
-        if self.json and not Path(self.json).parent.is_dir():
-            raise ValueError(f"--json {self.json}: there is no folder {Path(self.json).parent}")
+
+    def tokens(self, shape: LlamaConfig, device: torch.device, seed: int = 0) -> list[Tensor]:
+        """Return random inputs and targets [B, T]; ranks that pass the same seed have the same."""
+        stream = torch.Generator().manual_seed(seed)
+        size = (self.batch_size, self.seq_len + 1)
+        tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
+        return [tokens[:, :-1], tokens[:, 1:].contiguous()]
 
 
+@dataclass(frozen=True)
+class StepConfig(ModelConfig):
+    """What every comparison of training steps can be told."""
+
+    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
+    """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
+    times."""
+    rounds: int = 15
+    """Steps of each contender per link."""
+
+
+def label(link_name: str) -> str:
+    """Return what a table calls a link; raise `ValueError` if there is none of that name."""
+    return "gloo, this machine" if link_name == "gloo" else link.parse(link_name).label
+
+
+# ---------------------------------------------------------------------- the race
 def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
     """Yield all names `rounds` times, beginning with another one in every round."""
     stride = max(1, len(names) // rounds)
@@ -78,51 +120,90 @@ class Measured:
 
     seconds: list[float] = field(default_factory=list)  # of the slowest rank
     processor: list[float] = field(default_factory=list)  # seconds of the busiest rank
-    num_bytes: list[int] = field(default_factory=list)  # sent by whoever sends most
+    num_bytes: list[int] = field(default_factory=list)  # sent by the rank that sends most
+    communication: list[float] = field(default_factory=list)  # seconds, mean over the ranks
+
+
+class Sent(NamedTuple):
+    """What went over the link in one call: moments in seconds of `time.monotonic`."""
+
+    issued: float
+    start: float
+    end: float
+    num_bytes: int
+
+
+@contextmanager
+def emulated(link_name: str) -> Iterator[None]:
+    """Have this rank's messages take as long as on that link, "gloo" for no longer than here."""
+    if link_name != "gloo":
+        link.use(link.parse(link_name))
+    link.check_calls(False)  # time is the topic
+    yield
+    link.use("none")
+    link.check_calls(True)
 
 
 def race(
-    steps: Mapping[str, Callable[[], Any]], axis: Axis, link_name: str, rounds: int
+    steps: Mapping[str, Callable[[], Any]],
+    axis: Axis,
+    link_name: str,
+    rounds: int,
+    lead: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Measured]:
-    """Let `steps`, by the names of the contenders, take turns; called on every rank."""
-    sent: list[int] = []
+    """Let `steps`, by the names of the contenders, take turns; called on every rank.
+
+    With a `lead`, each turn begins with that contender's step from it, which does not count.
+    """
+    sent: list[Sent] = []
 
     def note(work: Any) -> None:  # figures only: its tensors are to be freed, and used again
-        sent.append(work.num_bytes)
+        sent.append(Sent(work.t_issue, *work.times, work.num_bytes))
 
-    for step in steps.values():
-        for _ in range(2):  # the first step allocates, and learns who sends what
+    device = backends.device_of(axis.rank)
+    for step in (lead or steps).values():
+        for _ in range(3):  # the first steps allocate, fill buckets anew and learn who sends what
             step()
-    if link_name != "gloo":
-        link.use(link.parse(link_name))
-        link.check_calls(False)  # time is the topic
+    turns: list[tuple[str, float, float, float]] = []
     link.observers.append(note)
-    turns: list[tuple[str, float, float, int]] = []
     gc.collect()
     gc.disable()
-    for name in in_turns(list(steps), rounds):
-        barrier(axis)
-        sent.clear()
-        start, busy = time.perf_counter(), time.process_time()
-        steps[name]()
-        seconds, processor = time.perf_counter() - start, time.process_time() - busy
-        barrier(axis)  # what is on its way arrives before anything else takes time
-        turns.append((name, seconds, processor, sum(sent)))
-        gc.collect(0)
+    with emulated(link_name):
+        for name in in_turns(list(steps), rounds):
+            barrier(axis)
+            if lead:
+                lead[name]()
+            synchronise(device)
+            start, busy = time.monotonic(), time.process_time()
+            steps[name]()
+            synchronise(device)
+            turns.append((name, start, time.monotonic(), time.process_time() - busy))
+            barrier(axis)  # what is on its way arrives before anything else takes time
+            gc.collect(0)
     gc.enable()
     link.observers.remove(note)
-    link.use("none")
-    link.check_calls(True)
+    mine = [(*_sums(sent, start, end), processor) for _, start, end, processor in turns]
     measured = {name: Measured() for name in steps}
-    for ranks in zip(*all_gather_object(turns, axis), strict=True):
-        (name, *_), seconds, processor, num_bytes = zip(*ranks, strict=True)
+    for (name, *_), *ranks in zip(turns, *all_gather_object(mine, axis), strict=True):
+        seconds, communication, num_bytes, processor = zip(*ranks, strict=True)
         measured[name].seconds.append(max(seconds))
         measured[name].processor.append(max(processor))
         measured[name].num_bytes.append(max(num_bytes))
+        measured[name].communication.append(statistics.mean(communication))
     return measured
 
 
+def _sums(sent: Sequence[Sent], start: float, end: float) -> tuple[float, float, int]:
+    """Return seconds, seconds on the wire and bytes of a step of this rank."""
+    own = [one for one in sent if start <= one.issued < end]
+    return end - start, sum(one.end - one.start for one in own), sum(one.num_bytes for one in own)
+
+
 # ---------------------------------------------------------------------- rows
+ALONE = "alone"
+"""A contender that does not communicate: it tells how long computing takes."""
+
+
 def row(
     config: StepConfig,
     bench: str,
@@ -130,24 +211,33 @@ def row(
     ours: str,
     rivals: Sequence[str],
     measured: Mapping[str, Measured],
+    memory: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Compare `ours` with the fastest of `rivals`; ratios to all of them stand beside it."""
+    """Compare `ours` with the fastest of `rivals`; ratios to all of them stand beside it.
 
-    def milliseconds(name: str) -> float:
-        return statistics.median(measured[name].seconds) * 1e3
+    Hidden communication is told where `ALONE` took part; `memory` is in bytes.
+    """
 
-    def megabytes(name: str) -> float | None:
-        return None if link_name == "gloo" else statistics.median(measured[name].num_bytes) / 1e6
+    def seconds(name: str) -> float:
+        return statistics.median(measured[name].seconds)
 
-    def ratios(rival: str, what: str = "seconds") -> tuple[float, float, float]:
-        pairs = zip(getattr(measured[ours], what), getattr(measured[rival], what), strict=True)
-        return quartiles([mine / theirs for mine, theirs in pairs])
+    def of(who: str, name: str) -> dict[str, Any]:
+        one, wired = measured[name], link_name != "gloo"
+        told: dict[str, Any] = {"ms": seconds(name) * 1e3}
+        told["megabytes"] = statistics.median(one.num_bytes) / 1e6 if wired else None
+        if ALONE in measured:
+            busy = statistics.median(one.communication) if wired else 0.0
+            told["communication_ms"] = busy * 1e3 if wired else None
+            told["hidden"] = hidden_share(seconds(name), seconds(ALONE), busy)
+        if memory:
+            told["peak_mb"] = memory[name] / 1e6
+        return {f"{who}_{key}": value for key, value in told.items()}
 
-    fastest = min(rivals, key=milliseconds)
-    low, ratio, high = ratios(fastest)
+    fastest = min(rivals, key=seconds)
+    mine, theirs = measured[ours], measured[fastest]
     return {
         "bench": bench,
-        "link": link.parse(link_name).label if link_name != "gloo" else "gloo, this machine",
+        "link": label(link_name),
         "ranks": config.ranks,
         "preset": config.preset,
         "batch_size": config.batch_size,
@@ -155,16 +245,20 @@ def row(
         "rounds": config.rounds,
         "ours": ours,
         "torch": fastest,
-        "ratio": ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "processor_ratio": ratios(fastest, "processor")[1],
-        "ours_ms": milliseconds(ours),
-        "torch_ms": milliseconds(fastest),
-        "ours_megabytes": megabytes(ours),
-        "torch_megabytes": megabytes(fastest),
-        "rivals": {rival: ratios(rival)[1] for rival in rivals},
+        **ratios(mine.seconds, theirs.seconds),
+        "processor_ratio": ratios(mine.processor, theirs.processor)["ratio"],
+        **of("ours", ours),
+        **of("torch", fastest),
+        **({"compute_ms": seconds(ALONE) * 1e3} if ALONE in measured else {}),
+        **({"memory_ratio": memory[ours] / memory[fastest]} if memory else {}),
+        "rivals": {name: ratios(mine.seconds, measured[name].seconds)["ratio"] for name in rivals},
     }
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return ours over theirs, round by round: the median of that, and its quartiles."""
+    low, ratio, high = quartiles([mine / their for mine, their in zip(ours, theirs, strict=True)])
+    return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -179,48 +273,62 @@ def hidden_share(step: float, compute: float, communication: float) -> float:
     """Return the part of the communication that does not show in the time of a step.
 
     Judged from outside, alike for every contender: a step longer than computing alone by as much
-    as the link is busy hides nothing. All in seconds; nan where nobody knows how long that is.
+    as the link is busy hides nothing. All in seconds; nan where the link's time is not known.
     """
     if not communication:
         return math.nan
     return min(max(1 - (step - compute) / communication, 0.0), 1.0)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as text; ratios are ours over PyTorch's, below 1 where ours is faster."""
-    head = ("link", "ours", "step", "PyTorch's fastest of its kind", "step", "ratio [quartiles]")
-    lines = [(*head, "processor time", "MB sent: ours", "torch")]
-    for row in rows:
-        lines.append(
-            (
-                row["link"],
-                row["ours"],
-                f"{row['ours_ms']:.0f} ms",
-                row["torch"],
-                f"{row['torch_ms']:.0f} ms",
-                f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]",
-                f"{row['processor_ratio']:.3f}",
-                *("-" if row[mb] is None else f"{row[mb]:.2f}" for mb in _MEGABYTES),
-            )
-        )
-    return aligned(lines)
+# ---------------------------------------------------------------------- tables and files
+Columns = Sequence[tuple[str, str]]
+"""Heads of columns, each with a template for what of a row stands below."""
+
+RATIO = ("ratio [quartiles]", "{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]")
+STEPS: Columns = (
+    ("link", "{link}"),
+    ("ours", "{ours}"),
+    ("step", "{ours_ms:.0f} ms"),
+    ("PyTorch's fastest of its kind", "{torch}"),
+    ("step", "{torch_ms:.0f} ms"),
+    RATIO,
+)
+SENT: Columns = (
+    ("processor time", "{processor_ratio:.3f}"),
+    ("MB sent: ours", "{ours_megabytes:.2f}"),
+    ("torch", "{torch_megabytes:.2f}"),
+)
+HIDDEN: Columns = (
+    ("hidden: ours", "{ours_hidden:.0%}"),
+    ("torch", "{torch_hidden:.0%}"),
+    ("memory ratio", "{memory_ratio:.3f}"),
+)
 
 
-_MEGABYTES = ("ours_megabytes", "torch_megabytes")
+def table(rows: Sequence[Mapping[str, Any]], columns: Columns = (*STEPS, *SENT)) -> str:
+    """Return the rows as text, in columns; ratios are ours over theirs, below 1 where ours wins.
 
+    What is not known, None or nan in the row, is shown as "-".
+    """
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as text, in columns."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    def cell(row: Mapping[str, Any], template: str) -> str:
+        shown = [row[name] for _, name, _, _ in string.Formatter().parse(template) if name]
+        unknown = any(value is None or value != value for value in shown)
+        return "-" if unknown else template.format_map(row)
+
+    lines = [[head for head, _ in columns]]
+    lines += [[cell(row, template) for _, template in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
 
 
-def percent(share: float) -> str:
-    """Return 0.5 as "50%", and what nobody knows as "-"."""
-    return "-" if math.isnan(share) else f"{share:.0%}"
+def announce(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the ratios of rows of one link, as soon as they are known."""
+    told = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in rows)
+    print(f"{rows[0]['link']}: {told}", flush=True)
 
 
 def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -81,8 +81,7 @@ def run(config: TensorConfig) -> list[dict[str, Any]]:
             measured = ranks.run(measure, config, name)[0]
         for ours, rivals in RIVALS.items():
             rows.append(race.row(config, "tensor", name, ours, rivals, measured))
-        ratios = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in rows[-len(RIVALS) :])
-        print(f"{rows[-1]['link']}: {ratios}", flush=True)
+        race.announce(rows[-len(RIVALS) :])
     print("\n" + race.table(rows))
     race.save(rows, config.json)
     return rows
@@ -108,12 +107,8 @@ def contender(config: TensorConfig, axis: Axis, name: str, shape: LlamaConfig) -
     """The contender called `name`, on a model of that shape and a batch that all ranks have."""
     device = backends.device_of(axis.rank)
     model = Llama(replace(shape, tie_embeddings=False), seed=0).to(device)
-    stream = torch.Generator().manual_seed(0)
-    size = (config.batch_size, config.seq_len + 1)
-    tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
-    attach = ours if name in OURS else theirs
-    options = OURS[name] if name in OURS else THEIRS[name]
-    return attach(model, axis, tokens[:, :-1], tokens[:, 1:].contiguous(), **options)
+    attach, options = (ours, OURS[name]) if name in OURS else (theirs, THEIRS[name])
+    return attach(model, axis, *config.tokens(shape, device), **options)
 
 
 def ours(model: Llama, axis: Axis, inputs: Tensor, targets: Tensor, **options: bool) -> Contender:
