@@ -11,7 +11,7 @@ from minipar.comm import link
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import fsdp as bench
 from minipar.lab.bench import race
-from minipar.lab.bench.data_parallel import TOY, Contender, memory
+from minipar.lab.bench.ddp import TOY, Contender, memory
 from minipar.lab.bench.fsdp import COLUMNS, METHODS, OURS, RIVALS, THEIRS, ShardingConfig
 from minipar.lab.bench.race import ALONE, Measured, table
 
@@ -35,7 +35,7 @@ MEMORY = {"FSDP": 50e6, "fully_shard": 80e6, PREFETCH: 90e6, ASYNC: 100e6}
 def test_a_row_compares_round_by_round_with_the_fastest_of_theirs():
     """Mutants: the ratio of medians to the slowest (0.5); to the first one always; the fastest
     one's memory beside another one's."""
-    row = bench._row(SMALL, "1gbe", "FSDP", TIMES, MEMORY)
+    row = race.row(SMALL, "fsdp", "1gbe", "FSDP", RIVALS["FSDP"], TIMES, MEMORY)
     assert row["torch"] == ASYNC and row["torch_ms"] == pytest.approx(180)
     assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
     assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
@@ -49,8 +49,10 @@ def test_a_row_compares_round_by_round_with_the_fastest_of_theirs():
 
 def test_the_table_is_aligned_and_says_what_is_unknown():
     nowhere = {n: replace(m, communication=[0.0] * 3) for n, m in TIMES.items()}
-    rows = [bench._row(SMALL, "1gbe", "FSDP", TIMES, MEMORY)]
-    rows.append(bench._row(SMALL, "gloo", "FSDP", nowhere, MEMORY))
+    rows = [
+        race.row(SMALL, "fsdp", name, "FSDP", RIVALS["FSDP"], times, MEMORY)
+        for name, times in (("1gbe", TIMES), ("gloo", nowhere))
+    ]
     head, wire, gloo = table(rows, COLUMNS).splitlines()
     column = head.index("ratio [quartiles]")
     assert wire[column:].startswith("0.667") and gloo[column:].startswith("0.667")

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class CollectivesConfig(race.BenchConfig):
     rounds: int = 15
     """Calls of each contender per size."""
 
-    least: ClassVar = {"ranks": 2}
+    least = {"ranks": 2}
 
     def check(self) -> None:
         super().check()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class CompressionConfig(race.ModelConfig):
     out: str = ""
     """Draw accuracy against bytes into this file, .png or .svg."""
 
-    least: ClassVar = {"ranks": 2}
+    least = {"ranks": 2}
 
     def check(self) -> None:
         super().check()

@@ -21,7 +21,7 @@ kernel leaves out the future in blocks of 512 keys, so that short sequences gain
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ THEIRS = {"ring, all-gather": "allgather", "ring, all-to-all": "alltoall"}
 class ContextConfig(StepConfig):
     """Compare our context parallelism with PyTorch's: attention, whole steps, and bytes."""
 
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe")
-    """Where to compare: gloo, as fast as this machine goes, or emulated links."""
     batch_size: int = 1
     """Sequences per step, of which every rank has a part."""
     seq_len: int = 2048
@@ -64,7 +62,7 @@ class ContextConfig(StepConfig):
     balance_rounds: int = 3
     """Rounds of it, of which the best counts."""
 
-    least: ClassVar = {"balance_ranks": 0}
+    least = {"balance_ranks": 0}
 
     def check(self) -> None:
         super().check()
@@ -99,7 +97,7 @@ def run(config: ContextConfig) -> list[dict[str, Any]]:
                 measured = ranks.run(measure, config, name, what)[0]
                 bench = f"context, {what}"
                 new = [race.row(config, bench, name, o, list(THEIRS), measured) for o in OURS]
-                race.announce(new)
+                race.announce(new, f", {what}")
                 found += new
     for what, found in rows.items():
         print(f"\n{what}\n{race.table(found)}")

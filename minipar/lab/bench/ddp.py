@@ -1,29 +1,37 @@
 """`minipar bench ddp`: our data parallel beside PyTorch's own, on the same model and link.
 
-How the race is run and what is counted: see `race.py`, and for memory `data_parallel.py`. PyTorch's
-takes part with several sizes of buckets, and its best one is what ours is compared with.
+How the race is run and what is counted: see `race.py`. PyTorch's takes part with several sizes of
+buckets, and its best one is what ours is compared with. `bench fsdp` measures the same step.
+
+Memory is measured apart, in fresh processes: how much the peak of the resident set grows while a
+contender trains, once a toy model has had all code loaded. There, `malloc` is told to give freed
+tensors back to the system at once; holes in its heap would count otherwise, up to half as much
+again for the contender that allocates and frees the most.
 """
 
+import ctypes
+import gc
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from minipar.comm import backends
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.data_parallel import (
-    ADAMW,
-    Attach,
-    Attached,
-    alone,
-    measure,
-    memory,
-    torch_ddp,
-)
-from minipar.model.llama import Llama
+from minipar.lab.bench.race import StepConfig
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.parallel import ddp
+from minipar.train.report import peak_memory
+
+ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
+TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
 
 COLUMNS: race.Columns = (
     ("link", "{link}"),
@@ -37,9 +45,12 @@ COLUMNS: race.Columns = (
 
 
 @dataclass(frozen=True)
-class DdpConfig(race.StepConfig):
+class DdpConfig(StepConfig):
     """Compare our data parallel with PyTorch's own, in interleaved steps on one model and link."""
 
+    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
+    """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
+    times."""
     buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
     """Megabytes per bucket to try for PyTorch's; its best one is compared with our default."""
 
@@ -75,6 +86,88 @@ def _row(
         "communication_ms": row["ours_communication_ms"],
         "megabytes": row["ours_megabytes"],
     }
+
+
+# ---------------------------------------------------------------------- a training step
+@dataclass
+class Attached:
+    """A model under some method: call `forward`, backward, `finish`, and step the optimizer."""
+
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], None] = lambda: None
+    shares: int = 1  # by how many the loss is to be divided, where gradients are summed
+
+
+Attach = Callable[[Llama, Mesh], Attached]
+
+
+def alone(model: Llama, mesh: Mesh) -> Attached:
+    """No communication at all: how long computing takes."""
+    return Attached(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
+def torch_ddp(model: Llama, bucket_mb: float | None) -> DistributedDataParallel:
+    """PyTorch's data parallel, with buckets of so many megabytes, or as many as it likes."""
+    capacity = bucket_mb * 1e6 / 2**20 if bucket_mb else None
+    return DistributedDataParallel(model, bucket_cap_mb=capacity, gradient_as_bucket_view=True)
+
+
+class Contender:
+    """A model that takes training steps by the method `attach`, on tokens of this rank."""
+
+    def __init__(self, config: StepConfig, mesh: Mesh, attach: Attach, shape: LlamaConfig) -> None:
+        device = backends.device_of(mesh.rank)
+        self.inputs, self.targets = config.tokens(shape, device, seed=mesh.rank)
+        self.attached = attach(Llama(shape).to(device), mesh)
+
+    def step(self) -> Tensor:
+        """Take a training step; return the loss of this rank, in nats per token."""
+        attached = self.attached
+        attached.optimizer.zero_grad(set_to_none=True)
+        loss = token_loss(attached.forward(self.inputs), self.targets) / self.targets.numel()
+        (loss / attached.shares).backward()
+        attached.finish()
+        attached.optimizer.step()
+        return loss.detach()
+
+
+def measure(
+    config: StepConfig, link_name: str, methods: Mapping[str, Attach]
+) -> dict[str, race.Measured]:
+    """Let contenders of these methods take turns; called on every rank.
+
+    The step before the one that counts leaves on its way what that one will leave there.
+    """
+    mesh, shape = Mesh(dp=config.ranks), PRESETS[config.preset]
+    steps = {name: Contender(config, mesh, attach, shape).step for name, attach in methods.items()}
+    return race.race(steps, mesh.dp, link_name, config.rounds, lead=steps)
+
+
+def memory(config: StepConfig, attach: Attach) -> float:
+    """Return by how many bytes training lets a rank grow, in processes that did nothing before."""
+    with Ranks(config.ranks, sink=None) as ranks:
+        return statistics.median(ranks.run(_growth, config, attach))
+
+
+def _growth(config: StepConfig, attach: Attach) -> int:
+    mesh, peaks = Mesh(dp=config.ranks), []
+    _give_memory_back()
+    for shape in (TOY, PRESETS[config.preset]):  # the toy has all code loaded
+        contender = Contender(config, mesh, attach, shape)
+        for _ in range(3):
+            contender.step()
+        peaks.append(peak_memory(backends.device_of(mesh.rank)))
+        del contender
+        gc.collect()
+    return peaks[1] - peaks[0]
+
+
+def _give_memory_back() -> None:
+    """Have each block of 128 KiB or more mapped for itself, and unmapped when freed (glibc)."""
+    mallopt, threshold = getattr(ctypes.CDLL(None), "mallopt", None), -3
+    if mallopt is not None:
+        mallopt(threshold, 128 * 1024)
 
 
 # ---------------------------------------------------------------------- contenders

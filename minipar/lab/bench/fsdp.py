@@ -1,6 +1,6 @@
 """`minipar bench fsdp`: ZeRO-1, ZeRO-2 and FSDP beside PyTorch's, on the same model and link.
 
-How the race is run and what is counted: see `race.py`, and for memory `data_parallel.py`. A turn is
+How the race is run and what is counted: see `race.py`, and for memory `ddp.py`. A turn is
 two steps, of which the second counts, as weights may still be on their way when a step ends. Each
 of ours is compared with its fastest rival; beside it stands what a user of PyTorch gets who
 switches nothing on.
@@ -15,7 +15,7 @@ into (`AsyncReduceScatter`): then all is hidden that its streams would hide.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,7 @@ from torch import Tensor, nn
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.data_parallel import (
-    ADAMW,
-    Attach,
-    Attached,
-    alone,
-    measure,
-    memory,
-    torch_ddp,
-)
+from minipar.lab.bench.ddp import ADAMW, Attach, Attached, alone, measure, memory, torch_ddp
 from minipar.lab.bench.race import ALONE
 from minipar.model.llama import Llama
 from minipar.parallel import fsdp, zero
@@ -56,7 +48,7 @@ class ShardingConfig(race.StepConfig):
     rounds: int = 6
     """Steps of each contender per link."""
 
-    least: ClassVar = {"ranks": 2}
+    least = {"ranks": 2}
 
 
 def run(config: ShardingConfig) -> list[dict[str, Any]]:
@@ -69,22 +61,14 @@ def run(config: ShardingConfig) -> list[dict[str, Any]]:
             for ours, theirs in FAMILIES:
                 field = {key: METHODS[key] for key in [*ours, *theirs, ALONE]}
                 measured = ranks.run(measure, config, name, field)[0]
-                rows += [_row(config, name, method, measured, grown) for method in ours]
+                rows += [
+                    race.row(config, "fsdp", name, method, theirs, measured, grown)
+                    for method in ours
+                ]
         race.announce(rows[-len(RIVALS) :])
     print("\n" + race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
-
-
-def _row(
-    config: ShardingConfig,
-    name: str,
-    ours: str,
-    measured: dict[str, race.Measured],
-    memory: dict[str, float],
-) -> dict[str, Any]:
-    row = race.row(config, "fsdp", name, ours, RIVALS[ours], measured, memory)
-    return row | {"ratio_as_it_comes": row["rivals"][RIVALS[ours][0]]}
 
 
 # ---------------------------------------------------------------------- ours

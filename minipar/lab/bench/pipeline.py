@@ -12,7 +12,7 @@ there are cores.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class PipelineConfig(StepConfig):
     """Sequences per microbatch."""
     microbatches: int = 8
     """Microbatches per step: a multiple of the ranks, at least two for each."""
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe")
-    """Where to compare: gloo, as fast as this machine goes, or emulated links."""
     schedules: tuple[str, ...] = tuple(RIVALS)
     """Schedules to compare with PyTorch's."""
     idle_ranks: int = 4
@@ -60,7 +58,7 @@ class PipelineConfig(StepConfig):
     out: str = ""
     """Also draw a picture of each, predicted above measured, into this folder."""
 
-    least: ClassVar = {"ranks": 2, "idle_ranks": 0}
+    least = {"ranks": 2, "idle_ranks": 0}
 
     def check(self) -> None:
         super().check()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class BenchConfig:
     json: str = ""
     """Also write the rows to this file."""
 
-    least: ClassVar[Mapping[str, int]] = {}  # of a number, where that is not 1
+    least = {}  # by the name of a field: its smallest number, where that is not 1
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
@@ -93,7 +93,7 @@ class ModelConfig(BenchConfig):
 class StepConfig(ModelConfig):
     """What every comparison of training steps can be told."""
 
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe", "1gbe*4")
+    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe")
     """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
     times."""
     rounds: int = 15
@@ -213,7 +213,7 @@ def row(
     measured: Mapping[str, Measured],
     memory: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Compare `ours` with the fastest of `rivals`; ratios to all of them stand beside it.
+    """Compare `ours` with the fastest of `rivals`, of which the first is PyTorch's as it comes.
 
     Hidden communication is told where `ALONE` took part; `memory` is in bytes.
     """
@@ -251,6 +251,7 @@ def row(
         **of("torch", fastest),
         **({"compute_ms": seconds(ALONE) * 1e3} if ALONE in measured else {}),
         **({"memory_ratio": memory[ours] / memory[fastest]} if memory else {}),
+        "ratio_as_it_comes": ratios(mine.seconds, measured[rivals[0]].seconds)["ratio"],
         "rivals": {name: ratios(mine.seconds, measured[name].seconds)["ratio"] for name in rivals},
     }
 
@@ -325,10 +326,10 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Columns = (*STEPS, *SENT))
     )
 
 
-def announce(rows: Sequence[Mapping[str, Any]]) -> None:
+def announce(rows: Sequence[Mapping[str, Any]], what: str = "") -> None:
     """Print the ratios of rows of one link, as soon as they are known."""
     told = ", ".join(f"{row['ours']} {row['ratio']:.3f}" for row in rows)
-    print(f"{rows[0]['link']}: {told}", flush=True)
+    print(f"{rows[0]['link']}{what}: {told}", flush=True)
 
 
 def save(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -50,8 +50,6 @@ RIVALS = {
 class TensorConfig(StepConfig):
     """Compare our tensor parallelism with PyTorch's: time of a training step, and bytes."""
 
-    links: tuple[str, ...] = ("gloo", "10gbe", "1gbe")
-    """Where to compare: gloo, as fast as this machine goes, or emulated links."""
     seq_len: int = 256
     """Tokens per sequence; every rank works on all of them."""
 
