@@ -154,6 +154,6 @@ def test_bench_writes_rows_and_pictures(tmp_path, capfd, monkeypatch):
     assert [row["schedule"] for row in idle] == names
     for row in idle:
         assert 0 < row["simulated"] < 1 and 0 < row["measured"] < 1
-        assert f"{100 * row['simulated']:.1f} %" in out
+        assert f"{row['simulated']:.1%}" in out
     assert sorted(file.stem for file in folder.iterdir()) == sorted(names)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.iterdir())

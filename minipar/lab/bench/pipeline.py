@@ -105,7 +105,7 @@ def run(config: PipelineConfig) -> list[dict[str, Any]]:
         idle = pipeline_idle.measure(
             config.idle_ranks, config.microbatches, config.idle_runs, config.out
         )
-        print("\n" + pipeline_idle.table(idle))
+        print("\n" + table(idle, pipeline_idle.COLUMNS))
     save(rows + idle, config.json)
     return rows + idle
 

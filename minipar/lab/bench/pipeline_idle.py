@@ -10,7 +10,6 @@ and link make inevitable.
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,12 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import Costs, bubble, simulate
 from minipar.parallel.pipeline.split_backward import PutOff
 
+COLUMNS: race.Columns = (  # shares of the time of all ranks, first start to last end
+    ("schedule", "{schedule}"),
+    ("idle: simulated", "{simulated:.1%}"),
+    ("measured", "{measured:.1%}"),
+    ("difference in points", "{difference_in_points:+.1f}"),
+)
 SECONDS = 0.06  # of F, of I and of W, of a rank's whole share of the model
 LINK = link.parse("1gbe*100")
 TOKENS, WIDTH = 96, 16
@@ -168,23 +173,9 @@ def measure(
                     "schedule": name,
                     "simulated": idle_share(simulated),
                     "measured": idle_share(measured),
+                    "difference_in_points": 100 * (idle_share(measured) - idle_share(simulated)),
                 }
             )
             if folder:
                 draw.save(picture(schedule, simulated, measured), Path(folder) / f"{name}.png")
     return rows
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as text; a share is of the time of all ranks, first start to last end."""
-    told = []
-    for row in rows:
-        idle = {key: 100 * row[key] for key in ("simulated", "measured")}
-        told.append(row | idle | {"points": idle["measured"] - idle["simulated"]})
-    columns = [
-        ("schedule", "{schedule}"),
-        ("idle: simulated", "{simulated:.1f} %"),
-        ("measured", "{measured:.1f} %"),
-        ("difference in points", "{points:+.1f}"),
-    ]
-    return race.table(told, columns)
