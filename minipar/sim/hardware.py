@@ -1,0 +1,433 @@
+"""How long does it take there? Devices and networks as data, and the laws that turn it into times.
+
+Idea.   A simulator asks four things of hardware: the seconds of a matrix product, of attention, of
+        moving bytes through memory, and of a collective. Each answer is a law of a few constants;
+        the constants are in TOML files, and each of them stands beside its source.
+Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the best shapes reach:
+
+            launch + max(2 m' n' k / (0.95 C fill), bytes / memory bandwidth)
+
+        m' and n' are at least one tile; `fill` is the share of the device's processors that have
+        a tile (1 from one whole wave on). A collective that moves T seconds worth of bytes at the
+        bandwidth its algorithm gets, after a latency of A seconds, takes
+
+            A + T + ramp sqrt(A T)        A = launch + steps * latency per step
+
+        which for ramp = 2 is a pipeline with the best number of chunks (k hops and p chunks take
+        (k + p)(a + T / p): the best p leaves (sqrt(k a) + sqrt(T))^2). The fastest algorithm that
+        the network has is taken: a ring, a tree (all-reduce only), or the switch (NVLS).
+Units.  Seconds, bytes, FLOP/s, bytes/s in one direction. A tensor's bytes are the whole tensor's,
+        as in `comm.spans.wire_bytes`.
+Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
+        waves); nccl-tests, PERFORMANCE.md (bus bandwidth); Chan et al. 2007, section 7 (pipelines).
+        Numbers: `machines/*.toml`. `python -m minipar.sim.fit` fits and judges the collectives.
+
+Limits: collectives do not slow each other or the products beside them down; a network has no
+distance and no other users; no law knows a device's clock or power.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from minipar.comm.spans import wire_bytes
+
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
+"""Bytes of an element, by the name that peaks and ceilings have in the files."""
+OF_CEILING = 0.95
+"""Of the best shape's rate (the ceiling), what large products of other shapes are held at."""
+_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_TREES = ("broadcast", "reduce", "scatter", "gather", "barrier")
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *_TREES, "send", "recv")
+
+
+# ---------------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or whatever a rank computes on. Numbers as in its table of `devices.toml`.
+
+    Args:
+        processors, tile: a product is cut into tiles of `tile` x `tile` outputs, one per processor.
+        memory: bytes that a process can see; `context` and `nccl` (per process group) leave it
+            before the first tensor, and of the rest the share `fragmentation` is lost.
+        memory_efficiency: share of `memory_bandwidth` that elementwise operations reach.
+        launch: seconds of an operation that does nothing.
+        host_forward, host_backward: seconds that the host needs to launch one Transformer layer;
+            defaults, to be replaced by what is measured.
+        peak, ceiling: FLOP/s by type, as sold and as the best product reaches.
+        attention: by kernel, the best first: share of the peak, forward and backward, of long
+            sequences, and the length at which half of it is reached.
+    """
+
+    name: str
+    processors: float
+    tile: float
+    memory: float
+    context: float
+    nccl: float
+    fragmentation: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    launch: float
+    host_forward: float
+    host_backward: float
+    peak: dict[str, float]
+    ceiling: dict[str, float] = field(default_factory=dict)
+    attention: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def usable_memory(self, num_groups: int = 1) -> float:
+        """Return the bytes left for tensors beside `num_groups` process groups."""
+        left = self.memory - self.context - num_groups * self.nccl
+        return max(0.0, left * (1 - self.fragmentation))
+
+    def ceiling_of(self, dtype: str) -> float:
+        """Return the FLOP/s of the best product: measured, or the peak at the share of bf16.
+
+        Raises `ValueError` for a type that the device does not have.
+        """
+        if dtype in self.ceiling:
+            return self.ceiling[dtype]
+        peak = self._peak(dtype)
+        known = next((t for t in ("bf16", "fp16", "fp32") if t in self.ceiling), None)
+        return peak * (self.ceiling[known] / self.peak[known] if known else 1.0)
+
+    def seconds_of_bytes(self, num_bytes: float) -> float:
+        """Return the seconds of an elementwise operation that reads and writes `num_bytes`."""
+        _at_least_0(num_bytes=num_bytes)
+        return self.launch + num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def seconds_of_matmul(
+        self, m: float, n: float, k: float, dtype: str = "bf16", *, batch: float = 1
+    ) -> float:
+        """Return the seconds of `batch` products [m, k] @ [k, n] of one launch."""
+        _at_least_0(m=m, n=n, k=k, batch=batch)
+        dtype = _dtype(dtype)
+        if not m * n * k * batch:
+            return self.launch
+        tiles = batch * max(m / self.tile, 1) * max(n / self.tile, 1)
+        flops = max(tiles, self.processors) * self.tile**2 * 2 * k
+        num_bytes = batch * (m * k + k * n + m * n) * BYTES[dtype]
+        through_memory = num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+        return self.launch + max(flops / (OF_CEILING * self.ceiling_of(dtype)), through_memory)
+
+    def seconds_of_attention(
+        self,
+        batch: float,
+        heads: float,
+        queries: float,
+        keys: float,
+        head_dim: float,
+        dtype: str = "bf16",
+        *,
+        causal: bool = True,
+        backward: bool = False,
+        kernel: str = "",
+    ) -> float:
+        """Return the seconds of softmax(Q Kᵀ) V for Q [batch, heads, queries, head_dim].
+
+        A causal mask halves the FLOPs, and a backward needs 2.5 times those of a forward (both as
+        in the FlashAttention papers). `kernel` is one of `attention`, or "unfused", which writes
+        the scores to memory; the default is the first there is.
+        """
+        choices = [*self.attention, "unfused"]
+        kernel = kernel or choices[0]
+        if kernel not in choices:
+            raise ValueError(f"{self.name} has no attention kernel {kernel!r}; use one of {choices}")
+        dtype, passes = _dtype(dtype), 2 if backward else 1
+        if kernel == "unfused":
+            scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
+            values = self.seconds_of_matmul(queries, head_dim, keys, dtype, batch=batch * heads)
+            # Mask and softmax read and write the scores once each; the backward does as much.
+            between = self.seconds_of_bytes(4 * batch * heads * queries * keys * BYTES[dtype])
+            return passes * (scores + values) + between
+        _at_least_0(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim)
+        law = self.attention[kernel]
+        flops = 4 * batch * heads * queries * keys * head_dim * (0.5 if causal else 1)
+        # At a rate share * peak * keys / (keys + half_length).
+        flops *= (2.5 if backward else 1) * (1 + law["half_length"] / max(keys, 1))
+        share = law["backward" if backward else "forward"]
+        num_bytes = 2 * batch * heads * (queries + keys) * head_dim * BYTES[dtype] * passes
+        return max(self.seconds_of_bytes(num_bytes), self.launch + flops / share / self._peak(dtype))
+
+    def seconds_of_host(self, backward: bool = False) -> float:
+        """Return the seconds below which no layer can fall, as the host must launch it."""
+        return self.host_backward if backward else self.host_forward
+
+    def _peak(self, dtype: str) -> float:
+        if dtype not in self.peak:
+            raise ValueError(f"{self.name} has no {dtype}; it has {', '.join(self.peak)}")
+        return self.peak[dtype]
+
+
+# ---------------------------------------------------------------------- networks
+@dataclass(frozen=True)
+class Network:
+    """What connects the devices of a node, or nodes. Numbers as in `networks.toml`.
+
+    Args:
+        bandwidth: of one device's port, as sold.
+        share: of it, what rings reach with long messages; `nvls` the same of a switch that reduces
+            (0: it does not), `tree` of trees.
+        launch, latency: seconds to start a collective, and of one step of it.
+        ramp: how slowly long messages come to their share; see the law above.
+        shared: 1 where all devices of a node use one port (Ethernet), 0 where each has its own.
+        by_ranks: bus bandwidth by number of ranks, where links are no crossbar (V100).
+    """
+
+    name: str
+    bandwidth: float
+    share: float
+    tree: float
+    nvls: float
+    launch: float
+    latency: float
+    ramp: float
+    shared: float = 0.0
+    by_ranks: dict[str, float] = field(default_factory=dict)
+
+    def bus(self, ranks: int) -> float:
+        """Return the bytes/s that the busiest port of a ring of `ranks` carries."""
+        return self.by_ranks.get(str(ranks), self.bandwidth * self.share)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of `gpus` devices each: how long anything takes there. Made by `load`."""
+
+    name: str
+    device: Device
+    gpus: int
+    inside: Network
+    between: Network
+
+    def seconds_of_collective(
+        self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
+    ) -> float:
+        """Return the seconds of `verb` among `ranks` devices, spread evenly over `nodes`.
+
+        `num_bytes` is the whole tensor's. Every rank of a node does the same at the same time (as
+        in a mesh), hence a port that a node's devices share is divided by all of them. Send and
+        recv are between two ranks, of one node or of two.
+        """
+        if verb not in VERBS:
+            near = difflib.get_close_matches(str(verb), VERBS, 1, 0.0)[0]
+            raise ValueError(f"no collective {verb!r}, did you mean {near!r}? There are {VERBS}")
+        _at_least_0(num_bytes=num_bytes)
+        local = ranks / max(nodes, 1)
+        if nodes < 1 or not 1 <= local <= self.gpus:
+            raise ValueError(
+                f"{ranks} ranks on {nodes} nodes of {self.name}: each node has at least 1 and at "
+                f"most {self.gpus}, so use {math.ceil(ranks / self.gpus)} to {ranks} nodes"
+            )
+        if ranks == 1:
+            return 0.0
+        return min(self._algorithms(verb, num_bytes, ranks, nodes, local).values())
+
+    def _algorithms(
+        self, verb: str, num_bytes: float, ranks: int, nodes: int, local: float
+    ) -> dict[str, float]:
+        """Seconds of `verb`, by algorithm."""
+        inside, between, depth = self.inside, self.between, math.ceil(math.log2(ranks))
+        outer, across = (between, math.ceil(math.log2(nodes))) if nodes > 1 else (inside, 0)
+        port = between.bandwidth / (self.gpus if between.shared else 1)
+
+        def bus(share: float) -> float:  # each rank of the node brings its port along
+            if nodes == 1:
+                return inside.bandwidth * share
+            return min(inside.bus(math.ceil(local)), local * port * share)
+
+        def law(inner_steps: float, outer_steps: float, on_wire: float) -> float:
+            wait = outer.launch + inner_steps * inside.latency + outer_steps * between.latency
+            return wait + on_wire + outer.ramp * math.sqrt(wait * on_wire)
+
+        # Not through `wire_bytes` alone: that one rounds to whole bytes and starts at two ranks.
+        sent = wire_bytes("send" if verb == "recv" else verb, 1 << 40, ranks) / (1 << 40)
+        ring = inside.bus(ranks) if nodes == 1 else bus(between.share)
+        if verb in ("send", "recv"):
+            one = inside.bus(2) if nodes == 1 else port * between.share
+            return {"message": law(nodes == 1, nodes > 1, num_bytes / one)}
+        if verb in _TREES:
+            return {"tree": law(depth - across, across, num_bytes * sent / ring)}
+        if verb == "all_to_all":  # all pairs at once: what leaves the node waits for the ports
+            near = num_bytes * (local - 1) / ranks / inside.bus(math.ceil(local))
+            far = num_bytes * (ranks - local) / ranks / (port * between.share)
+            return {"pairs": law(depth - across, across, max(near, far if nodes > 1 else 0))}
+        rounds = 2 if verb == "all_reduce" else 1
+        outer_steps = rounds * (nodes - 1)
+        steps = rounds * (ranks - 1) - outer_steps
+        times = {"ring": law(steps, outer_steps, num_bytes * sent / ring)}
+        if verb == "all_reduce":
+            tree = law(2 * (depth - across), 2 * across, 2 * num_bytes / bus(outer.tree))
+            times["tree"] = tree
+            if nodes == 1 and inside.nvls:  # (n + 1) / n of the bytes once, instead of 2 (n - 1)/n
+                on_wire = num_bytes * (1 + 1 / ranks) / (inside.bandwidth * inside.nvls)
+                times["nvls"] = law(2, 0, on_wire)
+        return times
+
+
+def _at_least_0(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name}={number} must be a number of 0 or more")
+
+
+def _dtype(dtype: str) -> str:
+    """Return our name of a type; torch's names, and torch's types themselves, are known too."""
+    name = str(dtype).removeprefix("torch.")
+    name = _NAMES.get(name, "fp8" if name.startswith("float8") else name)
+    if name not in BYTES:
+        raise ValueError(f"no type {dtype!r}; use one of {list(BYTES)}")
+    return name
+
+
+# ---------------------------------------------------------------------- files
+_FOLDER = resources.files("minipar.sim") / "machines"
+_KINDS = {"device": Device, "network": Network, "node": None}
+_NODE_KEYS = {"device", "gpus", "inside", "between"}
+_ATTENTION = {"forward", "backward", "half_length"}
+_CAN_BE_0 = {"context", "nccl", "fragmentation", "launch", "host_forward", "host_backward"}
+_CAN_BE_0 |= {"nvls", "latency", "ramp", "shared"}
+SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency"}
+SHARES |= {"forward", "backward"}
+Known = dict[str, dict[str, tuple[str, Any]]]
+"""By kind and name: the file it is from, and its table."""
+
+
+class HardwareError(ValueError):
+    """Hardware that cannot be used: one line with the file, the key and the rule."""
+
+    def __init__(self, where: str, problem: str):
+        super().__init__(" ".join(f"{where}: {problem}".split()))
+
+
+def load(name: str | Path) -> Machine:
+    """Return the machine of that name, or of a file.
+
+    A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
+    network (`names` has them all). A file ends in ``.toml``, holds tables like those of
+    ``machines/*.toml``, added to these, and one ``[node.NAME]``: the machine. Each number is
+    written ``[number, "source"]``; ``like`` takes over what another table has. Raises
+    `HardwareError`, a `ValueError`.
+    """
+    known = _built_in()
+    if str(name).endswith(".toml"):
+        own = _read(Path(name))
+        if len(own["node"]) != 1:
+            raise HardwareError(str(name), f"has {len(own['node'])} tables [node.NAME], not 1")
+        return _machine(*own["node"], "", {kind: known[kind] | own[kind] for kind in _KINDS})
+    if name not in names():
+        near = difflib.get_close_matches(str(name), names(), 3, 0.0)
+        raise HardwareError(f"no machine {name!r}", f"the nearest names are {', '.join(near)}")
+    return _machine(*names()[str(name)], known)
+
+
+@cache
+def names() -> dict[str, tuple[str, str]]:
+    """Return the names that `load` knows: of each, its node and its network between nodes."""
+    known = _built_in()
+    inside = {table["inside"] for _, table in known["node"].values()}
+    outside = [network for network in known["network"] if network not in inside]
+    return {node: (node, "") for node in known["node"]} | {
+        f"{node}-{network.removeprefix('ib-')}": (node, network)
+        for node in known["node"]
+        for network in outside
+    }
+
+
+@cache
+def _built_in() -> Known:
+    files = [_read(_FOLDER / f"{kind}s.toml") for kind in _KINDS]
+    return {kind: {k: v for file in files for k, v in file[kind].items()} for kind in _KINDS}
+
+
+def _read(path: Any) -> Known:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
+    found.pop("sources", None)  # what the short names of sources stand for
+    for kind, tables in found.items():
+        if kind not in _KINDS or not all(isinstance(t, dict) for t in _dict(tables, path, kind).values()):
+            raise HardwareError(f"{path}: {kind}", "only [device.NAME], [network.NAME], [node.NAME]")
+    return {kind: {k: (str(path), v) for k, v in found.get(kind, {}).items()} for kind in _KINDS}
+
+
+def _machine(node: str, network: str, known: Known) -> Machine:
+    file, table = known["node"][node]
+    where = f"{file}: node.{node}"
+    table = _complete(table | ({"between": network} if network else {}), _NODE_KEYS, where)
+    gpus = _number(table["gpus"], where, "gpus")
+    if gpus % 1:
+        raise HardwareError(f"{where}.gpus", f"{gpus:g} must be a whole number")
+    name = f"{node}-{network.removeprefix('ib-')}" if network else node
+    device = _part("device", table["device"], known, f"{where}.device")
+    links = [_part("network", table[k], known, f"{where}.{k}") for k in ("inside", "between")]
+    return Machine(name, device, int(gpus), *links)
+
+
+def _part(kind: str, name: Any, known: Known, asked: str) -> Any:
+    """Return the `Device` or `Network` of that name, with what it takes from the one it is like."""
+    chain, table = [], {}
+    while name is not None:
+        if not isinstance(name, str) or name not in known[kind] or name in chain:
+            near = difflib.get_close_matches(str(name), known[kind], 1, 0.0)
+            problem = "is like itself" if name in chain else f"there is no such {kind}; try {near}"
+            raise HardwareError(asked, f"{name!r}: {problem}")
+        chain.append(name)
+        file, more = known[kind][name]
+        asked, name = f"{file}: {kind}.{name}.like", more.get("like")
+        table = {key: value for key, value in more.items() if key != "like"} | table
+    where = f"{known[kind][chain[0]][0]}: {kind}.{chain[0]}"
+    nested = {f.name: str(f.type).count("dict[") for f in fields(_KINDS[kind])[1:]}
+    optional = {"ceiling", "attention", "shared", "by_ranks"}
+    _complete(table, set(nested), where, optional)
+    return _KINDS[kind](
+        chain[0], **{key: _numbers(value, where, key, nested[key]) for key, value in table.items()}
+    )
+
+
+def _complete(
+    table: dict[str, Any], keys: set[str], where: str, optional: Collection[str] = ()
+) -> dict[str, Any]:
+    for key in sorted(set(table) - keys):
+        near = difflib.get_close_matches(key, keys, 1, 0.0)[0]
+        raise HardwareError(f"{where}.{key}", f"is not known here; did you mean {near}?")
+    for key in sorted(keys - set(table) - set(optional)):
+        raise HardwareError(f"{where}.{key}", "is missing")
+    return table
+
+
+def _numbers(value: Any, where: str, key: str, depth: int) -> Any:
+    if not depth:
+        return _number(value, where, key)
+    where = f"{where}.{key}"
+    if depth == 1 and ".attention." in where:
+        _complete(_dict(value, where), _ATTENTION, where)
+    return {k: _numbers(v, where, k, depth - 1) for k, v in _dict(value, where).items()}
+
+
+def _dict(value: Any, *where: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise HardwareError(": ".join(map(str, where)), f"must be a table, not {str(value)[:40]!r}")
+    return value
+
+
+def _number(value: Any, where: str, key: str) -> float:
+    """Return the number of ``[number, "source"]``, if it is one that `key` can have."""
+    where = f"{where}.{key}"
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str) and value[1]):
+        raise HardwareError(where, f'must be [number, "source"], not {str(value)[:60]}')
+    number = value[0]
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise HardwareError(where, f"{str(number)[:40]!r} must be a number")
+    lowest, highest = (0 if key in _CAN_BE_0 else 1e-12), 1 if key in SHARES else 1e21
+    if not lowest <= number <= highest:  # NaN is not either
+        rule = f"at {'least 0' if not lowest else 'least 1e-12'} and at most {highest:g}"
+        raise HardwareError(where, f"{str(number)[:40]} must be {rule}")
+    return float(number)
