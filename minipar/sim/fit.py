@@ -37,7 +37,7 @@ _load = cache(hardware.load)
 
 @dataclass(frozen=True)
 class Point:
-    """One measured collective: `seconds` for the whole tensor's `num_bytes` on `machine`."""
+    """A measured collective of `num_bytes` in all; `bus` as in nccl-tests, but in bytes/s."""
 
     table: str
     machine: str
@@ -45,28 +45,21 @@ class Point:
     num_bytes: int
     ranks: int
     nodes: int
-    seconds: float
+    bus: float
 
     def predicted(self, **networks: hardware.Network) -> float:
-        """Return the law's seconds, with `inside` or `between` in the place of the machine's."""
+        """Return the law's bus bandwidth; `inside` or `between` replace those of the machine."""
         machine = replace(_load(self.machine), **networks)
-        return machine.seconds_of_collective(self.verb, self.num_bytes, self.ranks, self.nodes)
-
-    @property
-    def bus(self) -> float:
-        """The bus bandwidth of nccl-tests in bytes/s."""
-        return wire_bytes(self.verb, self.num_bytes, self.ranks) / self.seconds
-
-
-def _at(table: str, machine: str, verb: str, size: int, ranks: int, nodes: int, bus: float) -> Point:
-    return Point(table, machine, verb, size, ranks, nodes, wire_bytes(verb, size, ranks) / bus)
+        seconds = machine.seconds_of_collective(self.verb, self.num_bytes, self.ranks, self.nodes)
+        return wire_bytes(self.verb, self.num_bytes, self.ranks) / seconds
 
 
 def _vtrain(row: dict[str, str]) -> Point | None:
-    size, ranks, seconds = int(row["bytes"]), int(row["ngpus"]), float(row["time_ns_oop"]) / 1e9
+    gpu, size, ranks = row["gpu"], int(row["bytes"]), int(row["ngpus"])
     if size > 2**24 and size % 2**24:  # of evenly spaced sizes, one in 16
         return None
-    return Point(f"vtrain {row['gpu']}", row["gpu"], "all_reduce", size, ranks, 1, seconds)
+    bus = float(row["busbw_gbps_oop"]) * 1e9
+    return Point(f"vtrain {gpu}", gpu, "all_reduce", size, ranks, 1, bus)
 
 
 def _nccl(row: dict[str, str]) -> Point | None:
@@ -75,31 +68,32 @@ def _nccl(row: dict[str, str]) -> Point | None:
         return None  # not named, or not the algorithm that NCCL would take
     nodes = 4 if "4 nodes" in row["hardware"] else 1
     machine, verb = gpu + "-efa" * (nodes > 1), name.split()[0].rstrip(";").replace("-", "_")
-    bus = float(row["busbw_gbps"]) * 1e9
-    return _at(f"nccl {machine}", machine, verb, int(row["bytes"]), int(row["gpus"]), nodes, bus)
+    size, ranks, bus = int(row["bytes"]), int(row["gpus"]), float(row["busbw_gbps"]) * 1e9
+    return Point(f"nccl {machine}", machine, verb, size, ranks, nodes, bus)
 
 
 def _ultrascale(row: dict[str, str]) -> Point:
     verbs = {"AllReduce": "all_reduce", "AllGather": "all_gather"}
     verb, nodes = verbs.get(row["collective"], "reduce_scatter"), int(row["nodes"])
-    table = "ultrascale" + " 1 node" * (nodes == 1)
-    size, bus = int(row["message_mb"]) << 20, float(row["bandwidth_gbps"]) * 1e9
-    return _at(table, "h100-efa-busy", verb, size, int(row["gpus"]), nodes, bus)
+    table, size = "ultrascale" + " 1 node" * (nodes == 1), int(row["message_mb"]) << 20
+    bus = float(row["bandwidth_gbps"]) * 1e9
+    return Point(table, "h100-efa-busy", verb, size, int(row["gpus"]), nodes, bus)
 
 
 def _simai(row: dict[str, str]) -> Point | None:
-    """Shares of a peak that is not named: 450 GB/s in a node is ours, 8 ports of 50 GB/s beyond,
-    and one port for all-to-all."""
-    nodes, _, rest = row["setting"].partition("Node")
-    if not rest or row["file"] == "nvlink_ratio" or (nodes := int(nodes)) == 1 and "ata" in row["file"]:
+    """Of a peak that the table does not name: NVLink 4 in a node, between nodes the 8 ports of
+    400 Gb/s together, and one of them for all-to-all."""
+    count, _, rest = row["setting"].partition("Node")
+    one, file = count.strip() == "1", row["file"]
+    if not rest or file == "nvlink_ratio" or (one and file == "ata_ratio"):
         return None
     table, verb, peak = "simai nic", "all_gather", 400e9
-    if row["file"] == "ata_ratio":
+    if file == "ata_ratio":
         table, verb, peak = "simai all-to-all", "all_to_all", 50e9
-    elif nodes == 1:
+    elif one:
         table, peak = "simai 1 node", 450e9
-    bus = peak * float(row["efficiency"])
-    return _at(table, "h100-ndr", verb, int(row["bytes"]), 8 * nodes, nodes, bus)
+    size, bus = int(row["bytes"]), peak * float(row["efficiency"])
+    return Point(table, "h100-ndr", verb, size, 8 * int(count), int(count), bus)
 
 
 TABLES = {
@@ -122,16 +116,11 @@ def read(folder: Path) -> dict[str, list[Point]]:
     return points
 
 
-def errors(points: Sequence[Point], predicted: Iterable[float]) -> np.ndarray:
-    """Return the median, 90th percentile and worst of \\|predicted / measured - 1\\|."""
-    off = [abs(found / p.seconds - 1) for p, found in zip(points, predicted, strict=True)]
-    return np.quantile(off, [0.5, 0.9, 1])
-
-
-def constant(points: Sequence[Point]) -> list[float]:
-    """Return the seconds of all points at the bus bandwidth that is their median."""
-    bus = float(np.median([p.bus for p in points]))
-    return [p.seconds * p.bus / bus for p in points]
+def errors(points: Sequence[Point], buses: Iterable[float]) -> np.ndarray:
+    """Return the median, 90th percentile and worst of \\|time by these / time measured - 1\\|."""
+    return np.quantile(
+        [abs(p.bus / b - 1) for p, b in zip(points, buses, strict=True)], [0.5, 0.9, 1]
+    )
 
 
 def fit(points: Sequence[Point], where: str, keys: Sequence[str]) -> dict[str, float]:
@@ -140,7 +129,7 @@ def fit(points: Sequence[Point], where: str, keys: Sequence[str]) -> dict[str, f
 
     def off(logs: np.ndarray) -> np.ndarray:
         tried = {where: replace(network, **dict(zip(keys, np.exp(logs).tolist(), strict=True)))}
-        return np.log([p.predicted(**tried) / p.seconds for p in points])
+        return np.log([p.predicted(**tried) / p.bus for p in points])
 
     logs = np.log([max(getattr(network, key), 1e-9) for key in keys])
     for _ in range(12):
@@ -158,16 +147,16 @@ def main(folder: str) -> None:
     points = read(Path(folder))
     if not points:
         raise SystemExit(f"{folder} holds none of {', '.join(TABLES)}")
-    print(f"{'error: median, 90 %, worst':28} {'rows':>5}   {'the law':24}   a constant")
+    print(f"{'error: median, 90 %, worst':28} {'rows':>5}   {'the law':22}   a constant")
     for table, rows in points.items():
-        law, flat = errors(rows, [p.predicted() for p in rows]), errors(rows, constant(rows))
-        shown = ["  ".join(f"{x:6.1%}" for x in found) for found in (law, flat)]
-        print(f"{table:28} {len(rows):5}   {shown[0]:24}   {shown[1]}")
+        flat = [float(np.median([p.bus for p in rows]))] * len(rows)
+        found = (errors(rows, [p.predicted() for p in rows]), errors(rows, flat))
+        shown = "   ".join("  ".join(f"{x:6.1%}" for x in e) for e in found)
+        print(f"{table:28} {len(rows):5}   {shown}")
     for network, (tables, keys) in FITTED.items():
         if rows := [p for table in tables.split(", ") for p in points.get(table, [])]:
-            where = "inside" if rows[0].nodes == 1 else "between"
-            best = fit(rows, where, keys.split()).items()
-            print(f"{network:9}", ", ".join(f"{key} = {value:.3g}" for key, value in best))
+            best = fit(rows, "inside" if rows[0].nodes == 1 else "between", keys.split())
+            print(f"{network:9}", ", ".join(f"{key} = {value:.3g}" for key, value in best.items()))
 
 
 if __name__ == "__main__":

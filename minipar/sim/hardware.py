@@ -23,7 +23,8 @@ Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Back
         Numbers: `machines/*.toml`. `python -m minipar.sim.fit` fits and judges the collectives.
 
 Limits: collectives do not slow each other or the products beside them down; a network has no
-distance and no other users; no law knows a device's clock or power.
+distance and no other users, and its switches reduce inside a node alone; no law knows a device's
+clock or power.
 """
 
 import difflib
@@ -50,36 +51,25 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *_TREES, "s
 # ---------------------------------------------------------------------- devices
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or whatever a rank computes on. Numbers as in its table of `devices.toml`.
-
-    Args:
-        processors, tile: a product is cut into tiles of `tile` x `tile` outputs, one per processor.
-        memory: bytes that a process can see; `context` and `nccl` (per process group) leave it
-            before the first tensor, and of the rest the share `fragmentation` is lost.
-        memory_efficiency: share of `memory_bandwidth` that elementwise operations reach.
-        launch: seconds of an operation that does nothing.
-        host_forward, host_backward: seconds that the host needs to launch one Transformer layer;
-            defaults, to be replaced by what is measured.
-        peak, ceiling: FLOP/s by type, as sold and as the best product reaches.
-        attention: by kernel, the best first: share of the peak, forward and backward, of long
-            sequences, and the length at which half of it is reached.
-    """
+    """One GPU, or whatever a rank computes on, with the keys of `devices.toml`."""
 
     name: str
     processors: float
-    tile: float
-    memory: float
-    context: float
-    nccl: float
-    fragmentation: float
+    tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
+    memory: float  # bytes that a process sees; the next three are lost of it:
+    context: float  # bytes of CUDA itself
+    nccl: float  # bytes per process group
+    fragmentation: float  # share of the rest
     memory_bandwidth: float
-    memory_efficiency: float
-    launch: float
-    host_forward: float
+    memory_efficiency: float  # share of the bandwidth that elementwise operations reach
+    launch: float  # seconds of an operation that does nothing
+    host_forward: float  # seconds that the host needs to launch a Transformer layer
     host_backward: float
-    peak: dict[str, float]
-    ceiling: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, float]  # FLOP/s by type, as sold
+    ceiling: dict[str, float] = field(default_factory=dict)  # FLOP/s of the best product
     attention: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By kernel, the default first: `forward` and `backward`, shares of the peak that long
+    sequences reach, and `half_length`, the length at which half of that is reached."""
 
     def usable_memory(self, num_groups: int = 1) -> float:
         """Return the bytes left for tensors beside `num_groups` process groups."""
@@ -138,7 +128,7 @@ class Device:
         choices = [*self.attention, "unfused"]
         kernel = kernel or choices[0]
         if kernel not in choices:
-            raise ValueError(f"{self.name} has no attention kernel {kernel!r}; use one of {choices}")
+            raise ValueError(f"{self.name} has no attention {kernel!r}; use one of {choices}")
         dtype, passes = _dtype(dtype), 2 if backward else 1
         if kernel == "unfused":
             scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
@@ -153,11 +143,8 @@ class Device:
         flops *= (2.5 if backward else 1) * (1 + law["half_length"] / max(keys, 1))
         share = law["backward" if backward else "forward"]
         num_bytes = 2 * batch * heads * (queries + keys) * head_dim * BYTES[dtype] * passes
-        return max(self.seconds_of_bytes(num_bytes), self.launch + flops / share / self._peak(dtype))
-
-    def seconds_of_host(self, backward: bool = False) -> float:
-        """Return the seconds below which no layer can fall, as the host must launch it."""
-        return self.host_backward if backward else self.host_forward
+        compute = self.launch + flops / (share * self._peak(dtype))
+        return max(compute, self.seconds_of_bytes(num_bytes))
 
     def _peak(self, dtype: str) -> float:
         if dtype not in self.peak:
@@ -168,28 +155,19 @@ class Device:
 # ---------------------------------------------------------------------- networks
 @dataclass(frozen=True)
 class Network:
-    """What connects the devices of a node, or nodes. Numbers as in `networks.toml`.
-
-    Args:
-        bandwidth: of one device's port, as sold.
-        share: of it, what rings reach with long messages; `nvls` the same of a switch that reduces
-            (0: it does not), `tree` of trees.
-        launch, latency: seconds to start a collective, and of one step of it.
-        ramp: how slowly long messages come to their share; see the law above.
-        shared: 1 where all devices of a node use one port (Ethernet), 0 where each has its own.
-        by_ranks: bus bandwidth by number of ranks, where links are no crossbar (V100).
-    """
+    """What connects the devices of a node, or nodes, with the keys of `networks.toml`."""
 
     name: str
-    bandwidth: float
-    share: float
-    tree: float
-    nvls: float
-    launch: float
-    latency: float
-    ramp: float
-    shared: float = 0.0
+    bandwidth: float  # of one port, as sold
+    share: float  # of it, what rings reach with long messages,
+    tree: float  # trees,
+    nvls: float  # and a switch that reduces; 0 if it does not
+    launch: float  # seconds to start a collective
+    latency: float  # seconds of one step of it
+    ramp: float  # how slowly long messages come to their share: the law above
+    shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
     by_ranks: dict[str, float] = field(default_factory=dict)
+    """Bus bandwidth by number of ranks, where links are no crossbar (V100)."""
 
     def bus(self, ranks: int) -> float:
         """Return the bytes/s that the busiest port of a ring of `ranks` carries."""
@@ -219,21 +197,19 @@ class Machine:
             near = difflib.get_close_matches(str(verb), VERBS, 1, 0.0)[0]
             raise ValueError(f"no collective {verb!r}, did you mean {near!r}? There are {VERBS}")
         _at_least_0(num_bytes=num_bytes)
-        local = ranks / max(nodes, 1)
-        if nodes < 1 or not 1 <= local <= self.gpus:
+        if not 1 <= nodes <= ranks <= nodes * self.gpus:
             raise ValueError(
                 f"{ranks} ranks on {nodes} nodes of {self.name}: each node has at least 1 and at "
-                f"most {self.gpus}, so use {math.ceil(ranks / self.gpus)} to {ranks} nodes"
+                f"most {self.gpus}, so use {max(1, math.ceil(ranks / self.gpus))} to {ranks} nodes"
             )
         if ranks == 1:
             return 0.0
-        return min(self._algorithms(verb, num_bytes, ranks, nodes, local).values())
+        return min(self.algorithms(verb, num_bytes, ranks, nodes).values())
 
-    def _algorithms(
-        self, verb: str, num_bytes: float, ranks: int, nodes: int, local: float
-    ) -> dict[str, float]:
-        """Seconds of `verb`, by algorithm."""
-        inside, between, depth = self.inside, self.between, math.ceil(math.log2(ranks))
+    def algorithms(self, verb: str, num_bytes: float, ranks: int, nodes: int) -> dict[str, float]:
+        """Return the seconds of `verb` by algorithm, unchecked; the fastest is what is taken."""
+        inside, between, local = self.inside, self.between, ranks / nodes
+        depth = math.ceil(math.log2(ranks))
         outer, across = (between, math.ceil(math.log2(nodes))) if nodes > 1 else (inside, 0)
         port = between.bandwidth / (self.gpus if between.shared else 1)
 
@@ -246,14 +222,13 @@ class Machine:
             wait = outer.launch + inner_steps * inside.latency + outer_steps * between.latency
             return wait + on_wire + outer.ramp * math.sqrt(wait * on_wire)
 
-        # Not through `wire_bytes` alone: that one rounds to whole bytes and starts at two ranks.
-        sent = wire_bytes("send" if verb == "recv" else verb, 1 << 40, ranks) / (1 << 40)
+        sent = wire_bytes("send" if verb == "recv" else verb, int(num_bytes), ranks)
         ring = inside.bus(ranks) if nodes == 1 else bus(between.share)
         if verb in ("send", "recv"):
             one = inside.bus(2) if nodes == 1 else port * between.share
             return {"message": law(nodes == 1, nodes > 1, num_bytes / one)}
         if verb in _TREES:
-            return {"tree": law(depth - across, across, num_bytes * sent / ring)}
+            return {"tree": law(depth - across, across, sent / ring)}
         if verb == "all_to_all":  # all pairs at once: what leaves the node waits for the ports
             near = num_bytes * (local - 1) / ranks / inside.bus(math.ceil(local))
             far = num_bytes * (ranks - local) / ranks / (port * between.share)
@@ -261,10 +236,10 @@ class Machine:
         rounds = 2 if verb == "all_reduce" else 1
         outer_steps = rounds * (nodes - 1)
         steps = rounds * (ranks - 1) - outer_steps
-        times = {"ring": law(steps, outer_steps, num_bytes * sent / ring)}
+        times = {"ring": law(steps, outer_steps, sent / ring)}
         if verb == "all_reduce":
-            tree = law(2 * (depth - across), 2 * across, 2 * num_bytes / bus(outer.tree))
-            times["tree"] = tree
+            on_wire = 2 * num_bytes / bus(outer.tree)
+            times["tree"] = law(2 * (depth - across), 2 * across, on_wire)
             if nodes == 1 and inside.nvls:  # (n + 1) / n of the bytes once, instead of 2 (n - 1)/n
                 on_wire = num_bytes * (1 + 1 / ranks) / (inside.bandwidth * inside.nvls)
                 times["nvls"] = law(2, 0, on_wire)
@@ -288,15 +263,15 @@ def _dtype(dtype: str) -> str:
 
 # ---------------------------------------------------------------------- files
 _FOLDER = resources.files("minipar.sim") / "machines"
-_KINDS = {"device": Device, "network": Network, "node": None}
-_NODE_KEYS = {"device", "gpus", "inside", "between"}
-_ATTENTION = {"forward", "backward", "half_length"}
+_PARTS = {"device": Device, "network": Network}
+_KINDS = {*_PARTS, "node"}
+_OPTIONAL = {"ceiling", "attention", "shared", "by_ranks"}
 _CAN_BE_0 = {"context", "nccl", "fragmentation", "launch", "host_forward", "host_backward"}
 _CAN_BE_0 |= {"nvls", "latency", "ramp", "shared"}
-SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency"}
-SHARES |= {"forward", "backward"}
-Known = dict[str, dict[str, tuple[str, Any]]]
-"""By kind and name: the file it is from, and its table."""
+_SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency"}
+_SHARES |= {"forward", "backward"}
+Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
+"""By kind and name: file and name, for errors, and the table."""
 
 
 class HardwareError(ValueError):
@@ -311,39 +286,50 @@ def load(name: str | Path) -> Machine:
 
     A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
     network (`names` has them all). A file ends in ``.toml``, holds tables like those of
-    ``machines/*.toml``, added to these, and one ``[node.NAME]``: the machine. Each number is
+    ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
     written ``[number, "source"]``; ``like`` takes over what another table has. Raises
     `HardwareError`, a `ValueError`.
     """
-    known = _built_in()
-    if str(name).endswith(".toml"):
+    known, node, network = _built_in(), str(name), ""
+    if node.endswith(".toml"):
         own = _read(Path(name))
-        if len(own["node"]) != 1:
-            raise HardwareError(str(name), f"has {len(own['node'])} tables [node.NAME], not 1")
-        return _machine(*own["node"], "", {kind: known[kind] | own[kind] for kind in _KINDS})
-    if name not in names():
-        near = difflib.get_close_matches(str(name), names(), 3, 0.0)
-        raise HardwareError(f"no machine {name!r}", f"the nearest names are {', '.join(near)}")
-    return _machine(*names()[str(name)], known)
+        nodes = [key[1] for key in own if key[0] == "node"]
+        if len(nodes) != 1:
+            raise HardwareError(str(name), f"has {len(nodes)} tables [node.NAME]")
+        known, node = known | own, nodes[0]
+    elif node in names():
+        node, network = names()[node]
+    else:
+        near = difflib.get_close_matches(node, names(), 3, 0.0)
+        raise HardwareError(f"no machine {node!r}", f"the nearest names are {', '.join(near)}")
+    where, table = known["node", node]
+    table = table | ({"between": network} if network else {})
+    _complete(table, {"device", "gpus", "inside", "between"}, where)
+    gpus = _number(table["gpus"], where, "gpus")
+    if gpus % 1:
+        raise HardwareError(f"{where}.gpus", f"{gpus:g} must be a whole number")
+    parts = {"device": "device", "inside": "network", "between": "network"}
+    made = {k: _part(kind, table[k], known, f"{where}.{k}") for k, kind in parts.items()}
+    return Machine(node + _suffix(network), gpus=int(gpus), **made)
 
 
 @cache
 def names() -> dict[str, tuple[str, str]]:
     """Return the names that `load` knows: of each, its node and its network between nodes."""
-    known = _built_in()
-    inside = {table["inside"] for _, table in known["node"].values()}
-    outside = [network for network in known["network"] if network not in inside]
-    return {node: (node, "") for node in known["node"]} | {
-        f"{node}-{network.removeprefix('ib-')}": (node, network)
-        for node in known["node"]
-        for network in outside
-    }
+    nodes = {name: table for (kind, name), (_, table) in _built_in().items() if kind == "node"}
+    inside = {table["inside"] for table in nodes.values()}
+    outside = [name for kind, name in _built_in() if kind == "network" and name not in inside]
+    return {n + _suffix(network): (n, network) for n in nodes for network in ("", *outside)}
+
+
+def _suffix(network: str) -> str:
+    return f"-{network.removeprefix('ib-')}" if network else ""
 
 
 @cache
 def _built_in() -> Known:
-    files = [_read(_FOLDER / f"{kind}s.toml") for kind in _KINDS]
-    return {kind: {k: v for file in files for k, v in file[kind].items()} for kind in _KINDS}
+    files = [_read(_FOLDER / f"{kind}s.toml") for kind in sorted(_KINDS)]
+    return {key: value for file in files for key, value in file.items()}
 
 
 def _read(path: Any) -> Known:
@@ -351,83 +337,72 @@ def _read(path: Any) -> Known:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
-    found.pop("sources", None)  # what the short names of sources stand for
-    for kind, tables in found.items():
-        if kind not in _KINDS or not all(isinstance(t, dict) for t in _dict(tables, path, kind).values()):
-            raise HardwareError(f"{path}: {kind}", "only [device.NAME], [network.NAME], [node.NAME]")
-    return {kind: {k: (str(path), v) for k, v in found.get(kind, {}).items()} for kind in _KINDS}
-
-
-def _machine(node: str, network: str, known: Known) -> Machine:
-    file, table = known["node"][node]
-    where = f"{file}: node.{node}"
-    table = _complete(table | ({"between": network} if network else {}), _NODE_KEYS, where)
-    gpus = _number(table["gpus"], where, "gpus")
-    if gpus % 1:
-        raise HardwareError(f"{where}.gpus", f"{gpus:g} must be a whole number")
-    name = f"{node}-{network.removeprefix('ib-')}" if network else node
-    device = _part("device", table["device"], known, f"{where}.device")
-    links = [_part("network", table[k], known, f"{where}.{k}") for k in ("inside", "between")]
-    return Machine(name, device, int(gpus), *links)
+    _complete(found, {"sources", *_KINDS}, str(path), optional={"sources", *_KINDS})
+    known: Known = {}
+    for kind in _KINDS & set(found):
+        for name, table in _table(found[kind], f"{path}: {kind}").items():
+            where = f"{path}: {kind}.{name}"
+            known[kind, name] = where, _table(table, where)
+    return known
 
 
 def _part(kind: str, name: Any, known: Known, asked: str) -> Any:
     """Return the `Device` or `Network` of that name, with what it takes from the one it is like."""
-    chain, table = [], {}
+    table: dict[str, Any] = {}
+    chain: list[str] = []
     while name is not None:
-        if not isinstance(name, str) or name not in known[kind] or name in chain:
-            near = difflib.get_close_matches(str(name), known[kind], 1, 0.0)
-            problem = "is like itself" if name in chain else f"there is no such {kind}; try {near}"
+        if name in chain or not isinstance(name, str) or (kind, name) not in known:
+            near = difflib.get_close_matches(str(name), [n for k, n in known if k == kind], 1, 0.0)
+            problem = "is like itself" if name in chain else f"no such {kind}; there is {near[0]}"
             raise HardwareError(asked, f"{name!r}: {problem}")
         chain.append(name)
-        file, more = known[kind][name]
-        asked, name = f"{file}: {kind}.{name}.like", more.get("like")
+        where, more = known[kind, name]
+        asked, name = f"{where}.like", more.get("like")
         table = {key: value for key, value in more.items() if key != "like"} | table
-    where = f"{known[kind][chain[0]][0]}: {kind}.{chain[0]}"
-    nested = {f.name: str(f.type).count("dict[") for f in fields(_KINDS[kind])[1:]}
-    optional = {"ceiling", "attention", "shared", "by_ranks"}
-    _complete(table, set(nested), where, optional)
-    return _KINDS[kind](
-        chain[0], **{key: _numbers(value, where, key, nested[key]) for key, value in table.items()}
-    )
+    where, cls = known[kind, chain[0]][0], _PARTS[kind]
+    depth = {f.name: str(f.type).count("dict[") for f in fields(cls)[1:]}
+    _complete(table, set(depth), where, _OPTIONAL)
+    made = {key: _numbers(value, where, key, depth[key]) for key, value in table.items()}
+    for key in {"peak", "ceiling"} & set(made):
+        _complete(made[key], set(BYTES), f"{where}.{key}", BYTES)
+    for kernel, law in made.get("attention", {}).items():
+        _complete(law, {"forward", "backward", "half_length"}, f"{where}.attention.{kernel}")
+    return cls(chain[0], **made)
 
 
 def _complete(
     table: dict[str, Any], keys: set[str], where: str, optional: Collection[str] = ()
-) -> dict[str, Any]:
+) -> None:
+    """Raise unless `table` has all of `keys` but the optional ones, and no other."""
     for key in sorted(set(table) - keys):
         near = difflib.get_close_matches(key, keys, 1, 0.0)[0]
         raise HardwareError(f"{where}.{key}", f"is not known here; did you mean {near}?")
     for key in sorted(keys - set(table) - set(optional)):
         raise HardwareError(f"{where}.{key}", "is missing")
-    return table
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise HardwareError(where, f"must be a table, not {str(value)[:60]}")
+    return value
 
 
 def _numbers(value: Any, where: str, key: str, depth: int) -> Any:
     if not depth:
         return _number(value, where, key)
     where = f"{where}.{key}"
-    if depth == 1 and ".attention." in where:
-        _complete(_dict(value, where), _ATTENTION, where)
-    return {k: _numbers(v, where, k, depth - 1) for k, v in _dict(value, where).items()}
-
-
-def _dict(value: Any, *where: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise HardwareError(": ".join(map(str, where)), f"must be a table, not {str(value)[:40]!r}")
-    return value
+    return {k: _numbers(v, where, k, depth - 1) for k, v in _table(value, where).items()}
 
 
 def _number(value: Any, where: str, key: str) -> float:
     """Return the number of ``[number, "source"]``, if it is one that `key` can have."""
-    where = f"{where}.{key}"
-    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str) and value[1]):
-        raise HardwareError(where, f'must be [number, "source"], not {str(value)[:60]}')
-    number = value[0]
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise HardwareError(where, f"{str(number)[:40]!r} must be a number")
-    lowest, highest = (0 if key in _CAN_BE_0 else 1e-12), 1 if key in SHARES else 1e21
-    if not lowest <= number <= highest:  # NaN is not either
-        rule = f"at {'least 0' if not lowest else 'least 1e-12'} and at most {highest:g}"
-        raise HardwareError(where, f"{str(number)[:40]} must be {rule}")
-    return float(number)
+    match value:
+        case [bool(), str()]:
+            pass
+        case [int() | float() as number, str(source)] if source:
+            lowest, highest = (0 if key in _CAN_BE_0 else 1e-12), 1 if key in _SHARES else 1e21
+            if lowest <= number <= highest:  # which NaN is not
+                return float(number)
+            rule = f"must be at least {lowest:g} and at most {highest:g}"
+            raise HardwareError(f"{where}.{key}", f"{str(number)[:40]} {rule}")
+    raise HardwareError(f"{where}.{key}", f'must be [number, "source"], not {str(value)[:60]}')
