@@ -81,11 +81,12 @@ class Device:
 
         Raises `ValueError` for a type that the device does not have.
         """
+        dtype = _dtype(dtype)
         if dtype in self.ceiling:
             return self.ceiling[dtype]
-        peak = self._peak(dtype)
-        known = next((t for t in ("bf16", "fp16", "fp32") if t in self.ceiling), None)
-        return peak * (self.ceiling[known] / self.peak[known] if known else 1.0)
+        known = [t for t in ("bf16", "fp16", "fp32") if t in self.ceiling and t in self.peak]
+        share = self.ceiling[known[0]] / self.peak[known[0]] if known else 1
+        return self._peak(dtype) * share
 
     def seconds_of_bytes(self, num_bytes: float) -> float:
         """Return the seconds of an elementwise operation that reads and writes `num_bytes`."""
@@ -295,7 +296,7 @@ def load(name: str | Path) -> Machine:
         own = _read(Path(name))
         nodes = [key[1] for key in own if key[0] == "node"]
         if len(nodes) != 1:
-            raise HardwareError(str(name), f"has {len(nodes)} tables [node.NAME]")
+            raise HardwareError(str(name), f"has {len(nodes)} tables [node.NAME], not 1")
         known, node = known | own, nodes[0]
     elif node in names():
         node, network = names()[node]
@@ -305,12 +306,10 @@ def load(name: str | Path) -> Machine:
     where, table = known["node", node]
     table = table | ({"between": network} if network else {})
     _complete(table, {"device", "gpus", "inside", "between"}, where)
-    gpus = _number(table["gpus"], where, "gpus")
-    if gpus % 1:
-        raise HardwareError(f"{where}.gpus", f"{gpus:g} must be a whole number")
+    gpus = int(_number(table["gpus"], where, "gpus"))
     parts = {"device": "device", "inside": "network", "between": "network"}
     made = {k: _part(kind, table[k], known, f"{where}.{k}") for k, kind in parts.items()}
-    return Machine(node + _suffix(network), gpus=int(gpus), **made)
+    return Machine(node + _suffix(network), gpus=gpus, **made)
 
 
 @cache
@@ -401,8 +400,9 @@ def _number(value: Any, where: str, key: str) -> float:
             pass
         case [int() | float() as number, str(source)] if source:
             lowest, highest = (0 if key in _CAN_BE_0 else 1e-12), 1 if key in _SHARES else 1e21
-            if lowest <= number <= highest:  # which NaN is not
+            whole = key in ("gpus", "shared")
+            if lowest <= number <= highest and not (whole and number % 1):  # NaN is out of bounds
                 return float(number)
-            rule = f"must be at least {lowest:g} and at most {highest:g}"
+            rule = f"must be at least {lowest:g} and at most {highest:g}" + ", and whole" * whole
             raise HardwareError(f"{where}.{key}", f"{str(number)[:40]} {rule}")
     raise HardwareError(f"{where}.{key}", f'must be [number, "source"], not {str(value)[:60]}')
