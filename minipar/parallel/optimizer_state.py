@@ -7,8 +7,10 @@ group, and are paired by these when they are loaded.
 """
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor, nn
 
 Labels = Sequence[Sequence[Hashable]]  # one for each parameter, by groups: its name, if known
 
@@ -54,3 +56,28 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
             )
         found |= dict(zip(names, group["params"], strict=True))
     return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
+
+
+def labelled(
+    groups: Iterable[Iterable[nn.Parameter]], names: Mapping[nn.Parameter, str]
+) -> list[dict[Hashable, nn.Parameter]]:
+    """Return the parameters of each group by label: their name, or number if they have none."""
+    count = itertools.count()
+    return [{names.get(p, i): p for p, i in zip(g, count, strict=False)} for g in groups]
+
+
+def as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
+
+    Returns groups of tensors, and the names of those that have one.
+    """
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    result, names = [], {}
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
+        members = [m[1] if isinstance(m, tuple) else m for m in members]
+        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
+    return result, names

@@ -193,13 +193,13 @@ def _most_gathered(prefetch, frozen):
     for i in (0, 3, 4, 5):
         model.blocks[i].requires_grad_(not frozen)
     strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch)
-    most, launch = [], fsdp.Flat.launch
+    most, unshard = [], fsdp.Flat.unshard
 
     def counting(flat):
-        launch(flat)
+        unshard(flat)
         most.append(sum(block.is_gathered for block in strategy.blocks))
 
-    fsdp.Flat.launch = counting
+    fsdp.Flat.unshard = counting
     try:
         for step in range(3):
             most.clear()
@@ -207,7 +207,7 @@ def _most_gathered(prefetch, frozen):
             strategy.finish_backward()
             assert strategy.gathered_bytes == 0
     finally:
-        fsdp.Flat.launch = launch
+        fsdp.Flat.unshard = unshard
     return max(most)
 
 
