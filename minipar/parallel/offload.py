@@ -67,7 +67,7 @@ class TwoHomes:
         """Let `param.data` be that of the host. A gradient on the device does not come along."""
         if self.on_host:
             return
-        if self.is_stale():  # somebody wrote weights into the device's copy
+        if self.is_stale():  # weights were written into the device's copy
             [weights] = self.copies.to_host([self.device]).wait()
             self.host.copy_(weights)
         self.param.grad = None
@@ -91,7 +91,7 @@ class TwoHomes:
             return self.host.to(self.device.dtype), self.device
 
     def is_stale(self) -> bool:
-        """Whether somebody has written into `param` since both homes were equal."""
+        """Whether `param` was written to since both homes were equal."""
         return self.version != self.param._version
 
 
@@ -254,7 +254,7 @@ class Offloaded(Strategy):
                     lambda *_, needs=needs: self._await(needs), prepend=True
                 )
         if self.inside is None:
-            me = weakref.ref(self)  # what a parameter's hook holds, nobody can collect
+            me = weakref.ref(self)  # what a parameter's hook holds is never collected
             for p in self.homes:
                 p.register_post_accumulate_grad_hook(lambda p: me()._on_gradient(p))
 

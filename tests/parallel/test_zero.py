@@ -63,6 +63,30 @@ def moved(model: nn.Module, before: list[Tensor]) -> bool:
     return all(not torch.equal(p, old) for p, old in pairs)
 
 
+def _naive() -> None:
+    mesh = Mesh(dp=4)
+    model, twin = Layers(seed=0), Layers(seed=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    stage_1 = attach(model, mesh.dp)
+    optimizer = ShardedOptimizer(
+        twin.parameters(), torch.optim.AdamW, mesh.dp, bucket_mb=7e-4, lr=0.01
+    )
+    naive = zero.Naive(twin, mesh.dp, optimizer, average=False), optimizer
+    for step in range(3):
+        for trained, (strategy, its_optimizer) in ((model, stage_1), (twin, naive)):
+            its_optimizer.zero_grad()
+            loss_of(trained, mesh.rank, step, ALL).backward()
+            strategy.finish_backward()
+            its_optimizer.step()
+            its_optimizer.synchronize()
+    assert moved(model, before)
+    assert_same(model, twin)
+
+
+def test_the_first_version_trains_as_the_last(ranks):
+    ranks(4).run(_naive)
+
+
 # ---------------------------------------------------------------------- any elementwise optimizer
 def _groups(model: nn.Module) -> list[dict]:
     """Two groups, one parameter frozen, one given twice."""
