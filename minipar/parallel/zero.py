@@ -344,7 +344,7 @@ class Naive(Strategy):
         for module in model.modules():
             own = module.parameters(recurse=False)
             if buckets := {self.bucket_of[p] for p in own if p in self.bucket_of}:
-                module.register_forward_pre_hook(partial(_wait_for, buckets))
+                module.register_forward_pre_hook(_waits_for(buckets))
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         return self.optimizer.pieces.values()
@@ -493,11 +493,15 @@ STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
 
 
 # ---------------------------------------------------------------------- helpers
-def _wait_for(buckets: set[Bucket], module: nn.Module, _: Any) -> None:
-    """What a module does before it computes; a deep copy of the model may do so as well."""
-    if not torch.compiler.is_compiling():  # a compiled graph waits where it uses a weight
-        for bucket in buckets:
-            bucket.arrive()
+def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
+    """What a module does before it computes; a closure, which a deep copy of the model shares."""
+
+    def before(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled graph waits where it uses a weight
+            for bucket in buckets:
+                bucket.arrive()
+
+    return before
 
 
 def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
