@@ -24,7 +24,7 @@ train: $(READY) ## train a small Llama on 2 x 2 ranks, on real text that is alre
 test: lint ## everything that proves the project: style, layers, all tests, all notebooks
 	$(BIN)/pytest $(ARGS)
 
-test-fast: $(READY) ## the tests without the slow ones and the notebooks; under 3 minutes
+test-fast: $(READY) ## the tests without the slow ones and the notebooks; some minutes
 	$(BIN)/pytest -m "not slow and not notebook and not exhaustive" $(ARGS)
 
 test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours

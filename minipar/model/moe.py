@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "microbatch", "batch")
-PRODUCTS = ("auto", "loop", "padded", "grouped")
 
 
 @dataclass(frozen=True)
