@@ -273,10 +273,7 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
             f"--mesh {config.mesh} needs {config.num_ranks} ranks but torchrun started {size}; "
             f"use --mesh dp={size} or --nproc-per-node {config.num_ranks}"
         )
-    backend = config.backend
-    if backend == "auto":
-        backend = backends.pick_backend(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    with backends.joined(backend, config.timeout):
+    with backends.joined(config.backend, config.timeout):
         # One rank chooses, so that all speak of the same folder.
         problem = None
         if rank == 0:

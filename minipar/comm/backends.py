@@ -3,7 +3,7 @@
 import datetime
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,23 @@ def pick_backend(size: int) -> str:
     return "nccl" if enough else "gloo"
 
 
+def pick_among(gpus: Sequence[str], backend: str = "auto") -> str:
+    """Return "nccl" where each rank has a GPU of its own, else "gloo"; or `backend` if it is named.
+
+    `gpus` holds the identity of each rank's GPU, "" for a rank without one: a scheduler may show
+    each rank but one GPU, so counting those in sight does not tell. Raises `ValueError` for nccl
+    where ranks share a GPU, or have none.
+    """
+    apart = "" not in gpus and len(set(gpus)) == len(gpus)
+    if backend == "nccl" and not apart:
+        found = len(set(gpus) - {""})
+        raise ValueError(
+            f"backend=nccl needs a GPU per rank: {len(gpus)} ranks have {found} GPUs; use gloo, "
+            f"which also lets several ranks share a GPU"
+        )
+    return ("nccl" if apart else "gloo") if backend == "auto" else backend
+
+
 def check_backend(backend: str, size: int) -> None:
     """Raise `ValueError` for an unknown backend, or nccl with fewer GPUs than ranks."""
     if backend not in BACKENDS:
@@ -35,27 +52,34 @@ def check_backend(backend: str, size: int) -> None:
             )
 
 
-def device_of(local_rank: int) -> torch.device:
+def compute_device() -> torch.device:
     """Return this rank's device: a GPU, shared if there are fewer than ranks, or the CPU.
 
-    The CPU also behind an emulated link, which carries nothing else.
+    The GPU follows from LOCAL_RANK, which counts the ranks of a host: not from the rank, since
+    hosts may have more GPUs than ranks. The CPU also behind an emulated link, which carries nothing
+    else.
     """
     emulated = dist.is_initialized() and dist.get_backend() == "link"
     if emulated or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 def init(backend: str, timeout: float, **where: Any) -> None:
-    """Join the default process group; `where` says how the ranks meet."""
+    """Join the default process group; `where` says how the ranks meet.
+
+    Where NCCL carries the tensors of GPUs, gloo carries those of the host, and objects, whose
+    pickles would else be copied to every GPU.
+    """
     if backend == "link":
         from minipar.comm import link_group
 
         link_group.register()
+    carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     seconds = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, timeout=seconds, **where)
+    dist.init_process_group(carriers, timeout=seconds, **where)
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
@@ -122,12 +146,15 @@ def _store(timeout: float) -> dist.Store:
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
-    Leaving is ordered: everybody waits for everybody, so that no rank closes its connections
-    while another still reads from them. Raises `ValueError`, `TimeoutError` or `ConnectionError`
-    on all ranks where they cannot meet within `timeout` seconds.
+    Leaving is ordered: every rank waits for all others, so that none closes its connections while
+    another still reads from them. Not so after an error: then what is in flight is given up.
+    `backend` is one of `BACKENDS`, or "auto" as in `pick_among`. Raises `ValueError`,
+    `TimeoutError` or `ConnectionError` on all ranks where they cannot meet within `timeout`
+    seconds.
     """
     rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _store(timeout)
-    number, _ = meeting.meet(store, rank, size, timeout, backend != "nccl")
+    number, cards = meeting.meet(store, rank, size, timeout, "" if backend == "link" else _gpu())
+    backend = pick_among([card.gpu for card in cards], backend)
     # The store still holds the addresses of ranks before a restart: leave them alone.
     init(
         backend,
@@ -136,9 +163,22 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
         rank=rank,
         world_size=size,
     )
-    device_of(int(os.environ.get("LOCAL_RANK", dist.get_rank())))  # nccl talks from there
+    compute_device()  # nccl talks from there
     try:
         yield
         dist.barrier()
+    except BaseException:
+        if backend == "nccl":  # to destroy its groups would wait for ranks that do not come
+            dist.distributed_c10d._abort_process_group()
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _gpu() -> str:
+    """Return the identity of this rank's GPU, "" where it has none."""
+    device = compute_device()
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)

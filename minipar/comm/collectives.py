@@ -331,7 +331,7 @@ def send(
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. `name`: in the ledger."""
     _check_peer("send", "peer", peer, axis)
-    tensor = tensor.detach().contiguous()
+    tensor = _staged(tensor.detach().contiguous(), axis)
     return _launch(
         name,
         axis,
@@ -347,11 +347,17 @@ def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Te
     """Fill `buffer` (contiguous, of the sender's shape and dtype) with what `peer` sends."""
     _check_peer("recv", "peer", peer, axis)
     _check_buffer("recv", buffer)
+    landing = _staged(buffer, axis)
+
+    def call(_: bool) -> Any:
+        work = dist.irecv(landing, group=axis.group, group_src=peer)
+        return work if landing is buffer else _All([work], [(buffer, landing)])
+
     return _launch(
         "recv",
         axis,
         0,
-        lambda a: dist.irecv(buffer, group=axis.group, group_src=peer),
+        call,
         buffer,
         async_op,
         peers=[peer],
@@ -395,11 +401,21 @@ def _post(
     """Receives first: gloo tells the peer over the same connection that a buffer is there, and
     behind a message that is leaving this would wait for its end. So both ways work at once.
     """
-    posts = [dist.P2POp(dist.irecv, b, None, axis.group, tag, peer) for b, peer in recvs]
-    posts += [dist.P2POp(dist.isend, t, None, axis.group, tag, peer) for t, peer in sends]
+    landings = [(buffer, _staged(buffer, axis)) for buffer, _ in recvs]
+    ways = [(dist.irecv, b, peer) for (_, b), (_, peer) in zip(landings, recvs, strict=True)]
+    ways += [(dist.isend, _staged(tensor, axis), peer) for tensor, peer in sends]
+    posts = [dist.P2POp(op, tensor, None, axis.group, tag, peer) for op, tensor, peer in ways]
     if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
         return _All([p.op(p.tensor, None, p.group, p.tag, p.group_peer) for p in posts])
-    return _All(dist.batch_isend_irecv(posts)) if posts else None
+    return _All(dist.batch_isend_irecv(posts), landings) if posts else None
+
+
+def _staged(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return what of a message travels: ranks that share a GPU talk over gloo, whose messages are
+    of the host's memory.
+    """
+    shared = tensor.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo"
+    return tensor.cpu() if shared else tensor
 
 
 def _swap(
@@ -415,7 +431,7 @@ def _swap(
     Not of few bytes, unless the rows are uneven: then ranks do not know each other's number.
     """
     is_small = recv_rows is None and sent.nbytes < _LARGE
-    if is_small or sent.device.type != "cpu" or dist.get_backend(axis.group) != "gloo":
+    if is_small or sent.device.type != "cpu" or "gloo" not in dist.get_backend(axis.group):
         rows = recv_rows, send_rows
         return dist.all_to_all_single(arrived, sent, *rows, axis.group, is_async)
     n, rank = axis.size, axis.rank
@@ -429,14 +445,20 @@ def _swap(
 
 
 class _All:
-    """Several works waited for as one."""
+    """Several works waited for as one; then what landed elsewhere is put into its buffer."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
+    def __init__(
+        self, works: Sequence[dist.Work], landings: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        self._works, self._landings = works, landings
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        for buffer, landing in self._landings:
+            if landing is not buffer:
+                buffer.copy_(landing)
+        self._landings = ()
 
     @property
     def times(self) -> tuple[float, float]:
@@ -490,7 +512,12 @@ def _launch(
         start = time.monotonic()
         with waiting:  # a call that is not asynchronous returns when it is done
             work = call(async_op or recorder is not None)
-        if recorder is not None and work is not None:
+        if recorder is None or work is None:
+            pass
+        elif "nccl" in dist.get_backend(axis.group):
+            # To wait here would stop the GPU; when its kernels ran, the profiler tells.
+            recorder.comm(verb, axis.name, sent, start, time.monotonic())
+        else:
             work = _Watched(
                 work, lambda t0, t1: recorder.comm(verb, axis.name, sent, t0, t1), start
             )

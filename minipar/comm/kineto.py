@@ -383,4 +383,5 @@ def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) 
                 span.meta["kernel"] = span.name
                 span.kind, span.name = ours[i].kind, ours[i].name
         span.start, span.end = span.start + to_monotonic, span.end + to_monotonic
-    return spans
+    # Where ranks share a GPU, gloo talks for them, and the host has seen it all.
+    return spans if kernels else spans + ledger

@@ -46,10 +46,11 @@ class Card:
     route: str  # own address on the way to MASTER_ADDR
     port: int  # at which this rank listens during the meeting
     word: str  # of this start alone
+    gpu: str = ""  # identity of the GPU that it will use
 
 
 def meet(
-    store: dist.Store, rank: int, size: int, timeout: float, uses_gloo: bool = True
+    store: dist.Store, rank: int, size: int, timeout: float, gpu: str = ""
 ) -> tuple[int, list[Card]]:
     """Return the number of this meeting, and the cards of all ranks; a collective.
 
@@ -57,13 +58,13 @@ def meet(
     one does not come within `timeout` seconds.
     """
     limit = time.monotonic() + timeout
-    address, route = gloo_address() if uses_gloo else "", _route(os.environ["MASTER_ADDR"])
-    reachable = route if not address or _is_loopback(address) else address
+    address, route = gloo_address(), _route(os.environ["MASTER_ADDR"])
+    reachable = route if _is_loopback(address) else address
     family = socket.AF_INET6 if ":" in reachable else socket.AF_INET
     with socket.create_server((reachable, 0), family=family) as listening:
         port = listening.getsockname()[1]
         node, word = platform.node(), secrets.token_hex(8)
-        card = Card(node, os.getpid(), _machine(), address, route, port, word)
+        card = Card(node, os.getpid(), _machine(), address, route, port, word, gpu)
         mine = json.dumps(asdict(card))
         _forget_absence(store, rank)
         store.set(f"card {rank}", mine)
@@ -75,7 +76,7 @@ def meet(
             if len(cards) == size and cards[rank] == mine:
                 if number != answered:
                     found = [Card(**json.loads(text)) for text in cards]
-                    store.set(f"answer {number} {rank}", obstacle(found, rank, uses_gloo))
+                    store.set(f"answer {number} {rank}", obstacle(found, rank))
                     answered = number
                 answers = [f"answer {number} {other}" for other in range(size)]
                 if rank == 0 and store.check(answers):
@@ -128,12 +129,12 @@ def _forget_absence(store: dist.Store, rank: int) -> None:
 
 
 # ---------------------------------------------------------------------- can they connect?
-def obstacle(cards: Sequence[Card], rank: int, uses_gloo: bool = True) -> str:
+def obstacle(cards: Sequence[Card], rank: int) -> str:
     """Return what keeps this rank from the others, or ""; gloo may be given another interface."""
     mine = cards[rank]
     first = {card.machine: card for card in reversed(cards)}  # rank of each machine
     others = [card for card in first.values() if card.machine != mine.machine]
-    if not others or not uses_gloo:
+    if not others:
         return ""
     speaks = first[mine.machine] is mine
     if _is_loopback(mine.address):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minipar.comm.backends import device_of, init
+from minipar.comm.backends import compute_device, init
 from minipar.comm.mesh import Mesh
 from minipar.comm.output import Output, Stream
 from minipar.comm.pack import pack, unpack
@@ -85,7 +85,8 @@ class _Worker:
         os.environ.update(RANK=str(self.setup.rank), WORLD_SIZE=str(self.setup.size))
         os.environ.update(LOCAL_RANK=str(self.setup.rank))
         torch.set_num_threads(self.setup.threads)
-        device_of(self.setup.rank)
+        if self.setup.backend != "link":  # which carries what is on the CPU
+            compute_device()
         if self.setup.capture:
             self.children.listen()
             sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
@@ -274,9 +275,10 @@ def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(Exception):  # another thread may be destroying this one right now
-            if dist.get_backend(group) == "gloo":
+            backend = dist.get_backend(group)
+            if "gloo" in backend:
                 _cut_connections()  # gloo's own abort() does nothing
-            else:
+            if backend != "gloo":
                 group.abort()
 
 

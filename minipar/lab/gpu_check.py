@@ -97,7 +97,7 @@ def kinds(recorded: timeline.Timeline) -> set[str]:
 def parity() -> list[dict[str, Any]]:
     """Compare the gradients of every version of ddp with those of one process, in both dtypes."""
     mesh = Mesh(dp=2)
-    device = backends.device_of(mesh.rank)
+    device = backends.compute_device()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (4, 33), generator=generator).to(device)
     mine = share(torch.arange(4), mesh.rank, mesh.size).to(device)
@@ -142,7 +142,7 @@ def gradients(
 
 def utilisation(check: GpuCheck) -> tuple[dict[str, Any], timeline.Timeline]:
     """Train on one device; return FLOP/s by the model's own count, and one recorded step."""
-    mesh, device = Mesh(), backends.device_of(0)
+    mesh, device = Mesh(), backends.compute_device()
     shape = PRESETS[check.preset]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Llama(shape).to(device, dtype)

@@ -201,7 +201,7 @@ def _ends_in_semicolon(code: str) -> bool:
 def prepare(sizes: dict[str, int], wire: link.Link | link.Topology) -> None:
     """Put into the namespace what every cell may rely on, for the process group of now."""
     link.use(wire)
-    device = backends.device_of(dist.get_rank())
+    device = backends.compute_device()
     known = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": device}
     _shell().user_ns.update(known, mesh=Mesh(**sizes), torch=torch, dist=dist)
 

@@ -49,7 +49,7 @@ def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timel
     generator = torch.Generator().manual_seed(mesh.rank)
     tokens = torch.randint(
         shape.vocab_size, (show.batch_size, show.seq_len + 1), generator=generator
-    ).to(backends.device_of(mesh.rank))
+    ).to(backends.compute_device())
     batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
     model = Llama(shape).to(tokens.device)
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)

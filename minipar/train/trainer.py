@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import link, watchdog
-from minipar.comm.backends import device_of
+from minipar.comm.backends import compute_device
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.mesh = Mesh(**config.mesh_sizes())
-        self.device = device_of(self.mesh.rank)
+        self.device = compute_device()
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)

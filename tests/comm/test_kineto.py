@@ -187,6 +187,13 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
     assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
     assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
     assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
+    # Ranks that share a GPU talk over gloo: no kernel of NCCL, and the ledger stands.
+    document["traceEvents"] = [e for e in document["traceEvents"] if "nccl" not in e["name"]]
+    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.name, s.num_bytes, s.start) for s in spans.select(kind="comm")] == [
+        ("reduce_scatter", 77, now),
+        ("send", 88, now + 1e-5),
+    ]
 
 
 def test_without_a_gpu_no_profiler_runs():

@@ -121,6 +121,6 @@ def test_a_host_out_of_reach_is_named_on_all(monkeypatch):
     alone = [card(rank, "one", "127.0.1.1", "127.0.1.1") for rank in range(2)]
     assert obstacle(alone, 1) == ""  # one machine may use its loopback
     store, usual = dist.HashStore(), meeting.obstacle
-    monkeypatch.setattr(meeting, "obstacle", lambda cards, rank, _: "far" if rank == 1 else "")
+    monkeypatch.setattr(meeting, "obstacle", lambda cards, rank: "far" if rank == 1 else "")
     assert [str(error) for error in meet_all(store, 2)] == ["far", "far"]
     assert usual is obstacle

@@ -112,7 +112,7 @@ class Contender:
 
     def __init__(self, config: CompressionConfig, mesh: Mesh, name: str, seed: int, steps: int):
         self.config, self.mesh, self.steps, self.step_number = config, mesh, steps, 0
-        self.device = backends.device_of(mesh.rank)
+        self.device = backends.compute_device()
         self.model = Llama(PRESETS[config.preset], seed=seed).to(self.device)
         self.optimizer = make_optimizer(self.model, lr=config.lr, weight_decay=0.1)
         self.strategy = METHODS[name].attach(self.model, mesh.dp, self.optimizer, steps)

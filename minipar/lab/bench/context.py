@@ -175,7 +175,7 @@ def attention(
 
     q [B, H, T, K], k and v [B, G, T, K] and the gradient of the output are those of one device.
     """
-    device = backends.device_of(axis.rank)
+    device = backends.compute_device()
     model = Llama(shape, seed=0).to(device)
     strategy = attach(model, axis, name)
     core: Core = model.model.layers[0].self_attn.core
@@ -200,7 +200,7 @@ def training(
     config: ContextConfig, axis: Axis, name: str, shape: LlamaConfig
 ) -> Callable[[], Tensor]:
     """A training step: it returns the loss of this rank's tokens, in nats, over all tokens."""
-    device = backends.device_of(axis.rank)
+    device = backends.compute_device()
     model = Llama(shape, seed=0).to(device)
     strategy = attach(model, axis, name)
     data = ddp.apply(model, axis, average=False)

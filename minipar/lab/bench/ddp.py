@@ -117,7 +117,7 @@ class Contender:
     """A model that takes training steps by the method `attach`, on tokens of this rank."""
 
     def __init__(self, config: StepConfig, mesh: Mesh, attach: Attach, shape: LlamaConfig) -> None:
-        device = backends.device_of(mesh.rank)
+        device = backends.compute_device()
         self.inputs, self.targets = config.tokens(shape, device, seed=mesh.rank)
         self.attached = attach(Llama(shape).to(device), mesh)
 
@@ -157,7 +157,7 @@ def _growth(config: StepConfig, attach: Attach) -> int:
         contender = Contender(config, mesh, attach, shape)
         for _ in range(3):
             contender.step()
-        peaks.append(peak_memory(backends.device_of(mesh.rank)))
+        peaks.append(peak_memory(backends.compute_device()))
         del contender
         gc.collect()
     return peaks[1] - peaks[0]

@@ -124,7 +124,7 @@ class Contender:
     def __init__(
         self, config: PipelineConfig, axis: Axis, name: str, who: str, shape: LlamaConfig
     ) -> None:
-        device = backends.device_of(axis.rank)
+        device = backends.compute_device()
         self.model = Llama(shape, seed=0).to(device)
         inputs, targets = (t.to(device) for t in batch(config, shape))
         attach = {"ours": ours, "torch": theirs}[who]

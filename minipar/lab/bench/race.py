@@ -160,7 +160,7 @@ def race(
     def note(work: Any) -> None:  # figures only: its tensors are to be freed, and used again
         sent.append(Sent(work.t_issue, *work.times, work.num_bytes))
 
-    device = backends.device_of(axis.rank)
+    device = backends.compute_device()
     for step in (lead or steps).values():
         for _ in range(3):  # the first steps allocate, fill buckets anew and learn who sends what
             step()

@@ -103,7 +103,7 @@ class Contender:
 
 def contender(config: TensorConfig, axis: Axis, name: str, shape: LlamaConfig) -> Contender:
     """The contender called `name`, on a model of that shape and a batch that all ranks have."""
-    device = backends.device_of(axis.rank)
+    device = backends.compute_device()
     model = Llama(replace(shape, tie_embeddings=False), seed=0).to(device)
     attach, options = (ours, OURS[name]) if name in OURS else (theirs, THEIRS[name])
     return attach(model, axis, *config.tokens(shape, device), **options)
