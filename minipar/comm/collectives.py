@@ -535,7 +535,8 @@ class _Watched:
         self._thread = None
         try:
             # Where the backend tells through a future when an operation is over ...
-            work.get_future().add_done_callback(lambda _: self._over())
+            ended = getattr(work, "ended", None) or work.get_future()
+            ended.add_done_callback(lambda _: self._over())
         except (AttributeError, RuntimeError):
             # ... else (gloo's reduce-scatter, send and recv) it tells only those who wait.
             self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from minipar.comm import link
+from minipar.comm import link, strict
 from minipar.comm.link_tables import Calls, Cell, Transfer
 from minipar.comm.spans import wire_bytes
 
@@ -54,18 +54,18 @@ class LinkWork(dist.Work):
         run: Callable[[float], Transfer],
         inner: dist.Work | None = None,
         latency: float = 0.0,
+        hold: strict.Hold | None = None,
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
         self.t_issue, self.t_start, self.t_end = time.monotonic(), None, None
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
-        self._inner = inner
+        self._inner, self._hold = inner, hold
         self._result, self._error = result, None
-        self._done, self._lock, self._trigger = threading.Event(), threading.Lock(), Future()
-        # Future.set_exception would make the exception the *value* that C++ sees (DDP then reads a
-        # tensor from it and crashes); only a callback that raises makes a future fail for C++ too.
-        self._future = self._trigger.then(lambda _: self.result())
+        self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
+        if hold is not None:
+            hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
         """Mark as done, the first time; wake whoever waits."""
@@ -76,7 +76,7 @@ class LinkWork(dist.Work):
             for observe in link.observers:
                 observe(self)
             self._done.set()
-        self._trigger.set_result(None)
+        self.ended.set_result(None)
 
     @property
     def times(self) -> tuple[float, float]:
@@ -90,8 +90,7 @@ class LinkWork(dist.Work):
         while not self._done.wait(0.1):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.verb} did not end within {limit:g} s")
-        if self._error is not None:
-            raise self._error
+        self.result()
         return True
 
     def synchronize(self) -> None:
@@ -109,10 +108,16 @@ class LinkWork(dist.Work):
     def result(self) -> Any:
         if self._error is not None:
             raise self._error
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.settle()
         return self._result
 
     def get_future(self) -> Future:
-        return self._future
+        # Future.set_exception would make the exception the *value* that C++ sees (DDP then reads a
+        # tensor from it and crashes); only a callback that raises makes a future fail for C++ too.
+        return self.ended.then(lambda _: self.result())
 
     def _source_rank(self) -> int:
         return self._inner._source_rank()
@@ -184,7 +189,7 @@ class LinkGroup(dist.ProcessGroup):
             try:
                 self._raise_if_aborted(work.verb)
                 work.t_start, duration, _ = work.run(max(work.t_issue, free))
-                end = work.t_start + duration
+                end = work.t_start + duration + strict.delay()
                 free = end - work.latency
                 while (left := end - time.monotonic()) > 0 and not self._stopped.wait(left):
                     pass
@@ -219,6 +224,10 @@ class LinkGroup(dist.ProcessGroup):
         checks, call = link.checks, link.stands_for()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
+        result, hold = list(_tensors(args[:1])), None
+        if strict.is_on():
+            hold = strict.Hold(verb, args, *self._read_and_written(op, args, opts))
+            args = hold.travelling
 
         def run(ready: float) -> Transfer:
             if checks:
@@ -233,8 +242,14 @@ class LinkGroup(dist.ProcessGroup):
             return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
 
         sent = wire_bytes(op.verb, whole, size)
-        work = LinkWork(verb, sent, list(_tensors(args[:1])), run)
-        return self._enqueue("collectives", work)
+        return self._enqueue("collectives", LinkWork(verb, sent, result, run, hold=hold))
+
+    def _read_and_written(self, op: "_Op", args: Sequence[Any], opts: Any) -> list[list]:
+        """The tensors that an operation reads, and those that it fills."""
+        if op.verb in ("broadcast", "reduce"):  # in place, and one-sided
+            fills = (op.verb == "reduce") == (opts.rootRank == self.rank())
+            return [[], [*_tensors(args)]] if fills else [[*_tensors(args)], []]
+        return [[*_tensors(args[1:2])], [*_tensors(args[:1])]]
 
     def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
         """This call in words, the same on all ranks if they agree."""
@@ -303,7 +318,11 @@ class LinkGroup(dist.ProcessGroup):
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = (mine.num_bytes, int(other.num_bytes))
             raise self._wrong_size(src, dst, *(sizes[::-1] if end else sizes))
-        inner = getattr(self.inner, verb)(tensors, peer, tag)
+        hold, moved = None, tensors
+        if strict.is_on():
+            hold = strict.Hold(verb, tensors, *([tensors, []] if verb == "send" else [[], tensors]))
+            moved = hold.travelling
+        inner = getattr(self.inner, verb)(moved, peer, tag)
 
         def run(ready: float) -> Transfer:
             inner.wait()
@@ -311,7 +330,7 @@ class LinkGroup(dist.ProcessGroup):
             return self._calls.on_cards(cell, call, transfer, lanes)
 
         sent = wire_bytes(verb, num_bytes, 2)
-        work = LinkWork(verb, sent, tensors, run, inner, latency)
+        work = LinkWork(verb, sent, tensors, run, inner, latency, hold)
         work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
 

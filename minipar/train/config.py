@@ -126,6 +126,9 @@ class TrainConfig:
     """auto: nccl where each rank has a GPU, else gloo. link: gloo behind an emulated link."""
     link: str = "1gbe"
     """The link that --backend link emulates."""
+    strict: bool = False
+    """On that link: stop at what would be a race on a GPU, such as a buffer used while it travels.
+    Slow."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of parameters, gradients and optimizer state."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
@@ -209,6 +212,8 @@ class TrainConfig:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be above 0")
         check_numbers(self)
         self._check_batch()
+        if self.strict and self.backend != "link":
+            raise ValueError(f"--strict watches --backend link, not {self.backend}")
         longest = self.model_config().max_seq_len
         if self.seq_len > longest:
             raise ValueError(

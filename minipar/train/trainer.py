@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import link, watchdog
+from minipar.comm import link, strict, watchdog
 from minipar.comm.backends import compute_device
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
@@ -383,7 +383,9 @@ def train(
     the caller: floor 3 does not plot. None if the run was asked to stop, and has saved.
     """
     world = Mesh(**config.mesh_sizes()).world
-    with StopRequest() as request, watchdog.watch(config.stall_seconds), held(Path(folder), world):
+    watched = strict.watching() if config.strict else nullcontext()
+    stalls = watchdog.watch(config.stall_seconds)
+    with StopRequest() as request, stalls, held(Path(folder), world), watched:
         return _train(config, Path(folder), start, progress, request)
 
 

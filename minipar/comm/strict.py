@@ -1,0 +1,155 @@
+"""A race detector for collectives: the emulated link, as unforgiving as a GPU.
+
+On a GPU a collective has only *begun* when its call returns: its result is there after `wait`, and
+until then what it was handed must be neither written to nor freed. Gloo forgives most such slips,
+so code that is right on a laptop computes nonsense on a cluster, now and then. In here it cannot:
+
+    with strict.watching():              # on every rank, with the backend ``link``
+        train_step(...)                  # raises `Race`, which names the call and the tensor
+
+*   What travels are copies. The caller's outputs are full of NaN until `wait` puts the result in.
+*   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
+    meanwhile is a race, even if its bytes had left long before.
+*   Every operation ends later than it should, by a random time, so that groups overtake each other.
+*   An operation whose handle is gone before it was waited for is reported at the end of the body.
+
+Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
+what is computed from it, and where a value is written that was there before, nothing is seen.
+In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
+Proved by: tests/comm/test_strict.py.
+"""
+
+import random
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DELAY = 1e-3
+"""Seconds by which an operation is late, in the mean of an exponential law."""
+
+_flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
+_lost: list[str] = []
+_random = random.Random()
+
+
+class Race(RuntimeError):
+    """A tensor was used by two at once: by a collective in flight and by its caller."""
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Find races of this rank's link groups in the body; raises `Race` where one is seen."""
+    global _flying
+    before, _flying = _flying, weakref.WeakSet()
+    _lost.clear()
+    try:
+        yield
+        for hold in list(_flying):
+            hold.ended.wait()
+        hold = None
+        time.sleep(0.01 if _flying else 0)  # the thread of the link lets go of what has ended
+        if _lost:
+            raise Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+    finally:
+        _flying = before
+
+
+def is_on() -> bool:
+    """Whether `watching` is open on this rank."""
+    return _flying is not None
+
+
+def delay() -> float:
+    """Return by how many seconds an operation is to be late."""
+    return _random.expovariate(1 / DELAY) if is_on() else 0.0
+
+
+class Hold:
+    """The tensors of one operation: `travelling` holds copies to move in the place of `args`.
+
+    `read` and `written` say which of the tensors in `args` it reads, and which it fills.
+    """
+
+    def __init__(
+        self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
+        self.verb, self.where, self.is_settled = verb, _call_site(), False
+        self.ended = threading.Event()  # replaced by that of the work
+        copies: dict[int, Tensor] = {}
+        self.travelling = _copied(args, copies)
+        # What is gathered in place is read from the output: it will change, and rightly so.
+        apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
+        self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
+        self._written = [(tensor, copies[id(tensor)]) for tensor in written]
+        for tensor in written:
+            tensor.detach().fill_(_poison(tensor.dtype))
+        _flying.add(self)
+
+    def settle(self) -> None:
+        """Look whether all is as it was, and put the results in. Raises `Race`."""
+        self.is_settled = True
+        if _flying is not None:
+            _flying.discard(self)
+        for tensor, before in self._read:
+            self._check(tensor, before, "it is sent from there")
+        for tensor, arrived in self._written:
+            self._check(
+                tensor, torch.full_like(arrived, _poison(arrived.dtype)), "it arrives there"
+            )
+            tensor.detach().copy_(arrived)
+
+    def __del__(self) -> None:
+        if not self.is_settled:
+            _lost.append(f"{self.verb}{self.where}")
+
+    def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
+        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+        if freed or not torch.equal(_bytes(tensor), _bytes(before)):
+            raise Race(
+                f"{self.verb}{self.where}: its tensor of {str(tensor.dtype)[6:]} "
+                f"{tuple(tensor.shape)} was {'freed' if freed else 'written to'} before `wait` had "
+                f"returned, and {why} until then; wait first, or use another buffer"
+            )
+
+
+def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Nested lists with a copy of each tensor."""
+    if isinstance(value, Tensor):
+        return copies.setdefault(id(value), value.detach().clone())
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return value
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (start, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (a, b))
+    return start < last and first < end
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _call_site() -> str:
+    """Where the operation was called, outside of torch and of the rooms that carry it."""
+    for frame in reversed(traceback.extract_stack()):
+        path = frame.filename.replace("\\", "/")
+        if "/torch/" not in path and not path.endswith(_CARRIERS):
+            return f" at {'/'.join(path.split('/')[-2:])}:{frame.lineno}"
+    return ""
+
+
+_CARRIERS = tuple(f"comm/{name}.py" for name in ("strict", "link_group", "collectives", "autograd"))

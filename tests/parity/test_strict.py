@@ -1,0 +1,113 @@
+"""No race: all strategies hold on a link that is as unforgiving as a GPU, and slips are caught."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from minipar.comm import collectives, strict
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Mesh
+from minipar.parallel import compose
+from minipar.parallel.plan import Plan
+from tests.parity import models
+from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
+
+PLANS = {
+    "ddp": Plan(dp=4),
+    "zero1": Plan(dp=4, zero=1),
+    "zero2": Plan(dp=4, zero=2, microbatches=3),
+    "fsdp": Plan(dp=4, zero=3),
+    "tensor": Plan(tp=4, sequence_parallel=True, tp_overlap=True),
+    "ring": Plan(cp=4),
+    "ulysses": Plan(cp=4, context="ulysses"),
+    "pipeline": Plan(pp=4, microbatches=4),
+    "zb": Plan(pp=2, dp=2, zero=1, microbatches=4, schedule="zb_h1"),
+    "all": Plan(pp=2, tp=2, sequence_parallel=True, microbatches=2),
+}
+
+
+def task_of(plan: Plan) -> Task:
+    build = partial(models.llama, vocab_size=64, num_layers=4)
+    if plan.cp > 1:
+        build = partial(build, num_heads=4, num_kv_heads=4)
+    return Task(build, num_sequences=5, steps=2, microbatches=plan.microbatches)
+
+
+def attach(model, mesh: Mesh, plan: Plan) -> list:
+    model.composed = compose.apply(model, mesh, plan, make_optimizer, bucket_mb=0.004)
+    return [model.composed]
+
+
+def train(plan: Plan, slip: Callable = contextlib.nullcontext) -> Outcome:
+    run = partial(parallel, task_of(plan), plan.mesh_sizes(), partial(attach, plan=plan))
+    with slip(), strict.watching():  # losses, norms and weights say enough
+        return run(gradients=lambda model: {})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_strategy_has_a_race(ranks, name):
+    plan = PLANS[name]
+    expected = serial(task_of(plan))
+    expected.gradients = [{}, {}]
+    for found in ranks(4, "link").run(train, plan):
+        assert_parity(found, expected)
+
+
+# ---------------------------------------------------------------------- slips
+def called_by_a_strategy() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_globals["__name__"].startswith("minipar.parallel."):
+        frame = frame.f_back
+    return frame is not None
+
+
+def wait_left_out() -> mock._patch:
+    """The third wait of a strategy returns at once, with a buffer in which nothing is yet."""
+    usual, seen = collectives.Pending.wait, []
+
+    def wait(pending):
+        if pending._work is not None and called_by_a_strategy():
+            seen.append(pending)
+            if len(seen) == 3:
+                return pending._result
+        return usual(pending)
+
+    return mock.patch.object(collectives.Pending, "wait", wait)
+
+
+def buffer_reused(verb: str) -> mock._patch:
+    """A strategy writes into what it has handed over, right after the call."""
+    usual = getattr(dist, verb)
+
+    def call(*args, **options):
+        work = usual(*args, **options)
+        if called_by_a_strategy():
+            args[0].zero_()
+        return work
+
+    return mock.patch.object(dist, verb, call)
+
+
+SLIPS = [
+    *((name, wait_left_out) for name in ("ddp", "zero1", "zero2", "fsdp")),
+    *((name, wait_left_out) for name in ("tensor", "ring", "ulysses", "pipeline")),
+    ("ddp", partial(buffer_reused, "all_reduce")),
+    ("fsdp", partial(buffer_reused, "all_gather_single")),
+    ("zero2", partial(buffer_reused, "all_to_all_single")),
+    ("pipeline", partial(buffer_reused, "isend")),
+]
+
+
+@pytest.mark.parametrize("name, slip", SLIPS)
+def test_a_slip_is_caught(ranks, name, slip):
+    try:
+        found = ranks(4, "link").run(train, PLANS[name], slip)
+    except RankError:
+        return
+    assert any(math.isnan(x) for outcome in found for x in outcome.losses + outcome.norms)
