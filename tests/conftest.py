@@ -1,8 +1,18 @@
 """One standing pool of ranks per size, shared by all tests: a start per size, not per test."""
 
+import os
+
 import pytest
 
 from minipar.comm.launch import Ranks
+
+# What this machine's network, or a launcher around the tests, tells of itself holds neither for the
+# ranks that tests start nor in the network namespaces that they make.
+FOREIGN = "GLOO_", "NCCL_", "TORCH_DISTRIBUTED_", "TORCH_NCCL_", "TORCHELASTIC_", "MASTER_"
+FOREIGN += "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_"
+for name in list(os.environ):
+    if name.startswith(FOREIGN) or name.lower().endswith("_proxy"):
+        del os.environ[name]
 
 
 @pytest.hookimpl(tryfirst=True)

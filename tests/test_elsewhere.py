@@ -1,6 +1,7 @@
 """What plays other processors: weights are nudged everywhere alike, and a failure is counted."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -67,3 +68,13 @@ def test_a_sweep_counts_what_fails_under_a_setting(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit):
         main()
     assert "sse5 is none of as it is, default, avx2" in capsys.readouterr().err
+
+
+def test_what_the_machine_says_of_its_network_reaches_no_test(monkeypatch):
+    """A namespace has no eth0, and no rank of ours belongs to a launcher around the tests."""
+    said = {"GLOO_SOCKET_IFNAME": "eth0", "RANK": "1", "MASTER_ADDR": "head", "all_proxy": "far"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(HERE.parent / "conftest.py"))
+    assert not said.keys() & os.environ.keys()
+    assert {"PATH", "PYTEST_CURRENT_TEST"} <= os.environ.keys()
