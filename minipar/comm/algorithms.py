@@ -83,7 +83,7 @@ def all_reduce(
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
     make = _pick("all_reduce", algorithm, plans.ALL_REDUCE)
-    _check_op("all_reduce", op, tensor)
+    comm.check_op("all_reduce", op, tensor)
 
     def call() -> Tensor:
         data = _flat(tensor)
@@ -109,7 +109,7 @@ def reduce_scatter(
     first half of an all-reduce; "direct" sends each slice to its rank in one round.
     """
     make = _pick("reduce_scatter", algorithm, plans.ALL_GATHER)
-    _check_op("reduce_scatter", op, tensor)
+    comm.check_op("reduce_scatter", op, tensor)
     _check_rows("reduce_scatter", tensor)
 
     def call() -> Tensor:
@@ -172,10 +172,7 @@ def broadcast(
     "scatter_ring": n rounds; `src` sends 2 S (n-1)/n, nobody more, and nothing has to be cut.
     """
     make = _pick("broadcast", algorithm, plans.BROADCAST)
-    if not 0 <= src < axis.size:
-        raise ValueError(
-            f"broadcast: src={src} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"
-        )
+    comm.check_peer("broadcast", "src", src, axis)
 
     def call() -> Tensor:
         data = _flat(tensor)
@@ -244,7 +241,7 @@ def hierarchical_all_reduce(
     only 2 S/m (k-1)/k across. `algorithm` is that of the step across; inside it is the ring.
     """
     _pick("all_reduce", algorithm, plans.ALL_REDUCE)
-    _check_op("all_reduce", op, tensor)
+    comm.check_op("all_reduce", op, tensor)
     part = "sum" if op == "avg" else op
     options: dict[str, Any] = {"chunk_bytes": chunk_bytes}
 
@@ -494,13 +491,6 @@ def _pick(verb: str, algorithm: str, table: dict[str, Callable[..., Plan]]) -> C
     if algorithm not in table:
         raise ValueError(f"{verb}: algorithm={algorithm!r} is unknown; use one of {list(table)}")
     return table[algorithm]
-
-
-def _check_op(verb: str, op: str, tensor: Tensor) -> None:
-    if op not in _COMBINE:
-        raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {list(_COMBINE)}")
-    if op == "avg" and not tensor.is_floating_point():
-        raise ValueError(f"{verb}: op='avg' of {tensor.dtype} is no whole number; use sum")
 
 
 def _check_rows(verb: str, tensor: Tensor) -> None:

@@ -75,7 +75,7 @@ def all_reduce(
     ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of whole
     numbers.
     """
-    reduce_op = _op("all_reduce", op, tensor)
+    reduce_op = check_op("all_reduce", op, tensor)
     _check_out("all_reduce", out, tensor, tensor.shape)
     result = _copy_into(out, tensor)
     return _launch(
@@ -93,8 +93,8 @@ def reduce(
     tensor: Tensor, axis: Axis, dst: int = 0, op: Op = "sum", *, async_op: bool = False
 ) -> Tensor | Pending:
     """Combine over all ranks; rank `dst` gets the result, the others a tensor of no meaning."""
-    reduce_op = _op("reduce", op, tensor)
-    _check_peer("reduce", "dst", dst, axis)
+    reduce_op = check_op("reduce", op, tensor)
+    check_peer("reduce", "dst", dst, axis)
     result = _copy_into(None, tensor)
     return _launch(
         "reduce",
@@ -120,7 +120,7 @@ def reduce_scatter(
     On a CPU it takes another [D, ...], where the slices of all ranks arrive; they are added up, and
     `out` is written, by whoever waits. Raises `ValueError` when n does not divide that dim.
     """
-    reduce_op = _op("reduce_scatter", op, tensor)
+    reduce_op = check_op("reduce_scatter", op, tensor)
     _check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
     shape = pieces.shape[1:]
@@ -266,7 +266,7 @@ def broadcast(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Give everybody the tensor of rank `src`; the others' tensors lend only shape and dtype."""
-    _check_peer("broadcast", "src", src, axis)
+    check_peer("broadcast", "src", src, axis)
     _check_out("broadcast", out, tensor, tensor.shape)
     result = _copy_into(out, tensor)
     return _launch(
@@ -287,7 +287,7 @@ def scatter(
 
     Every rank passes a tensor of the whole shape; only that of `src` is read.
     """
-    _check_peer("scatter", "src", src, axis)
+    check_peer("scatter", "src", src, axis)
     _check_divides("scatter", tensor, 0, axis)
     pieces = _split(tensor, 0, axis.size)
     result = pieces[0].clone()
@@ -309,7 +309,7 @@ def gather(
 
     The other ranks get None.
     """
-    _check_peer("gather", "dst", dst, axis)
+    check_peer("gather", "dst", dst, axis)
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
     pieces = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
     if axis.size == 1:
@@ -330,7 +330,7 @@ def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. `name`: in the ledger."""
-    _check_peer("send", "peer", peer, axis)
+    check_peer("send", "peer", peer, axis)
     tensor = _staged(tensor.detach().contiguous(), axis)
     return _launch(
         name,
@@ -345,7 +345,7 @@ def send(
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:
     """Fill `buffer` (contiguous, of the sender's shape and dtype) with what `peer` sends."""
-    _check_peer("recv", "peer", peer, axis)
+    check_peer("recv", "peer", peer, axis)
     _check_buffer("recv", buffer)
     landing = _staged(buffer, axis)
 
@@ -379,7 +379,7 @@ def exchange(
     sends = [(tensor.detach().contiguous(), peer) for tensor, peer in sends]
     buffers = [buffer for buffer, _ in recvs]
     for _, peer in (*sends, *recvs):
-        _check_peer("exchange", "peer", peer, axis)
+        check_peer("exchange", "peer", peer, axis)
     for buffer in buffers:
         _check_buffer("exchange", buffer)
     if axis.size == 1:  # a ring of one
@@ -564,7 +564,8 @@ class _Watched:
 
 
 # ---------------------------------------------------------------------- shapes
-def _op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
+def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
+    """Return torch's name of `op`; raise `ValueError` where it cannot reduce `tensor`."""
     if op not in _OPS:
         raise ValueError(f"{verb}: op={op!r} is not a reduction; use one of {', '.join(_OPS)}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -582,7 +583,8 @@ def _check_buffer(verb: str, buffer: Tensor) -> None:
         raise ValueError(f"{verb}: a buffer to receive in must be contiguous")
 
 
-def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
+def check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
+    """Raise `ValueError` unless `peer` is a rank of `axis`."""
     if not 0 <= peer < axis.size:
         raise ValueError(
             f"{verb}: {name}={peer} is no rank of {axis.name}={axis.size}; use 0 to {axis.size - 1}"

@@ -30,12 +30,12 @@ Use::
     plan.check(model.config)
     composed = apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
     batch = [composed.shard(microbatch) for microbatch in batch]
-    train_step(model, [composed], composed.optimizer, batch, composed.axis,
-               shard_axes=composed.shard_axes, run=composed.run or forward_backward)
+    train_step(model, [composed], composed.optimizer, batch, composed.axis)
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Axis, Mesh
-from minipar.model.llama import IGNORE_INDEX, Llama, loss_of
+from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, fsdp, guard, tensor, ulysses, zero
 from minipar.parallel.compression import COMPRESSORS, Compressed
@@ -139,8 +139,6 @@ def apply(
         parts.data = zero.apply(
             model, data_axis, optimizer=optimizer, stage=plan.zero, average=False
         )
-        if parts.tensor is not None:
-            parts.tensor.holder = optimizer.pieces.get
     else:
         if plan.compression != "none":
             parts.compressed = Compressed(COMPRESSORS[plan.compression]())
@@ -186,7 +184,9 @@ class Composed(Strategy):
     ) -> None:
         super().__init__(model, data_axis)
         self.mesh, self.plan, self.parts, self.optimizer = mesh, plan, parts, optimizer
-        self.run = None if parts.pipeline is None else parts.pipeline.run
+        self.rows = parts.data.rows
+        if parts.pipeline is not None:
+            self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
         # In the order in which they finish a backward: what tensor parallelism adds up must not be
         # on its way elsewhere.
         every = (parts.data, parts.tensor, parts.context, parts.pipeline)
@@ -198,7 +198,7 @@ class Composed(Strategy):
         with torch.device("meta"):
             serial = Llama(model.config)
         self.shapes = {name: tuple(p.shape) for name, p in serial.state_dict().items()}
-        self.groups = self._groups([name for name, _ in serial.named_parameters()])
+        self.names = self._serial_names([name for name, _ in serial.named_parameters()])
 
     # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
@@ -249,16 +249,6 @@ class Composed(Strategy):
             return ulysses.shard_batch(whole, self.mesh.cp)
         return context.shard_batch(whole, self.mesh.cp)
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Sum of the losses of what `shard` returned, of this rank of `axis`: float64."""
-        if self.parts.pipeline is not None:
-            return self.parts.pipeline.evaluate(microbatches)
-        total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
-        for inputs, targets, *rest in microbatches:
-            total += loss_of(self.model)(self.model(inputs, *rest), targets)
-        return total
-
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Put together what ranks of tp and pp have by the names of their parameters; a collective.
@@ -278,6 +268,9 @@ class Composed(Strategy):
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.join(self.parts.data.full_state_dict())
 
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return self.join(self.parts.data.full_gradients())
+
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.parts.data.load_full_state_dict(self.own(state))
 
@@ -286,46 +279,38 @@ class Composed(Strategy):
 
         What a serial optimizer, or one under any other plan, can load. A collective.
         """
-        data, optimizer = self.parts.data, self.optimizer
-        if isinstance(data, fsdp.FullySharded):
-            state = data.full_optimizer_state(optimizer)
-        else:
-            state = optimizer.state_dict()
-        own = unpack(state, self._own_groups())
-        keys = sorted({key for entries in own.values() for key in entries})
-        whole: dict[str, dict[str, Any]] = {}
-        for key in sorted(set(itertools.chain(*all_gather_object(keys, self.mesh.pp)))):
-            entries = {name: values[key] for name, values in own.items() if key in values}
-            joined = self._join_entry(entries)
-            for name, value in joined.items():
+        state = self.parts.data.full_optimizer_state(self.optimizer)
+        own = unpack(state, self._own_names())
+        tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by entry, then by name
+        numbers: dict[str, dict[str, Any]] = defaultdict(dict)  # such as counts of steps
+        for name, entries in own.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    tensors[key][name] = value
+                else:
+                    numbers[self._serial_name(name)][key] = value
+        whole: dict[str, dict[str, Any]] = defaultdict(dict)
+        told = all_gather_object((list(tensors), dict(numbers)), self.mesh.pp)
+        for _, theirs in told[::-1]:  # the first counts
+            for name, entries in theirs.items():
+                whole[name] |= entries
+        for key in sorted({key for keys, _ in told for key in keys}):
+            for name, value in self.join(tensors[key]).items():
                 if value is not None:
-                    value = value.cpu() if isinstance(value, Tensor) else value
-                    whole.setdefault(name, {})[key] = value
-        return pack(whole, self.groups, state["param_groups"])
-
-    def _join_entry(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """One entry of the state, by the names of this rank's parameters -> of all."""
-        tensors = {n: v for n, v in entries.items() if isinstance(v, Tensor) and v.ndim}
-        numbers = {n: v for n, v in entries.items() if n not in tensors}  # such as counts of steps
-        joined = self.join(tensors)
-        for theirs in all_gather_object(numbers, self.mesh.pp)[::-1]:  # the first counts
-            joined |= {self._serial_name(name): value for name, value in theirs.items()}
-        return joined
+                    whole[name][key] = value.cpu()
+        return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take this rank's part of what `full_optimizer_state` returned, under whichever plan.
 
         Paired by name. Raises `ValueError` for the state of other parameters.
         """
-        whole, part = unpack(state, self.groups), {}
-        for name in itertools.chain(*self._own_groups()):
+        whole, part, own_names = unpack(state, self.names), {}, self._own_names()
+        for name in itertools.chain(*own_names):
             if entries := whole.get(self._serial_name(name)):
                 part[name] = {key: self._own_piece(name, value) for key, value in entries.items()}
-        own_state = pack(part, self._own_groups(), state["param_groups"])
-        if isinstance(self.parts.data, fsdp.FullySharded):
-            self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
-        else:
-            self.optimizer.load_state_dict(own_state)
+        own_state = pack(part, own_names, state["param_groups"])
+        self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
 
     def _own_piece(self, name: str, whole: Any) -> Any:
         """Of an entry of the state: cut as the parameter is, unless it is a number."""
@@ -333,26 +318,17 @@ class Composed(Strategy):
             return whole
         return self.parts.tensor.own({name: whole})[name]
 
-    # Names of parameters, of this rank and of the serial model
-    def _own_groups(self) -> list[list[str]]:
-        """Names by the groups of the optimizer, as this rank's parameters are called."""
-        found = {id(p): name for name, p in self.model.named_parameters()}
-        if isinstance(self.optimizer, zero.ShardedOptimizer):
-            members = self.optimizer.wholes
-        else:
-            members = [group["params"] for group in self.optimizer.param_groups]
-        return [[found[id(p)] for p in group] for group in members]
+    def _own_names(self) -> list[list[str]]:
+        """What this rank's parameters are called, by the groups of the optimizer."""
+        return [list(group) for group in self.parts.data.members(self.optimizer)]
 
     def _serial_name(self, name: str) -> str:
         """A tied head, which may be alone on its stage, is the embedding in the serial model."""
         tied = name == "lm_head.weight" and self.model.config.tie_embeddings
         return "model.embed_tokens.weight" if tied else name
 
-    def _groups(self, order: list[str]) -> list[list[str]]:
-        """Names by the groups of the serial optimizer; a collective along pp."""
-        groups: list[set[str]] = []
-        for own in all_gather_object(self._own_groups(), self.mesh.pp):
-            groups = groups or [set() for _ in own]
-            for names, more in zip(groups, own, strict=True):
-                names.update(map(self._serial_name, more))
-        return [[name for name in order if name in names] for names in groups]
+    def _serial_names(self, order: list[str]) -> list[list[str]]:
+        """What those of all ranks are called in the serial model; a collective along pp."""
+        groups = zip(*all_gather_object(self._own_names(), self.mesh.pp), strict=True)
+        found = [set(map(self._serial_name, itertools.chain(*group))) for group in groups]
+        return [[name for name in order if name in names] for names in found]

@@ -365,11 +365,15 @@ class PowerSGD(Compressor):
     ) -> Reduced:
         self.generator = self.generator or _generator(vector.device, self.seed)
         total, residue = torch.empty_like(vector), torch.zeros_like(vector)
-        sizes = [p.numel() for p in parameters]
-        matrices, outs, whole = {}, {}, []
-        for p, piece, out in zip(parameters, vector.split(sizes), total.split(sizes), strict=True):
+        pieces = zip(
+            parameters,
+            *(flat.split([p.numel() for p in parameters]) for flat in (vector, total, residue)),
+            strict=True,
+        )
+        matrices, outs, left, whole = {}, {}, {}, []
+        for p, piece, out, kept in pieces:
             if self.compresses(p.shape):
-                matrices[p], outs[p] = piece.view(len(p), -1), out.view(len(p), -1)
+                matrices[p], outs[p], left[p] = (x.view(len(p), -1) for x in (piece, out, kept))
             else:
                 whole.append((piece, out))
 
@@ -381,14 +385,10 @@ class PowerSGD(Compressor):
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
         for parameter, p, q in zip(matrices, ps, qs, strict=True):
-            torch.matmul(p, q.mT * weight, out=outs[parameter])
+            out = torch.matmul(p, q.mT * weight, out=outs[parameter])
             self._qs[parameter] = q
-        offsets = 0
-        for p, size in zip(parameters, sizes, strict=True):
-            if p in matrices:  # every rank keeps its distance to the mean of what was sent
-                part = slice(offsets, offsets + size)
-                residue[part] = vector[part] - total[part] / (weight * axis.size)
-            offsets += size
+            # Every rank keeps its distance to the mean of what was sent.
+            left[parameter].copy_(matrices[parameter] - out / (weight * axis.size))
         return total, residue
 
     def _start(self, parameter: nn.Parameter, matrix: Tensor) -> Tensor:

@@ -362,7 +362,7 @@ class RingAttention(torch.autograd.Function):
         kernel: Kernel,
     ) -> Tensor:
         """q [B, H, T/n, K]; k, v [B, G, T/n, K] -> [B, H, T/n, K]."""
-        softmax = Forward(kernel, q)
+        softmax = OnlineSoftmax(kernel, q)
         kv = own_kv = torch.stack((k, v))  # one message: [2, B, G, T/n, K]
         for step, blocks in enumerate(blocks_of(mask, q, axis, order)):
             is_last = step == axis.size - 1
@@ -379,7 +379,7 @@ class RingAttention(torch.autograd.Function):
         """A second ring follows the first: gradients go where their keys went, and then home."""
         q, kv, mask, out, lse = ctx.saved_tensors
         axis = ctx.axis
-        gradients = Backward(ctx.kernel, q, out, lse, d_out)
+        gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
         d_arriving = None
         for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
             is_last = step == axis.size - 1
@@ -412,7 +412,7 @@ class GatherAttention(torch.autograd.Function):
     ) -> Tensor:
         """Shapes as in `RingAttention`."""
         steps = blocks_of(mask, q, axis, order)
-        softmax = Forward(kernel, q)
+        softmax = OnlineSoftmax(kernel, q)
         own_kv = torch.stack((k, v))
         everyone = all_gather(own_kv[None], axis)  # [n, 2, B, G, T/n, K]
         for step, blocks in enumerate(steps):
@@ -427,7 +427,7 @@ class GatherAttention(torch.autograd.Function):
         """Gradients of all keys, reduce-scattered to those who hold them."""
         q, own_kv, mask, out, lse = ctx.saved_tensors
         axis = ctx.axis
-        gradients = Backward(ctx.kernel, q, out, lse, d_out)
+        gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
         everyone = all_gather(own_kv[None], axis)
         d_everyone = everyone.new_empty(everyone.shape, dtype=out.dtype)
         for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
@@ -440,7 +440,7 @@ class GatherAttention(torch.autograd.Function):
 EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 
 
-class Forward:
+class OnlineSoftmax:
     """The softmax over the keys seen so far: output [B, H, T/n, K] and lse [B, H, T/n, 1].
 
     In fp32 at least: rounded to bf16 at every step, they would be off by more on a longer ring.
@@ -461,7 +461,7 @@ class Forward:
                 merge(self.out[:, :, mine], self.lse[:, :, mine], *new)
 
 
-class Backward:
+class OnlineGradients:
     """The gradient of q from the keys seen so far, [B, H, T/n, K]; in fp32 at least."""
 
     def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:

@@ -195,7 +195,7 @@ def fill_buckets(
         group.append(p)
         room[key] = group, left - p.nbytes
     last, left = [], capacity / 4
-    if sum(p.nbytes for p in groups[-1]) > left:
+    if groups and sum(p.nbytes for p in groups[-1]) > left:
         while groups[-1][-1].nbytes <= left:
             left -= groups[-1][-1].nbytes
             last.insert(0, groups[-1].pop())
@@ -218,7 +218,9 @@ class Bucketed(Naive):
         num_bytes = sum(p.nbytes for p in self.parameters)
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         # Gradients come into being from the last layer to the first.
-        self.buckets = fill_buckets(self.parameters[::-1], self.capacity, reduce)
+        order = self.parameters[::-1]
+        is_alone = axis.size == 1 and reduce is None  # then they stay where they are
+        self.buckets = fill_buckets([] if is_alone else order, self.capacity, reduce)
 
     def finish_backward(self) -> None:
         Strategy.finish_backward(self)
@@ -242,7 +244,8 @@ class Overlapped(Bucketed):
 
     def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
         super().__init__(model, axis, *options)
-        self.rehearsal: Counter[nn.Parameter] | None = Counter()  # arrivals, in order
+        # Arrivals, in order, in the first backward.
+        self.rehearsal: Counter[nn.Parameter] | None = Counter() if self.buckets else None
         self.next = 0  # the bucket whose turn it is
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 

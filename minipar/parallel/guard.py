@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from minipar.comm.mesh import Axis
+from minipar.parallel.pieces import axes_of
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -96,7 +97,7 @@ def _listen() -> None:
     def clip(parameters: Any, *args: Any, **options: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for p in parameters:
-            axes = [axis.name for axis in getattr(p, "shard_axes", ()) if axis.size > 1]
+            axes = [axis.name for axis in axes_of(p) if axis.size > 1]
             if axes or hasattr(p, "stepped_elsewhere"):
                 raise RuntimeError(
                     f"torch's clip_grad_norm_ sees the gradients of this rank alone, and here each "
@@ -115,7 +116,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
     for strategy in list(_watched):
-        if not strategy.is_finished and not strategy.watched.isdisjoint(parameters):
+        if not strategy.watched.isdisjoint(parameters):
             check_finished(strategy, "optimizer.step()")
     if optimizer not in _checked:
         for group in optimizer.param_groups:
@@ -153,13 +154,11 @@ def check_elementwise(
 
     # What is wrong with options is raised as it is.
     make([{**group, "params": [nn.Parameter(weights.view(4, 5).clone())]}])
-    is_same, why = like.is_meta, None  # where there are no values, there is nothing to compare
-    if not is_same:
-        try:
-            pieces = [piece[:, None] for piece in weights.split([7, 13])]
-            is_same = torch.allclose(train(*pieces), train(weights.view(4, 5)))
-        except Exception as error:
-            why = error
+    pieces, why = [piece[:, None] for piece in weights.split([7, 13])], None
+    try:  # on "meta" there are no values, and nothing to compare
+        is_same = like.is_meta or torch.allclose(train(*pieces), train(weights.view(4, 5)))
+    except Exception as error:
+        is_same, why = False, error
     if not is_same:
         raise ValueError(
             f"{name} does not step on each number alone, so it cannot work on pieces of "
@@ -204,7 +203,7 @@ _HARMLESS = {
 
 
 def leave(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, who uses one of `parameters` calls its `on_use` first."""
+    """From now on, what uses one of `parameters` calls its `on_use` first."""
     for p in parameters:
         p.__class__ = Absent
 
@@ -235,12 +234,11 @@ class Ledger:
         self.latest.append(what)
 
     def close(self) -> list[int]:
-        """Begin anew; return 8 bytes whose greatest over the ranks tell whether all did the same.
+        """Begin anew; return 8 bytes, for `tell` of the greatest of each over the ranks.
 
         The digest and its complement: where ranks differ, both are greater than those of one rank.
         """
-        own = [*self.digest.to_bytes(4)]
-        self.digest = 0
+        own, self.digest = [*self.digest.to_bytes(4)], 0
         return [*own, *(255 - byte for byte in own)]
 
     def tell(self, greatest: Tensor) -> None:

@@ -68,8 +68,8 @@ def apply(
     `optimizer` steps the model's parameters, by any rule; made anew, so that it has no state yet.
     `options` are those of the class that `METHODS` names, all with defaults.
 
-    Where a loss scale may make ranks leave out a step, leave it out on all of them: hand `axis` to
-    the training step as an axis of shards, over which the overflow is shared.
+    Where a loss scale may make ranks leave out a step, leave it out on all of them: with
+    ``Precision("fp16", axes=(axis,))``, an overflow on one rank counts for all.
 
     Raises `ValueError` for an unknown method and for options that do not fit.
     """
@@ -120,10 +120,21 @@ class Gradients:
 
 # ---------------------------------------------------------------------- 1. averaging parameters
 class _Local(Strategy):
-    """Every rank steps along its own gradient. `_synchronise` is called after each such step."""
+    """Every rank steps along its own gradient. `_synchronise` is called after each such step.
+
+    `every`: steps from one agreement to the next. `average`: whether losses are means over the
+    tokens of a rank; if not, of all ranks, see "Tokens" above. Raises `ValueError` for numbers that
+    are too small, or an optimizer of another model.
+    """
 
     def __init__(
-        self, model: nn.Module, axis: Axis, optimizer: Optimizer, every: int, average: bool
+        self,
+        model: nn.Module,
+        axis: Axis,
+        optimizer: Optimizer,
+        every: int = 16,
+        *,
+        average: bool = True,
     ) -> None:
         super().__init__(model, axis)
         self.every, self.average, self.steps = every, average, 0
@@ -190,21 +201,12 @@ class LocalSGD(_Local):
     """Average the parameters of all ranks after every `every` steps.
 
     Post-local SGD: the first `synchronous_steps` share all gradients, as long as the model changes
-    fast. Raises `ValueError` for numbers that are too small, or an optimizer of another model.
+    fast. Arguments besides, and errors, as of `_Local`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        optimizer: Optimizer,
-        every: int = 16,
-        *,
-        synchronous_steps: int = 0,
-        average: bool = True,
-    ) -> None:
+    def __init__(self, *common: Any, synchronous_steps: int = 0, **options: Any) -> None:
         _check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
-        super().__init__(model, axis, optimizer, every, average)
+        super().__init__(*common, **options)
         self.synchronous_steps = synchronous_steps
 
     def finish_backward(self) -> None:
@@ -274,23 +276,15 @@ class DiLoCo(_Local):
     """After `every` inner steps, one step of an outer optimizer along the way that all ranks went.
 
     The optimizer handed in is the inner one, usually AdamW. `lr` and `momentum` are the outer ones;
-    lr=1 and momentum=0 are local SGD. Raises `ValueError` as `LocalSGD`, and for these two.
+    lr=1 and momentum=0 are local SGD. Arguments besides, and errors, as of `_Local`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        axis: Axis,
-        optimizer: Optimizer,
-        every: int = 16,
-        *,
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        average: bool = True,
+        self, *common: Any, lr: float = 0.7, momentum: float = 0.9, **options: Any
     ) -> None:
         _check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
         _check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
-        super().__init__(model, axis, optimizer, every, average)
+        super().__init__(*common, **options)
         self.lr, self.momentum = lr, momentum
         self.fragments = [Fragment(self.parameters)]
 

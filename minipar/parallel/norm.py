@@ -28,10 +28,15 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
+from minipar.parallel.pieces import axes_of, is_copy
 
 
-def grad_norm(parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> Tensor:
-    """2-norm of all gradients of the model, a float64 scalar on their device, equal on all ranks.
+def grad_norm(
+    parameters: Iterable[Tensor],
+    axes: Iterable[Axis] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """2-norm of all gradients of the model, a float64 scalar on `device`, equal on all ranks.
 
     `axes`: every axis over which any rank's parameter is cut (more do no harm), in the same order
     on all ranks; collective over them. A parameter without gradient adds nothing, one listed twice
@@ -39,23 +44,26 @@ def grad_norm(parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> Tensor
     nothing either: it stands for one that another rank of the same axis counts, as the tied
     embedding on the last pipeline stage does for the one on the first.
 
+    `device`: that which computes and sends; by default the parameters', but these may be offloaded.
+
     Raises ValueError when a parameter is cut over an axis that `axes` does not name.
     """
     parameters, axes = _unique(parameters), tuple(axes)
-    device = parameters[0].device if parameters else torch.device("cpu")
+    if device is None:
+        device = parameters[0].device if parameters else torch.device("cpu")
     grads: dict[tuple, list[Tensor]] = defaultdict(list)
     for param in parameters:
-        if param.grad is not None and not getattr(param, "is_copy", False):
+        if param.grad is not None and not is_copy(param):
             # squares of half precision are summed in float32
             dtype = torch.promote_types(param.grad.dtype, torch.float32)
-            grads[_is_cut(param, axes), dtype].append(param.grad)
+            grads[_is_cut(param, axes), dtype, param.grad.device].append(param.grad)
 
     # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
     # must send the same type, and one without parameters could not guess it.
     sums = torch.zeros((2,) * len(axes), dtype=torch.float64, device=device)
-    for (is_cut, dtype), tensors in grads.items():
+    for (is_cut, dtype, _), tensors in grads.items():
         norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-        sums[is_cut] += norms.double().square().sum()
+        sums[is_cut] += norms.double().square().sum().to(device)
     for dim, axis in enumerate(axes):
         cut = sums.select(dim, 1)  # the half of the table that is cut over this axis
         cut.copy_(all_reduce(cut.contiguous(), axis))
@@ -63,14 +71,18 @@ def grad_norm(parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> Tensor
 
 
 def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float, axes: Iterable[Axis] = ()
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    axes: Iterable[Axis] = (),
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; the norm before.
 
-    `parameters`, `axes` and errors as in `grad_norm`. The factor comes from the global norm, so it
-    is the same on every rank. A norm that is not finite is returned as it is and the gradients stay
-    untouched, so that the caller can skip the step (torch would turn all of them into NaN).
-    `max_norm=math.inf` only measures. Never waits for the device.
+    `parameters`, `axes`, `device` and errors as in `grad_norm`. The factor comes from the global
+    norm, so it is the same on every rank. A norm that is not finite is returned as it is and the
+    gradients stay untouched, so that the caller can skip the step (torch would turn all of them
+    into NaN). `max_norm=math.inf` only measures. Waits for the device only where gradients are
+    elsewhere.
 
     Source: Pascanu, Mikolov & Bengio (arXiv 1211.5063), algorithm 1. Raises ValueError for a
     max_norm that is not positive.
@@ -78,15 +90,15 @@ def clip_grad_norm(
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; use math.inf not to clip")
     parameters = _unique(parameters)
-    norm = grad_norm(parameters, axes)
+    norm = grad_norm(parameters, axes, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch: no division by zero
     factor = torch.where(norm.isfinite(), factor, 1.0)
-    grads: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    grads: dict[tuple, list[Tensor]] = defaultdict(list)
     for param in parameters:
         if param.grad is not None:
-            grads[param.grad.dtype].append(param.grad)
-    for dtype, tensors in grads.items():
-        torch._foreach_mul_(tensors, factor.to(torch.promote_types(dtype, torch.float32)))
+            grads[param.grad.device, param.grad.dtype].append(param.grad)
+    for (home, dtype), tensors in grads.items():
+        torch._foreach_mul_(tensors, factor.to(home, torch.promote_types(dtype, torch.float32)))
     return norm
 
 
@@ -97,7 +109,7 @@ def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def _is_cut(param: Tensor, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     """One 1 or 0 for each of `axes`: is the gradient of this parameter cut over it?"""
-    names = {axis.name for axis in getattr(param, "shard_axes", ()) if axis.size > 1}
+    names = {axis.name for axis in axes_of(param) if axis.size > 1}
     if unknown := names - {axis.name for axis in axes}:
         raise ValueError(
             f"a gradient of shape {tuple(param.shape)} is cut over {', '.join(sorted(unknown))}; "

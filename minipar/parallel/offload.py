@@ -26,7 +26,7 @@ the shards of fsdp, and leaves no weights on the device either.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -59,7 +59,7 @@ class TwoHomes:
         [self.host] = copies.to_host([param.data]).wait()
         memory.tag("parameters", self.device, on_host=False)
         memory.tag("parameters", self.host, on_host=True)
-        param.homes = self.device, self.host  # for whoever counts
+        param.homes = self.device, self.host  # for those who count memory
         self.version = param._version  # of the weights that both homes hold
         self.on_host = False
 
@@ -67,7 +67,7 @@ class TwoHomes:
         """Let `param.data` be that of the host. A gradient on the device does not come along."""
         if self.on_host:
             return
-        if self.is_stale():  # somebody wrote weights into the device's copy
+        if self.is_stale():  # weights were written into the device's copy
             [weights] = self.copies.to_host([self.device]).wait()
             self.host.copy_(weights)
         self.param.grad = None
@@ -91,7 +91,7 @@ class TwoHomes:
             return self.host.to(self.device.dtype), self.device
 
     def is_stale(self) -> bool:
-        """Whether somebody has written into `param` since both homes were equal."""
+        """Whether `param` was written to since both homes were equal."""
         return self.version != self.param._version
 
 
@@ -151,16 +151,6 @@ def _state_to_host(optimizer: torch.optim.Optimizer, copies: HostCopy) -> None:
 _owners: "weakref.WeakSet[Offloaded | HostShards]" = weakref.WeakSet()
 
 
-def _before_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for owner in list(_owners):
-        owner._before_step(optimizer)
-
-
-def _after_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for owner in list(_owners):
-        owner._after_step(optimizer)
-
-
 def _around_steps(owner: "Offloaded | HostShards") -> None:
     """Call its `_before_step` and `_after_step` around all steps, as long as `owner` lives."""
     _listen()
@@ -169,8 +159,12 @@ def _around_steps(owner: "Offloaded | HostShards") -> None:
 
 @cache
 def _listen() -> None:
-    register_optimizer_step_pre_hook(_before_steps)
-    register_optimizer_step_post_hook(_after_steps)
+    def call(method: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for owner in list(_owners):
+            getattr(owner, method)(optimizer)
+
+    register_optimizer_step_pre_hook(partial(call, "_before_step"))
+    register_optimizer_step_post_hook(partial(call, "_after_step"))
 
 
 # ---------------------------------------------------------------------- 2. while computing goes on
@@ -208,7 +202,7 @@ def apply(
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there is nothing to offload")
-    if inside is not None and inside.shard_axes:
+    if inside is not None and inside.rows:
         raise ValueError(
             f"inside= must reduce whole gradients, and {type(inside).__name__} cuts them; use "
             f"step_on_host(optimizer) with zero, shards_on_host(strategy) with fsdp"
@@ -260,7 +254,7 @@ class Offloaded(Strategy):
                     lambda *_, needs=needs: self._await(needs), prepend=True
                 )
         if self.inside is None:
-            me = weakref.ref(self)  # what a parameter's hook holds, nobody can collect
+            me = weakref.ref(self)  # what a parameter's hook holds is never collected
             for p in self.homes:
                 p.register_post_accumulate_grad_hook(lambda p: me()._on_gradient(p))
 
@@ -415,12 +409,11 @@ def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostS
     """
     if not getattr(strategy, "flats", None):
         raise ValueError(f"{type(strategy).__name__} has no flat shards; use fsdp.apply")
-    strategy.host_shards = HostShards(strategy, copies)
-    return strategy.host_shards
+    return HostShards(strategy, copies)
 
 
 class HostShards:
-    """Stands in where a flat shard is fetched to be gathered, and where its gradient is stored."""
+    """The home of flat shards on the host, see `flat.Home`."""
 
     def __init__(self, strategy: Strategy, copies: HostCopy | None = None) -> None:
         self.copies = copies or HostCopy(strategy.flats[0].shard.device)
@@ -431,23 +424,17 @@ class HostShards:
         self.region = ExitStack()
         for flat in strategy.flats:
             self._move(flat)
-        self.parameters = {p for flat in strategy.flats for p in flat.parameters}
-        strategy.finish_backward = partial(self._finish_backward, strategy.finish_backward)
+        self.parameters = {p for flat in strategy.flats for p in flat.pieces}
         _around_steps(self)
 
     def _move(self, flat: Any) -> None:
-        device = flat.shard.device
-        [flat.shard] = self.copies.to_host([flat.shard]).wait()
-        memory.tag("parameters", flat.shard, on_host=True)
-        for p, span in zip(flat.parameters, flat.spans, strict=True):
-            p.data = flat.shard[span].view_as(p)
-        store, whole = flat.store, flat.whole
-        flat.fetch = partial(self._fetch, flat)
-        flat.store = partial(self._store, flat, store)
-        flat.whole = lambda shards: whole(shards.to(device))
+        [shard] = self.copies.to_host([flat.shard]).wait()
+        memory.tag("parameters", shard, on_host=True)
+        flat.move(shard)
+        flat.home = self
 
     # ------------------------------------------------------------------ weights, up
-    def _fetch(self, flat: Any) -> Tensor:
+    def fetch(self, flat: Any) -> Tensor:
         """Return the shard of `flat` on the device; start to bring the one that comes after it."""
         at = len(self.fetched)
         self.fetched.append(flat)
@@ -468,21 +455,21 @@ class HostShards:
         return self.copies.to_device([(shard, arriving)])
 
     # ------------------------------------------------------------------ gradients, down
-    def _store(self, flat: Any, store: Callable[[Tensor], None], gradient: Tensor) -> None:
-        """Let `gradient` leave for the host, where `store` adds it to those of the parameters."""
+    def store(self, flat: Any, gradient: Tensor) -> None:
+        """Let `gradient` leave for the host, where it is added to those of the parameters."""
         copy = self.copies.to_host([gradient])
         [on_host] = copy.tensors
         memory.tag("gradients", on_host, on_host=True)
-        adds_up = any(p.grad is not None for p in flat.parameters)
+        adds_up = any(p.grad is not None for p in flat.pieces)
         if adds_up or on_host.dtype != flat.shard.dtype:
             copy.wait()  # its numbers are needed now
         else:
             self.leaving.append(copy)
         with memory.on_host():
-            store(on_host)
+            flat.add_to_grad(on_host)
 
-    def _finish_backward(self, finish: Callable[[], None]) -> None:
-        finish()
+    def finish(self) -> None:
+        """Wait until all gradients are on the host."""
         for copy in self.leaving:
             copy.wait()
         self.leaving = []
@@ -501,4 +488,4 @@ class HostShards:
 
 
 def _versions(flat: Any) -> list[int]:
-    return [p._version for p in flat.parameters]
+    return [p._version for p in flat.pieces]

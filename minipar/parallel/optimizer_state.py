@@ -1,16 +1,25 @@
-"""The state of an optimizer by the names of its parameters, as torch's state dicts number them.
+"""The state of an optimizer by the names of its parameters, whole, as of one device.
 
 A state dict counts parameters through: its groups hold numbers, and its "state" has an entry for
 each number. Which parameter a number means depends on the order in which the optimizer got them;
 so whole states here say it as torch's own do for `named_parameters()`, in "param_names" of each
 group, and are paired by these when they are loaded.
+
+A *label* is the name of a parameter, or a number if it has none; `labelled` makes them.
 """
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-Labels = Sequence[Sequence[Hashable]]  # one for each parameter, by groups: its name, if known
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from minipar.parallel.pieces import Row, piece_of
+
+Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
+Members = Sequence[Mapping[Hashable, nn.Parameter]]  # and what they label
 
 
 def pack(
@@ -38,7 +47,7 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
 
     Raises `ValueError` for the state of other parameters.
     """
-    groups = state["param_groups"]
+    groups, labels = state["param_groups"], [list(own) for own in labels]
     theirs, ours = [len(group["params"]) for group in groups], [len(own) for own in labels]
     if theirs != ours:
         raise ValueError(f"the state has groups of {theirs} parameters, and here are {ours}")
@@ -54,3 +63,76 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
             )
         found |= dict(zip(names, group["params"], strict=True))
     return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
+
+
+def labelled(
+    groups: Iterable[Iterable[nn.Parameter]], names: Mapping[nn.Parameter, str]
+) -> list[dict[Hashable, nn.Parameter]]:
+    """Return the parameters of each group by label."""
+    count = itertools.count()
+    return [{names.get(p, i): p for p, i in zip(g, count, strict=False)} for g in groups]
+
+
+def as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
+
+    Returns groups of tensors, and the names of those that have one.
+    """
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    result, names = [], {}
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
+        members = [m[1] if isinstance(m, tuple) else m for m in members]
+        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
+    return result, names
+
+
+# ---------------------------------------------------------------------- where parameters are cut
+def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> dict[str, Any]:
+    """Return the state of `optimizer` as one device would have it, on the CPU; a collective.
+
+    `members` are its parameters, or those of which it steps the pieces; `rows` hold all pieces.
+    """
+    label_of = {piece_of(p): label for group in members for label, p in group.items()}
+    state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
+    whole = {
+        label_of[p]: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
+        for p, entries in state.items()
+    }
+    for row in rows:
+        cut = {p: state[p] for p in row.pieces if p in state}
+        for key in dict.fromkeys(key for entries in cut.values() for key in entries):
+            # What has another shape is a number, such as the count of steps.
+            own = {
+                p: entries[key]
+                for p, entries in cut.items()
+                if isinstance(entries.get(key), Tensor) and entries[key].shape == p.shape
+            }
+            if own:
+                joined = row.join(own, next(iter(own.values())).dtype)
+                for p in own:
+                    whole[label_of[p]][key] = joined[p].cpu()
+    return pack(whole, members, optimizer.param_groups)
+
+
+def cut_state(
+    state: Mapping[str, Any], members: Members, rows: Iterable[Row]
+) -> dict[Hashable, dict[str, Any]]:
+    """Return, by label, this rank's part of what `join_state` returned, paired by name.
+
+    Raises `ValueError` for the state of other parameters.
+    """
+    row_of, parameters = {p: row for row in rows for p in row.pieces}, ChainMap(*members)
+    own: dict[Hashable, dict[str, Any]] = {}
+    for label, entries in unpack(state, members).items():
+        piece = piece_of(parameters[label])
+        own[label] = dict(entries)
+        if row := row_of.get(piece):
+            for key, value in entries.items():
+                is_number = not isinstance(value, Tensor) or key == "step"
+                if not is_number and value.shape == row.shapes[piece]:
+                    own[label][key] = row.part_of(piece, value).clone()  # not a view of the whole
+    return own

@@ -29,6 +29,7 @@ from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import tensor
 from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.pieces import axes_of, full_shape
 from minipar.parallel.pipeline import runtime, schedules, simulate, stages
 from minipar.parallel.pipeline.actions import Schedule
 
@@ -398,7 +399,7 @@ def _row(
 ) -> Row:
     n, t, num_bytes = plan.dp * plan.cp, plan.tp, p.nbytes
     data = "dp+cp" if plan.dp > 1 and plan.cp > 1 else "cp" if plan.cp > 1 else "dp"
-    cut = [axis.name for axis in getattr(p, "shard_axes", ())]
+    cut = [axis.name for axis in axes_of(p)]
     stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
     summed, sent = {}, {}
     if n > 1:
@@ -420,5 +421,5 @@ def _row(
         kind: num_bytes * (2 if kind == "optimizer" else 1) // (n if plan.zero >= stage else 1)
         for kind, stage in parts_of.items()
     }
-    full = tuple(getattr(p, "full_shape", p.shape))
+    full = tuple(full_shape(p))
     return Row(name, full, tuple(p.shape), stage_ranks, tuple(cut), summed, sent, state)

@@ -1,14 +1,19 @@
 """What every strategy has in common: three words, and how to leave synchronisation out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from minipar.comm.collectives import broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
 from minipar.parallel.norm import clip_grad_norm
+from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
+from minipar.parallel.pieces import Row, axes_of, piece_of
 
 
 class Strategy:
@@ -22,10 +27,14 @@ class Strategy:
         optimizer.step()
     """
 
-    shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut, besides those they name
+    shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
+    rows: Sequence[Row] = ()  # of the pieces that are stepped in the place of parameters
+    run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
+    evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self.model, self.axis = model, axis
+        self.device = device_of(model)  # which computes, wherever parameters go from here
         self.synchronises = True
         self.is_finished = True  # false from a backward on, see `guard.watch`
         self.finishes = 0
@@ -48,12 +57,15 @@ class Strategy:
         """
         guard.check_finished(self, "clip_grad_norm_()")
         parameters = list(self.with_gradients())
-        axes = {axis for p in parameters for axis in getattr(p, "shard_axes", ())}
-        axes = sorted(axes | set(self.shard_axes), key=lambda axis: axis.name)
-        return clip_grad_norm(parameters, max_norm, axes)
+        axes = in_order([*self.shard_axes, *(axis for p in parameters for axis in axes_of(p))])
+        return clip_grad_norm(parameters, max_norm, axes, self.device)
 
     def release(self) -> None:
-        """Give back what computing needs: somebody else's turn comes, such as another stage's."""
+        """Give back what computing needs: it is the turn of others, such as another stage."""
+
+    def shard(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut this rank's tokens out of a microbatch of whole sequences."""
+        return microbatch
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
@@ -64,9 +76,51 @@ class Strategy:
         copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Return copies of all gradients, named and shaped as in the serial model; as above."""
+        whole: dict[nn.Parameter, Tensor | None] = {}
+        for row in self.rows:
+            own = {p: p.grad for p in row.pieces if p.grad is not None}
+            joined = row.join(own, row.shard.dtype)
+            whole |= {p: joined[p] if p in own else None for p in row.pieces}
+        for p in self.model.parameters():
+            if piece_of(p) not in whole:
+                whole[p] = None if p.grad is None else p.grad.detach().clone()
+        return {name: whole[piece_of(p)] for name, p in self.model.named_parameters()}
+
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
         self.model.load_state_dict(state)
+
+    def members(self, optimizer: Optimizer) -> Members:
+        """Return the parameters that `optimizer` steps, by group, each by its name in the model.
+
+        Raises `RuntimeError` where these are pieces that only `compose.apply` puts together.
+        """
+        if self.shard_axes and not self.rows:
+            raise RuntimeError(
+                f"{type(self).__name__} has pieces along {self.shard_axes[0].name}, and does not "
+                f"join the state of their optimizer; let compose.apply put strategies together"
+            )
+        names = {p: name for name, p in self.model.named_parameters()}
+        return labelled([group["params"] for group in optimizer.param_groups], names)
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
+
+        For any number of ranks, and for an optimizer of a serial model; "param_names" say what is
+        whose.
+        """
+        return join_state(optimizer, self.members(optimizer), self.rows)
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take this rank's part out of what `full_optimizer_state` returned, paired by name.
+
+        Raises `ValueError` for the state of other parameters.
+        """
+        members = self.members(optimizer)
+        own = cut_state(state, members, self.rows)
+        optimizer.load_state_dict(pack(own, members, state["param_groups"], named=False))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -76,6 +130,23 @@ class Strategy:
             yield
         finally:
             self.synchronises = before
+
+
+def in_order(axes: Iterable[Axis]) -> list[Axis]:
+    """Return each axis of several ranks once, in the same order on all ranks."""
+    return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the parameters of `model` are; the CPU, if it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
+    """Return `values` as bytes on `device`, without waiting for what it still has to do."""
+    return torch.tensor(values, dtype=torch.uint8, pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
 
 
 def replicate(model: nn.Module, axis: Axis) -> None:

@@ -50,6 +50,7 @@ from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
+from minipar.parallel.pieces import axes_of, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
 
 
@@ -91,7 +92,7 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    if any(axis.name == a.name for p in model.parameters() for a in getattr(p, "shard_axes", ())):
+    if any(axis.name == a.name for p in model.parameters() for a in axes_of(p)):
         raise ValueError(f"the model is cut along {axis.name} already")
     check_sizes(model.config, axis.size, axis.name)
 
@@ -271,13 +272,11 @@ class TensorParallel(Strategy):
 
     def __init__(self, model: Llama, border: Border, overlap: bool, z_loss: float) -> None:
         super().__init__(model, border.axis)
-        self.border, self.overlap = border, overlap
+        self.border, self.overlap, self.shard_axes = border, overlap, (border.axis,)
         self.pieces: dict[str, Pieces] = {}  # of which parameters each rank has a piece
         self.whole: list[str] = []  # and yet with a gradient from the own tokens only
         self.shared: list[str] = []  # k and v of a head that several ranks have
         self.num_kv_heads = model.config.num_kv_heads
-        # Who has the gradient of a parameter in the end: itself, or a piece of it under ZeRO.
-        self.holder: Callable[[nn.Parameter], nn.Parameter | None] = lambda p: p
         self.words = evenly(0, model.config.vocab_size, self.axis.size)
         for i, layer in enumerate(model.model.layers):
             if layer is not None:
@@ -354,12 +353,11 @@ class TensorParallel(Strategy):
         param = self.model.get_parameter(name)
         if hasattr(param, "full_shape"):
             return  # tied to one that is cut already
-        param.full_shape, param.shard_axes = param.shape, (self.axis,)
-        param.data, param.grad = pieces.own(param.data, self.axis.rank), None
         rank, spans = self.axis.rank, pieces.spans
+        mark(param, self.axis, copy=spans.index(spans[rank]) != rank)  # each head counts once
+        param.data, param.grad = pieces.own(param.data, rank), None
         if len(set(spans)) < len(spans):
             self.shared.append(name)
-            param.is_copy = spans.index(spans[rank]) != rank  # clipping counts each head once
 
     def finish_backward(self) -> None:
         """Sum what every rank computed a part of: whole parameters, and shared heads."""
@@ -372,8 +370,8 @@ class TensorParallel(Strategy):
         A neighbourhood writes into a row of its own, so that the axis needs no groups inside it.
         """
         params = dict(self.model.named_parameters())
-        holders = [self.holder(params[name]) for name in names if name in params]
-        grads = [p.grad for p in holders if p is not None and p.grad is not None]
+        holders = [piece_of(params[name]) for name in names if name in params]
+        grads = [p.grad for p in holders if p.grad is not None]
         if not grads or self.axis.size == 1:
             return
         own = self.axis.rank * num_groups // self.axis.size
@@ -393,7 +391,8 @@ class TensorParallel(Strategy):
             if id(tensor) in joined:
                 continue  # tied, or a gradient that is not there
             if name in self.pieces:
-                joined[id(tensor)] = self.pieces[name].join(tensor.detach(), self.axis)
+                piece = tensor.detach().to(self.device)  # which sends; states may be on the host
+                joined[id(tensor)] = self.pieces[name].join(piece, self.axis)
             else:
                 joined[id(tensor)] = tensor.detach().clone()
         return {name: joined[id(tensor)] for name, tensor in tensors.items()}

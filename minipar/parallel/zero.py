@@ -29,43 +29,33 @@ Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/parity/test_zero.py.
 
-Use::
+Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-import itertools
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from minipar.comm.collectives import (
-    Op,
-    Pending,
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    reduce_scatter,
-)
+from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.optimizer_state import pack, unpack
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.optimizer_state import Members
+from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
+from minipar.parallel.strategy import Strategy, flags, replicate
 
 
 def apply(
     model: nn.Module,
     axis: Axis,
     *,
-    optimizer: "ShardedOptimizer",
+    optimizer: ShardedOptimizer,
     stage: int = 1,
     average: bool = True,
 ) -> Strategy:
@@ -77,10 +67,10 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
 
     After `finish_backward` the gradients of the batch lie in the pieces that the optimizer's
-    `param_groups` list, cut over `axis` (`train_step(..., shard_axes=(axis,))` finds them), and
-    ``p.grad`` is None. A piece that no rank used has no gradient, as on one device. Stage 2 sends
-    under `no_sync`, too: gradients that wait to be sent would have to be kept. After a backward
-    that an exception cut short, call `finish_backward` and ``optimizer.zero_grad()`` on all ranks.
+    `param_groups` list, cut over `axis`, and ``p.grad`` is None. A piece that no rank used has no
+    gradient, as on one device. Stage 2 sends under `no_sync`, too: gradients that wait to be sent
+    would have to be kept. After a backward that an exception cut short, call `finish_backward` and
+    ``optimizer.zero_grad()`` on all ranks.
 
     Weights arrive during the next forward, each before the module that owns it runs. What reads one
     before (an average of weights, a clamp, a compiled model) waits for it there and then; only a
@@ -112,315 +102,11 @@ def apply(
 
 
 # ---------------------------------------------------------------------- 1. state cut n ways
-class Bucket:
-    """Parameters one after the other in a flat buffer, of which this rank owns a slice.
+class Naive(Strategy):
+    """Stage 1 at its simplest: after backward, one reduce-scatter per bucket.
 
-    The buffer holds the parameters themselves: they become views of it.
+    The optimizer then updates this rank's slices and gathers all of them, `ShardedOptimizer.step`.
     """
-
-    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
-        self.parameters, self.axis = parameters, axis
-        self.length = sum(p.numel() for p in parameters)
-        width = math.ceil(self.length / axis.size)
-        self.mine = slice(width * axis.rank, width * (axis.rank + 1))
-        self.weights = parameters[0].new_zeros(width * axis.size)  # [N], zeros at its end
-        self.views = self._split(self.weights)
-        self.pieces: dict[nn.Parameter, nn.Parameter] = {}  # of the parameters in my slice,
-        self.cuts: dict[nn.Parameter, slice] = {}  # and where in them they lie
-        self.arriving: Pending | None = None  # weights
-        self.whole: Tensor | None = None  # [N]: gradients of this rank
-        self.gradients: dict[nn.Parameter, Tensor] = {}  # views of it
-        self.shard: Tensor | None = None  # [N/n]: gradients of all ranks
-        self.sent: Pending | None = None  # a reduce-scatter from the one to the other
-        self.is_sent = False  # in this round
-        self.expected = self.missing = len(parameters)  # gradients per backward; still to come
-        self.can_leave = all(map(guard.can_leave, parameters))
-        for p, view in self.views.items():
-            p.on_use = self.arrive
-            p.data = view.copy_(p.data)
-            offset = view.storage_offset() - self.mine.start
-            start, stop = max(-offset, 0), min(width - offset, p.numel())
-            if start < stop:
-                self.cuts[p] = slice(start, stop)
-                self.pieces[p] = self._piece(p)
-
-    def _split(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Views of `flat` [N], in the shapes of the parameters."""
-        views = flat[: self.length].split([p.numel() for p in self.parameters])
-        return {p: v.view_as(p) for p, v in zip(self.parameters, views, strict=True)}
-
-    def _piece(self, p: nn.Parameter) -> nn.Parameter:
-        data = self.views[p].flatten()[self.cuts[p]]
-        piece = nn.Parameter(data.view_as(p) if len(data) == p.numel() else data)
-        piece.shard_axes = (*getattr(p, "shard_axes", ()), self.axis)
-        piece.full_shape = getattr(p, "full_shape", p.shape)
-        piece.is_copy = getattr(p, "is_copy", False)
-        return piece
-
-    def mine_of(self, p: nn.Parameter, tensor: Tensor) -> Tensor:
-        """The part of `tensor`, shaped like `p`, that belongs to its piece."""
-        return tensor.reshape(-1)[self.cuts[p]].view_as(self.pieces[p])
-
-    def gather(self) -> None:
-        """Start to collect the slices of all ranks, where they belong."""
-        for p, view in self.views.items():
-            if p.data_ptr() != view.data_ptr():
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
-                    f"was made; move or cast the model first"
-                )
-        mine = self.weights[self.mine]
-        self.arriving = all_gather(mine, self.axis, out=self.weights, async_op=True)
-        if self.can_leave:
-            guard.leave(self.parameters)
-        else:
-            self.arrive()
-
-    def arrive(self) -> None:
-        """Wait until the slices of all ranks are in `weights`."""
-        if self.arriving is not None:
-            arriving, self.arriving = self.arriving, None
-            arriving.wait()
-            guard.come_back(self.parameters)
-
-    # -------- gradients: used by the strategies below
-    def take(self, p: nn.Parameter) -> None:
-        """Move the gradient of `p` into the flat buffer; from now on it accumulates there."""
-        if self.whole is None:
-            self.whole = torch.empty_like(self.weights)
-            self.gradients = self._split(self.whole)
-        view = self.gradients[p]
-        if p.grad is not view:
-            view.copy_(p.grad)
-            p.grad = view
-
-    def send(self, op: Op) -> list[nn.Parameter]:
-        """Start to reduce whole gradients to shards; return the parameters that had one."""
-        self.fold()
-        used = [p for p in self.parameters if p.grad is not None]
-        for p in used:
-            self.take(p)
-            p.grad = None
-        if not used:
-            self.whole = torch.zeros_like(self.weights)
-        elif len(used) < len(self.parameters):
-            for p in set(self.parameters) - set(used):
-                self.gradients[p].zero_()
-        self.whole[self.length :] = 0
-        self.sent = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
-        self.whole, self.gradients = None, {}  # whoever carries it keeps it until it is delivered
-        self.is_sent = True
-        return used
-
-    def fold(self) -> None:
-        """Wait for that; add the sum to the shard, and free the whole."""
-        if self.sent is not None:
-            arrived, self.sent = self.sent.wait(), None
-            self.shard = arrived if self.shard is None else self.shard.add_(arrived)
-
-    def hand_out(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of the pieces, as views of the shard."""
-        sizes = [piece.numel() for piece in self.pieces.values()]
-        views = self.shard[: sum(sizes)].split(sizes)
-        return {p: v.view_as(self.pieces[p]) for p, v in zip(self.pieces, views, strict=True)}
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-        self.fold()
-        self.whole, self.gradients, self.shard = None, {}, None
-        for p in self.parameters:
-            p.grad = None
-        for piece in self.pieces.values():
-            piece.grad = None
-
-
-class ShardedOptimizer(torch.optim.Optimizer):
-    """Any elementwise `torch.optim` class, with its state and its work spread over `axis`.
-
-    Args:
-        params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
-            ranks. Frozen ones may be among them.
-        optimizer_class: made on this rank's pieces, which lie where the parameters do.
-        bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
-            default an eighth of the parameters, at most 25 MB.
-        options: of `optimizer_class`.
-
-    To schedulers an optimizer like any other; `param_groups` list the pieces. Alone, it takes the
-    gradients from ``p.grad``, where anybody has reduced them; with `apply` it costs less.
-
-    Raises `ValueError` when nothing is trainable, for a bucket without capacity, and for an
-    optimizer that does not work on pieces.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer],
-        axis: Axis,
-        *,
-        bucket_mb: float | None = None,
-        **options: Any,
-    ) -> None:
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
-        groups, self.names = _as_groups(params)
-        trainable = [
-            [p for p in group["params"] if p.requires_grad and p.numel()] for group in groups
-        ]
-        if not any(trainable):
-            raise ValueError("there is no trainable parameter to optimize")
-        for group, members in zip(groups, trainable, strict=True):
-            if members:
-                make = partial(optimizer_class, **options)
-                guard.check_elementwise(make, optimizer_class.__name__, group, members[0])
-        num_bytes = sum(p.nbytes for members in trainable for p in members)
-        capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
-        self.axis = axis
-        self.buckets = [
-            Bucket(parameters, axis)
-            for members in trainable
-            for parameters in _fill_buckets(members, capacity)
-        ]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.pieces = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
-        self.wholes = [group["params"] for group in groups]  # as the user gave them
-        self.frozen = [p for whole in self.wholes for p in whole if p not in self.bucket_of]
-        self.attached = False  # to a strategy, which brings gradients and waits for weights
-        self.stepped = False  # with the gradients that are here
-        pieces = [[self.pieces[p] for p in whole if p in self.pieces] for whole in self.wholes]
-        cut = [{**group, "params": p} for group, p in zip(groups, pieces, strict=True)]
-        self.inner = optimizer_class(cut, **options)
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """What others see of us, and change, is the inner optimizer's."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's slices, and hand them out."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.synchronize()
-        if not self.attached:
-            for p, piece in self.pieces.items():
-                grad = p.grad
-                piece.grad = None if grad is None else self.bucket_of[p].mine_of(p, grad)
-        self.inner.step()
-        for bucket in reversed(self.buckets):  # from the first layer to the last
-            bucket.gather()
-        if not self.attached:
-            self.synchronize()
-        self.stepped = True
-        return loss
-
-    def synchronize(self) -> None:
-        """Wait until all parameters are whole: to read them without a forward."""
-        for bucket in self.buckets:
-            bucket.arrive()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, of parameters and of pieces; they are not kept as zeros."""
-        for bucket in self.buckets:
-            bucket.drop()
-        for p in self.frozen:
-            p.grad = None
-        self.stepped = False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: buckets are cut once. Raises `ValueError` later."""
-        if "inner" in self.__dict__ and self.param_groups is self.inner.param_groups:
-            raise ValueError("the parameters are cut already; make a new ShardedOptimizer")
-        super().add_param_group(param_group)
-
-    # ------------------------------------------------------------------ saving and loading
-    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """Return the state, by default as `optimizer_class` itself would on one device.
-
-        That is a collective, and puts all of it on the CPU. With ``sharded=True``: this rank's
-        part, at no cost, for the same rank of as many.
-        """
-        if sharded:
-            return {**self.inner.state_dict(), "shard": [self.axis.rank, self.axis.size]}
-        own = {
-            label: tree_map_only(Tensor, Tensor.cpu, self.state[piece])
-            for label, p in self._labelled().items()
-            if (piece := self.pieces.get(p)) in self.state
-        }
-        parts, state = all_gather_object(own, self.axis), {}
-        for label, p in self._labelled().items():
-            if found := [part[label] for part in parts if label in part]:
-                state[label] = {key: _join([piece[key] for piece in found], p) for key in found[0]}
-        return pack(state, self._labels(), self.param_groups)
-
-    def _labels(self, only_mine: bool = False) -> list[list[Any]]:
-        """What the parameters are called, by groups: their names, or numbers while none is known.
-
-        `only_mine`: those of which this rank has a piece.
-        """
-        number = {p: i for i, p in enumerate(p for whole in self.wholes for p in whole)}
-        return [
-            [self.names.get(p, number[p]) for p in whole if p in self.pieces or not only_mine]
-            for whole in self.wholes
-        ]
-
-    def _labelled(self) -> dict[Any, nn.Parameter]:
-        members = (p for whole in self.wholes for p in whole)
-        return dict(zip(itertools.chain(*self._labels()), members, strict=True))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, whole or sharded, also one of `optimizer_class` itself.
-
-        A whole one is paired by names where both sides know them (see `pack`): of an optimizer made
-        of `named_parameters()`, or attached to a model. Raises `ValueError` for other parameters,
-        and for a shard of another rank or of as many.
-        """
-        mine = [self.axis.rank, self.axis.size]
-        if "shard" in state_dict:
-            if list(state_dict["shard"]) != mine:
-                rank, size = state_dict["shard"]
-                raise ValueError(
-                    f"this is the state of rank {rank} of {size}, and here is rank {mine[0]} of "
-                    f"{mine[1]}; save whole states to change the number of ranks"
-                )
-            parts = {key: state_dict[key] for key in ("state", "param_groups")}
-        else:
-            parts = self._part_of(state_dict)
-        self.inner.load_state_dict(parts)
-        self._adopt()
-
-    def _part_of(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Of a whole state, what the inner optimizer is to load."""
-        members, parts = self._labelled(), {}
-        for label, entries in unpack(whole, self._labels()).items():
-            if (p := members[label]) in self.pieces:
-                parts[label] = {key: self._part(p, value) for key, value in entries.items()}
-        mine = self._labels(only_mine=True)
-        return pack(parts, mine, whole["param_groups"], named=False)
-
-    def _part(self, p: nn.Parameter, value: Any) -> Any:
-        """My piece's part of one entry of the state of a parameter."""
-        if not isinstance(value, Tensor):
-            return value
-        return (self.bucket_of[p].mine_of(p, value) if value.shape == p.shape else value).clone()
-
-
-# ---------------------------------------------------------------------- 2. half the bytes, hidden
-class Stage1(Strategy):
-    """Reduce-scatter in backward, all-gather in forward; both while computing goes on.
-
-    A bucket is sent when its gradients are complete, after those before it, as all ranks must send
-    the same in the same order. Sending each bucket once is a *round*, at the end of which ranks
-    tell each other which parameters they have used, and whether they need another round: in the
-    first step it shows that a parameter receives its gradient in several parts (used by two
-    re-entrant checkpoints, say), all of which are waited for from then on.
-    """
-
-    rounds_differ = False  # between ranks, other than in the first step
-    most_in_flight = 2  # buckets: the link always has the next one to carry, and memory an end
 
     def __init__(
         self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
@@ -428,20 +114,12 @@ class Stage1(Strategy):
         super().__init__(model, axis)
         self.shard_axes = (axis,)
         self.optimizer, self.op = optimizer, "avg" if average else "sum"
+        self.rows = self.buckets = optimizer.buckets
+        self.bucket_of = optimizer.bucket_of
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step
         optimizer.attached = True
         optimizer.names = {p: name for name, p in model.named_parameters()}
         guard.watch(self, optimizer.pieces.values())
-        # Gradients come into being from the last layer to the first: a bucket is complete with
-        # that of its first parameter. In forward it is needed for that one first, too.
-        place = {p: i for i, p in enumerate(model.parameters())}
-        optimizer.buckets.sort(key=lambda b: -min(place.get(p, 0) for p in b.parameters))
-        self.buckets, self.bucket_of = optimizer.buckets, optimizer.bucket_of
-        self.next = 0  # the bucket whose turn it is
-        self.in_flight: deque[Bucket] = deque()
-        self.used: set[nn.Parameter] = set()  # by this rank, in this step
-        self.telling: Pending | None = None  # at the end of the last round
-        self.learning = True  # in the first step
-        self.arrived: Counter[nn.Parameter] = Counter()
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self._on_gradient)
             p.stepped_elsewhere = "zero keeps the gradients in its ShardedOptimizer; step that one"
@@ -453,16 +131,78 @@ class Stage1(Strategy):
     def with_gradients(self) -> Iterable[nn.Parameter]:
         return self.optimizer.pieces.values()
 
-    # ------------------------------------------------------------------ backward
-    @property
-    def sends(self) -> bool:
-        """Whether what this backward computes is sent."""
-        return self.synchronises
+    def members(self, optimizer: torch.optim.Optimizer) -> Members:
+        return self.optimizer.members()
+
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        self.optimizer.load_state_dict(state)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
         self.is_finished = False
         guard.check_gradient(p, p.grad)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for bucket in self.buckets:
+            self._reduce(bucket)
+            bucket.wait_for_reduce()
+        self._hand_out(self._tell())
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if self.optimizer.stepped:
+            raise RuntimeError(
+                "the gradients of the last step are still here: call zero_grad() of the optimizer, "
+                "as that of the model does not reach the pieces"
+            )
+        self.used.update(bucket.reduce(self.op))
+
+    def _tell(self, more: bool = False) -> Pending:
+        """Tell all ranks which parameters this one has used, and whether `more` is to come."""
+        used = flags([*(p in self.used for p in self.bucket_of), more], self.device)
+        return all_reduce(used, self.axis, "max", out=used, async_op=True)
+
+    def _hand_out(self, told: Pending) -> None:
+        """Give each piece its gradient, unless no rank has used its parameter."""
+        used = self.used
+        if len(used) < len(self.bucket_of):  # wait only where the others' flags matter
+            by_any = zip(self.bucket_of, told.wait(), strict=False)  # the last is no parameter
+            used = used | {p for p, flag in by_any if p not in used and _is_true(flag)}
+        for bucket in self.buckets:
+            bucket.hand_out(used)
+        self.used.clear()
+
+
+# ---------------------------------------------------------------------- 2. while computing goes on
+class Stage1(Naive):
+    """A bucket is reduced as soon as backward has filled it, while backward goes on.
+
+    Buckets go one after the other, as all ranks must send the same in the same order. Sending each
+    bucket once is a *round*, at the end of which ranks tell each other which parameters they have
+    used, and whether they need another round: in the first step it shows that a parameter receives
+    its gradient in several parts (used by two re-entrant checkpoints, say), all of which are waited
+    for from then on.
+    """
+
+    every_backward_sends = False  # under `no_sync`, too: then ranks may differ in their rounds
+    most_in_flight = 2  # buckets: the link always has the next one to carry, and memory an end
+
+    def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
+        super().__init__(model, axis, *options)
+        # Gradients come into being from the last layer to the first: a bucket is complete with
+        # that of its first parameter. In forward it is needed for that one first, too.
+        place = {p: i for i, p in enumerate(model.parameters())}
+        self.buckets.sort(key=lambda b: -min(place.get(p, 0) for p in b.parameters))
+        self.next = 0  # the bucket whose turn it is
+        self.in_flight: deque[Bucket] = deque()
+        self.telling: Pending | None = None  # at the end of the last round
+        self.learning = True  # in the first step
+        self.arrived: Counter[nn.Parameter] = Counter()
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
         bucket = self.bucket_of[p]
         if bucket.is_sent and self.synchronises and not self.learning:
             raise RuntimeError(
@@ -472,29 +212,24 @@ class Stage1(Strategy):
                 f"zero the gradients then)"
             )
         bucket.take(p)
-        if not self.sends:
+        if not (self.synchronises or self.every_backward_sends):
             return
         self.arrived[p] += 1
         bucket.missing -= 1
         while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
-            self._send(self.buckets[self.next])
+            self._reduce(self.buckets[self.next])
 
-    def _send(self, bucket: Bucket) -> None:
-        if self.optimizer.stepped:
-            raise RuntimeError(
-                "the gradients of the last step are still here: call zero_grad() of the optimizer, "
-                "as that of the model does not reach the pieces"
-            )
-        self.used.update(bucket.send(self.op))
+    def _reduce(self, bucket: Bucket) -> None:
+        super()._reduce(bucket)
         self.next += 1
         self.in_flight.append(bucket)
         if len(self.in_flight) > self.most_in_flight:
-            self.in_flight.popleft().fold()
+            self.in_flight.popleft().wait_for_reduce()
 
     def _end_round(self, more: bool = False) -> Pending:
-        """Send what is left, complete or not; tell who used what, and whether `more` is to come."""
+        """Reduce the buckets that are left, complete or not; `_tell`."""
         for bucket in self.buckets[self.next :]:
-            self._send(bucket)
+            self._reduce(bucket)
         self.next = 0
         for bucket in self.buckets:
             if self.learning:
@@ -505,32 +240,19 @@ class Stage1(Strategy):
         self.arrived.clear()
         if self.telling is not None:
             self.telling.wait()
-        flags = [*(p in self.used for p in self.bucket_of), more]
-        flags = torch.tensor(flags, dtype=torch.uint8, device=self.buckets[0].weights.device)
-        self.telling = all_reduce(flags, self.axis, "max", out=flags, async_op=True)
+        self.telling = self._tell(more)
         return self.telling
 
     def finish_backward(self) -> None:
-        super().finish_backward()
+        Strategy.finish_backward(self)
         more = True
         while more:
             told = self._end_round()
             while self.in_flight:
-                self.in_flight.popleft().fold()
-            more = (self.learning or self.rounds_differ) and _is_true(told.wait()[-1])
+                self.in_flight.popleft().wait_for_reduce()
+            more = (self.learning or self.every_backward_sends) and _is_true(told.wait()[-1])
         self._hand_out(told)
         self.learning = False
-
-    def _hand_out(self, told: Pending) -> None:
-        used = self.used
-        if len(used) < len(self.bucket_of):  # what others have used matters, and is waited for
-            by_anybody = zip(self.bucket_of, told.wait(), strict=False)  # last is no parameter
-            used = used | {p for p, flag in by_anybody if p not in used and _is_true(flag)}
-        for bucket in self.buckets:
-            for p, gradient in bucket.hand_out().items():
-                if p in used:
-                    bucket.pieces[p].grad = gradient
-        self.used.clear()
 
 
 # ---------------------------------------------------------------------- 3. gradients cut n ways
@@ -542,12 +264,8 @@ class Stage2(Stage1):
     in theirs with zeros.
     """
 
-    rounds_differ = True
+    every_backward_sends = True
     most_in_flight = 1
-
-    @property
-    def sends(self) -> bool:
-        return True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -562,25 +280,8 @@ STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
 
 
 # ---------------------------------------------------------------------- helpers
-def _as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
-    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
-
-    Returns groups of tensors, and the names of those that have one.
-    """
-    params = list(params)
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    result, names = [], {}
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
-        members = [m[1] if isinstance(m, tuple) else m for m in members]
-        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
-    return result, names
-
-
 def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
-    """What a module does before it computes; a deep copy of the model may do so as well."""
+    """What a module does before it computes; a closure, which a deep copy of the model shares."""
 
     def before(module: nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling():  # a compiled graph waits where it uses a weight
@@ -588,29 +289,6 @@ def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
                 bucket.arrive()
 
     return before
-
-
-def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
-    kinds: dict[tuple, list[nn.Parameter]] = {}
-    for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
-    for members in kinds.values():
-        bucket, room = [], capacity
-        for p in members:
-            if bucket and p.nbytes > room:
-                yield bucket
-                bucket, room = [], capacity
-            bucket.append(p)
-            room -= p.nbytes
-        yield bucket
-
-
-def _join(pieces: list[Any], like: Tensor) -> Any:
-    """One entry of the state of a parameter, from those of its pieces in their order."""
-    if isinstance(pieces[0], Tensor) and pieces[0].ndim:
-        return torch.cat([piece.flatten() for piece in pieces]).view_as(like)
-    return pieces[0]  # no more than a number, such as a count of steps
 
 
 def _is_true(flag: Tensor) -> bool:

@@ -32,6 +32,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
+from minipar.parallel.pieces import full_shape
 
 FORMAT = 2  # of the layout above
 ALONE = Axis("world", 0, 1, (0,))
@@ -208,8 +209,7 @@ def check_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> N
     Of a parameter that is a piece here, the shape that counts is its `full_shape`.
     """
     own = {
-        name: tuple(getattr(tensor, "full_shape", tensor.shape))
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        name: tuple(full_shape(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
     }
     check_shapes(own, weights, where)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from minipar.parallel.pieces import full_shape
+
 # ------------------------------------------------------------------------------------- schedules
 
 
@@ -111,7 +113,7 @@ def make_optimizer(
     decayed, plain = [], []
     for param in model.parameters():  # yields a tied parameter once
         if param.requires_grad:
-            is_matrix = len(getattr(param, "full_shape", param.shape)) >= 2
+            is_matrix = len(full_shape(param)) >= 2
             (decayed if is_matrix else plain).append(param)
     if not decayed and not plain:
         raise ValueError("the model has no parameter to train: all of them are frozen")

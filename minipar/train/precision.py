@@ -21,7 +21,8 @@ In torch: `torch.autocast` (used here), `torch.amp.GradScaler`.
 Proved by tests/train/test_precision.py.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Op, Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel import ddp
+from minipar.parallel.strategy import in_order
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of precisions, and what matrix products are cast to; None: nothing is cast."""
@@ -44,13 +46,13 @@ class Precision:
             loss = ...
         precision.scale(loss).backward()
         ...                                        # strategies finish; gradients are still scaled
-        precision.unscale(model.parameters(), shard_axes)
+        precision.unscale(model.parameters(), axes)
         precision.step(optimizer)
 
     "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
     casts them for matrix products and attention, once per forward, and leaves norms, softmax and
     sums in float32; gradients of parameters are float32. "fp16" has a `LossScaler`, its own or the
-    one given.
+    one given. Besides ranks that cut a gradient, those of `axes` leave out the same steps, too.
 
     Raises `ValueError` for an unknown name.
     """
@@ -59,12 +61,13 @@ class Precision:
         self,
         name: str = "float32",
         device: torch.device | str = "cpu",
+        axes: Sequence[Axis] = (),
         scaler: "LossScaler | None" = None,
     ) -> None:
         if name not in COMPUTE_DTYPES:
             raise ValueError(f"precision={name!r} is unknown; use {', '.join(COMPUTE_DTYPES)}")
         self.dtype = COMPUTE_DTYPES[name]
-        self.device = torch.device(device)
+        self.device, self.axes = torch.device(device), axes
         if scaler is None and name == "fp16":
             scaler = LossScaler(device=device)
         self.scaler = scaler
@@ -80,9 +83,9 @@ class Precision:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, parameters: Iterable[Tensor], axes: Iterable[Axis] = ()) -> None:
-        """Give gradients their true size, before anybody takes their norm."""
+        """Give gradients their true size, before their norm is taken. `axes`: that cut them."""
         if self.scaler is not None:
-            self.scaler.unscale(parameters, axes)
+            self.scaler.unscale(parameters, in_order([*self.axes, *axes]))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step `optimizer`, unless gradients overflowed."""
@@ -192,15 +195,16 @@ class LossScaler:
         grads = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("gradients in float16 cannot be unscaled; keep parameters in float32")
-        found = torch.zeros_like(self.loss_scale)
-        grads = [grad for grad in grads if grad.numel()]
-        if grads:
+        found, inverse = torch.zeros_like(self.loss_scale), self.loss_scale.double().reciprocal()
+        kinds: dict[tuple, list[Tensor]] = defaultdict(list)
+        for grad in grads:
+            if grad.numel():
+                kinds[grad.device, grad.dtype].append(grad)
+        for (device, _), same in kinds.items():
             # The largest absolute value is NaN where any is, and unlike a sum cannot overflow.
-            largest = torch.stack(torch._foreach_norm(grads, float("inf")))
-            found = (~largest.isfinite()).any().to(found)
-            by_dtype = {grad.dtype: [g for g in grads if g.dtype == grad.dtype] for grad in grads}
-            for same in by_dtype.values():
-                torch._foreach_mul_(same, self.loss_scale.double().reciprocal().float())
+            largest = torch.stack(torch._foreach_norm(same, float("inf")))
+            found = torch.maximum(found, (~largest.isfinite()).any().to(found))
+            torch._foreach_mul_(same, inverse.float().to(device))
         for axis in axes:
             found = all_reduce(found, axis, "max")
         self.found_inf = found

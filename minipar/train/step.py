@@ -12,7 +12,7 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.model.llama import loss_of
 from minipar.parallel.norm import clip_grad_norm
-from minipar.parallel.strategy import Strategy
+from minipar.parallel.strategy import Strategy, device_of, in_order
 from minipar.train.batch_size import NoiseScale
 from minipar.train.data import IGNORE
 from minipar.train.precision import FULL, Precision
@@ -31,6 +31,11 @@ class StepResult:
     noise: Tensor  # sums over the ranks of the `own_numbers` of a NoiseScale; or empty
 
 
+def computing_on(model: nn.Module, strategies: Sequence[Strategy]) -> torch.device:
+    """Return the device that computes; parameters may live on another."""
+    return strategies[0].device if strategies else device_of(model)
+
+
 def forward_backward(
     model: nn.Module,
     strategies: Sequence[Strategy],
@@ -43,7 +48,7 @@ def forward_backward(
 
     Returns the sum of their losses, float64.
     """
-    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    total = torch.zeros((), dtype=torch.float64, device=computing_on(model, strategies))
     for i, (inputs, targets, *context) in enumerate(microbatches):
         with ExitStack() as stack:
             if i < len(microbatches) - 1:
@@ -64,22 +69,22 @@ def train_step(
     data_axis: Axis,
     *,
     max_norm: float = math.inf,
-    shard_axes: Sequence[Axis] = (),
     precision: Precision = FULL,
     noise: NoiseScale | None = None,
-    run: Callable[..., Tensor] = forward_backward,
 ) -> StepResult:
     """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
 
-    Ranks may have different numbers of microbatches; one without any takes part all the same.
-    `run` takes the place of `forward_backward`: the method of that name of a pipeline.
+    Ranks may have different numbers of microbatches; one without any takes part all the same. The
+    `run` of a strategy, such as a pipeline, takes the place of `forward_backward`.
 
     The loss is the sum over targets divided by their number *in the whole batch*, over all
     microbatches and all ranks of `data_axis`: a mean of the ranks' means would weigh the tokens of
     a rank with little to do more than those of the others. So strategies sum gradients here, they
     do not average them.
     """
-    device = next(model.parameters()).device
+    device = computing_on(model, strategies)
+    shard_axes = in_order(axis for strategy in strategies for axis in strategy.shard_axes)
+    run = next((strategy.run for strategy in strategies if strategy.run), forward_backward)
     own_tokens = torch.zeros((), dtype=torch.int64, device=device)
     for _, targets, *_ in microbatches:
         own_tokens += (targets != IGNORE).sum()
@@ -102,7 +107,7 @@ def train_step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parameters += model.parameters()  # those in both count once
     precision.unscale(parameters, shard_axes)
-    grad_norm = clip_grad_norm(parameters, max_norm, shard_axes)
+    grad_norm = clip_grad_norm(parameters, max_norm, shard_axes, device)
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
     sums = adding.wait()
     return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])

@@ -10,7 +10,7 @@ What a checkpoint says of weights and optimizer is what one device would have, s
 kind can go on by any other plan, and on any number of ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,19 +44,13 @@ class Setup:
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     data_axis: Axis  # its ranks hold different tokens
-    shard_axes: tuple[Axis, ...] = ()  # for `train_step`
-    run: Callable[..., Tensor] | None = None  # in the place of its `forward_backward`
-    evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
+    overflow_axes: tuple[Axis, ...] = ()  # on whose ranks a loss scale must fit all or none
     crosses_steps = False  # what a step sends may arrive in the next
     is_local = False  # ranks hold models of their own, that differ between agreements
     period = 0  # steps from one agreement to the next; 0: all steps are alike
 
     def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
         self.config, self.model, self.mesh, self.data_axis = config, model, mesh, mesh.dp
-
-    def shard(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cut this rank's tokens out of a microbatch of whole sequences."""
-        return microbatch
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model of the run as one device would hold it; a collective."""
@@ -125,9 +119,7 @@ class Planned(Setup):
             reduce_dtype=reduce_dtype,
         )
         self.optimizer = self.strategy.optimizer
-        self.data_axis, self.shard_axes = self.strategy.axis, self.strategy.shard_axes
-        self.run, self.shard = self.strategy.run, self.strategy.shard
-        self.evaluate = self.strategy.evaluate
+        self.data_axis = self.strategy.axis
         self.compressed = self.strategy.parts.compressed
         self.crosses_steps = plan.zero in (1, 2)  # weights arrive in the next forward
 
@@ -184,8 +176,7 @@ class Local(Setup):
     def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
         super().__init__(config, model, mesh)
         self.crosses_steps = config.local_method in self.late
-        if config.precision == "fp16":  # an overflow on one rank makes all of them skip the step
-            self.shard_axes = (mesh.dp,)
+        self.overflow_axes = (mesh.dp,)
         options: dict[str, Any] = {"average": False}
         if config.local_method != "delayed gradients":  # which agrees in every step
             options["every"] = self.period = config.local_every

@@ -31,7 +31,7 @@ from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_dec
 from minipar.train.precision import COMPUTE_DTYPES, Precision
 from minipar.train.report import Report, StepRecorder, peak_memory, training_figures
 from minipar.train.saver import Saver
-from minipar.train.step import Microbatch, evaluate, forward_backward, train_step
+from minipar.train.step import Microbatch, evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.workload import Workload
 
@@ -66,7 +66,7 @@ class Trainer:
         self.workload = Workload(config, self.model, self.mesh)
         self.setup = strategies.make(config, self.model, self.mesh, self.workload)
         self.optimizer = self.setup.optimizer
-        self.precision = Precision(config.precision, self.device)
+        self.precision = Precision(config.precision, self.device, self.setup.overflow_axes)
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
         self.flops_per_token = shape.flops_per_token(config.seq_len)
@@ -115,7 +115,9 @@ class Trainer:
     ) -> Report | None:
         config, first_step, lines = self.config, self.step, []
         recorder = StepRecorder(
-            None if self.setup.run else self.model,  # a pipeline tells what it does by itself
+            None
+            if self.setup.strategy.run
+            else self.model,  # a pipeline tells what it does by itself
             first_step,
             config.steps,
             1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
@@ -138,10 +140,8 @@ class Trainer:
                     batch,
                     self.setup.data_axis,
                     max_norm=config.max_norm,
-                    shard_axes=self.setup.shard_axes,
                     precision=self.precision,
                     noise=self.workload.noise,
-                    run=self.setup.run or forward_backward,
                 )
             self.step += 1
             line = {
@@ -247,11 +247,13 @@ class Trainer:
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
         with self.setup.agreed_model(), self.precision.autocast():
             few = self._on_device(few)
-            return evaluate(self.model, few, self.setup.data_axis, self.setup.evaluate)
+            return evaluate(self.model, few, self.setup.data_axis, self.setup.strategy.evaluate)
 
     def _on_device(self, batches: Iterable[Sequence[Microbatch]]) -> Iterator[list[Microbatch]]:
         for batch in batches:
-            yield [self.setup.shard((x.to(self.device), y.to(self.device))) for x, y in batch]
+            yield [
+                self.setup.strategy.shard((x.to(self.device), y.to(self.device))) for x, y in batch
+            ]
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:

@@ -10,7 +10,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan, meshes
-from minipar.train.step import forward_backward, train_step
+from minipar.train.step import train_step
 from tests.parity import models
 from tests.parity.harness import Task, make_optimizer
 from tests.parity.test_compose import Case
@@ -204,10 +204,9 @@ def _by_rank(text: str, tied: bool) -> tuple[int, dict, dict, list]:
     }
     for step in range(2):
         batch = [composed.shard(m) for m in task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)]
-        options = dict(shard_axes=composed.shard_axes, run=composed.run or forward_backward)
         with timeline.record() as recorded:
             args = model, [composed], composed.optimizer, batch, composed.axis
-            train_step(*args, **options)
+            train_step(*args)
             if hasattr(composed.optimizer, "synchronize"):
                 composed.optimizer.synchronize()
     spans = [(span.axis, span.num_bytes) for span in recorded.spans if span.kind == "comm"]

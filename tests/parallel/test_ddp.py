@@ -774,3 +774,15 @@ def test_after_accumulation_in_the_first_step_buckets_go_early(ranks):
     after: results stay right, and nothing is hidden."""
     for early, num_buckets in ranks(2).run(_accumulated_first):
         assert early == [0, num_buckets, num_buckets] and num_buckets > 2
+
+
+@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
+def test_alone_no_gradient_is_copied(version):
+    model = nn.Linear(3, 2)
+    strategy = ddp.apply(model, Mesh().dp, version=version)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        own = model.weight.grad
+        strategy.finish_backward()
+        assert model.weight.grad is own and own.untyped_storage().nbytes() == own.nbytes
+    assert not strategy.buckets

@@ -20,7 +20,7 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_weight
-from minipar.parallel import compression, fsdp
+from minipar.parallel import compression, flat, fsdp
 from minipar.train.optim import make_optimizer
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
@@ -193,13 +193,13 @@ def _most_gathered(prefetch, frozen):
     for i in (0, 3, 4, 5):
         model.blocks[i].requires_grad_(not frozen)
     strategy = fsdp.apply(model, mesh.dp, prefetch=prefetch)
-    most, launch = [], fsdp.Flat.launch
+    most, unshard = [], fsdp.Flat.unshard
 
     def counting(flat):
-        launch(flat)
+        unshard(flat)
         most.append(sum(block.is_gathered for block in strategy.blocks))
 
-    fsdp.Flat.launch = counting
+    fsdp.Flat.unshard = counting
     try:
         for step in range(3):
             most.clear()
@@ -207,7 +207,7 @@ def _most_gathered(prefetch, frozen):
             strategy.finish_backward()
             assert strategy.gathered_bytes == 0
     finally:
-        fsdp.Flat.launch = launch
+        fsdp.Flat.unshard = unshard
     return max(most)
 
 
@@ -391,13 +391,13 @@ def _from_meta():
         asked.append(name)
         return initial_weight(config, name, shape, seed=3)
 
-    real = fsdp.Flat._initial
+    real = flat._initial
     with LiveBytes() as live, timeline.record() as recorded:
-        fsdp.Flat._initial = lambda *args: _counted(live, real, *args)
+        flat._initial = lambda *args: _counted(live, real, *args)
         try:
             strategy = fsdp.apply(model, mesh.dp, init=init)
         finally:
-            fsdp.Flat._initial = real
+            flat._initial = real
     assert not recorded.spans
     assert len(asked) < len(list(plain.parameters()))
     assert max(live.seen) - live.seen[0] <= total / 4 + 3 * largest + 2000

@@ -282,7 +282,7 @@ def _overflowing() -> tuple[int, bool]:
     strategy = local_sgd.apply(
         model, mesh.dp, optimizer, method="local sgd", every=2, average=False
     )
-    precision = Precision("fp16", torch.device("cpu"))
+    precision = Precision("fp16", axes=[mesh.dp])
     for step in range(5):
         tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(step))
         handle = None
@@ -295,7 +295,6 @@ def _overflowing() -> tuple[int, bool]:
             [(tokens[:, :-1], tokens[:, 1:].contiguous())],
             mesh.dp,
             max_norm=1.0,
-            shard_axes=[mesh.dp],
             precision=precision,
         )
         if handle:

@@ -6,6 +6,7 @@ That training equals one device is proved by tests/parity/test_tensor.py.
 import copy
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -552,3 +553,14 @@ def test_one_rank_needs_no_process_group():
         expected.zero_grad()
         for name, theirs in serial_gradients(expected).items():
             assert torch.allclose(strategy.full_gradients()[name], theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_pieces_are_joined_on_the_device_that_computes():
+    """The state of an optimizer is on the CPU, which NCCL cannot send from. Meta stands in."""
+    with torch.device("meta"):
+        model = models.llama(0)
+    strategy = tensor.apply(model, Mesh().tp)
+    with mock.patch.object(tensor, "all_gather", wraps=tensor.all_gather) as gathers:
+        strategy.join({"lm_head.weight": torch.zeros(3, 2)})
+    [gathered] = gathers.mock_calls
+    assert gathered.args[0].is_meta

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from minipar.comm import collectives, timeline
 from minipar.comm.mesh import Mesh
-from minipar.parallel.compose import Composed
 from minipar.parallel.strategy import Strategy
 from minipar.train.data import IGNORE, share
-from minipar.train.step import Microbatch, forward_backward, train_step
+from minipar.train.step import Microbatch, train_step
 
 Attach = Callable[[nn.Module, Mesh], Sequence[Strategy]]
 Cut = Callable[[Microbatch, Mesh], Microbatch]
@@ -85,7 +84,7 @@ class Outcome:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by name; a strategy that shards them passes a function of its own."""
+    """Gradients by name, of this rank."""
     return {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()
@@ -102,19 +101,18 @@ def parallel(
     sizes: dict[str, int],
     attach: Attach,
     *,
-    gradients: Callable[[nn.Module], dict[str, Tensor | None]] = gradients_of,
+    gradients: Callable[[nn.Module], dict[str, Tensor | None]] | None = None,
     mute: bool = False,
-    shard_axes: Sequence[str] = (),
     cut: Cut = lambda microbatch, mesh: microbatch,
 ) -> Outcome:
     """Train on the ranks of a mesh; called on each of them, with a seed of its own.
 
-    `shard_axes`: the names of axes over which the strategies cut gradients into pieces. `cut` takes
-    this rank's tokens out of whole sequences. Ranks of `dp` and of `cp` hold different tokens.
+    `gradients` collects them where the last strategy cannot. `cut` takes this rank's tokens out of
+    whole sequences. Ranks of `dp` and of `cp` hold different tokens.
     """
     mesh = Mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
-    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, shard_axes, cut)
+    return _train(task, task.build(mesh.rank), mesh, attach, gradients, mute, cut)
 
 
 def _train(
@@ -122,9 +120,8 @@ def _train(
     model: nn.Module,
     mesh: Mesh,
     attach: Attach,
-    gradients: Callable = gradients_of,
+    gradients: Callable | None = None,
     mute: bool = False,
-    shard_axes: Sequence[str] = (),
     cut: Cut = lambda microbatch, mesh: microbatch,
 ) -> Outcome:
     model.double()
@@ -138,17 +135,13 @@ def _train(
 
     own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
     optimizer = own[0] if own else make_optimizer(model)
-    # A pipeline runs forward and backward of all microbatches by itself.
-    run = next((s.run for s in strategies if getattr(s, "run", None)), forward_backward)
-    axes = [mesh[name] for name in shard_axes]
-    for composed in (s for s in strategies if isinstance(s, Composed)):
-        axes = composed.shard_axes
-        cut = lambda microbatch, mesh, composed=composed: composed.shard(microbatch)  # noqa: E731
     outcome = Outcome(before=weights(), after={})
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
             whole = task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)
             microbatches = [cut(microbatch, mesh) for microbatch in whole]
+            for strategy in strategies:
+                microbatches = [strategy.shard(microbatch) for microbatch in microbatches]
             with timeline.record() as recorded:
                 result = train_step(
                     model,
@@ -157,13 +150,14 @@ def _train(
                     microbatches,
                     mesh.joint("dp", "cp"),
                     max_norm=task.max_norm,
-                    shard_axes=axes,
-                    run=run,
                 )
             outcome.losses.append(result.loss.item())
             outcome.num_tokens.append(int(result.num_tokens))
             outcome.norms.append(result.grad_norm.item())
-            outcome.gradients.append(gradients(model))
+            if gradients is not None or not strategies:
+                outcome.gradients.append((gradients or gradients_of)(model))
+            else:
+                outcome.gradients.append(strategies[-1].full_gradients())
     outcome.sent = recorded.bytes_by_axis()
     outcome.after = weights()
     return outcome

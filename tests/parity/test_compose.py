@@ -19,23 +19,21 @@ from torch import Tensor
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel import compose, fsdp, tensor
+from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
-from minipar.train.step import forward_backward, train_step
+from minipar.train.step import train_step
 from tests.parity import models
 from tests.parity.harness import (
     Outcome,
     Task,
     assert_parity,
-    gradients_of,
     make_optimizer,
     parallel,
     serial,
 )
-from tests.parity.test_zero import gradients as gradients_of_zero
 
 
 # ---------------------------------------------------------------------- what there is
@@ -141,15 +139,7 @@ def attach(model: Llama, mesh: Mesh, plan: Plan) -> list[Composed]:
 
 def gradients(model: Llama) -> dict[str, Tensor | None]:
     """Of all ranks together, by their names in the serial model; a collective."""
-    data = model.composed.parts.data
-    if isinstance(data, fsdp.FullySharded):
-        own = data.full_gradients()
-    elif model.composed.plan.zero:
-        model.zero = data
-        own = gradients_of_zero(model)
-    else:
-        own = gradients_of(model)
-    whole = model.composed.join(own)
+    whole = model.composed.full_gradients()
     if model.config.tie_embeddings:
         whole.pop("lm_head.weight", None)
     return whole
@@ -420,8 +410,6 @@ def leg(plan: Plan, task: Task, step: int, state: dict | None) -> dict:
         [composed.shard(microbatch) for microbatch in whole],
         composed.axis,
         max_norm=task.max_norm,
-        shard_axes=composed.shard_axes,
-        run=composed.run or forward_backward,
     )
     return {
         "weights": composed.full_state_dict(),

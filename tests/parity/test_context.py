@@ -19,7 +19,6 @@ from minipar.train.data import IGNORE
 from minipar.train.step import Microbatch, train_step
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
-from tests.parity.test_zero import gradients as gradients_of_zero
 
 METHODS = {
     "ring": dict(order="zigzag"),
@@ -165,17 +164,9 @@ def test_with_ddp_equals_one_device(ranks, name, method):
 def attach_beside(model, mesh, method, other):
     """With another strategy in the place of ddp, or beside it."""
     attention, data = attach(model, mesh, method, other)
-    axis = data.axis
-    setattr(mesh, axis.name, axis)  # by this name the harness finds it
     if other == "tensor":
         return [attention, data, model.strategy]
     return [attention, data]
-
-
-def whole_gradients(model):
-    if hasattr(model, "zero"):
-        return gradients_of_zero(model)
-    return model.strategy.full_gradients()
 
 
 @pytest.mark.slow
@@ -183,16 +174,12 @@ def whole_gradients(model):
 @pytest.mark.parametrize("other", ["zero", "fsdp", "tensor"])
 def test_beside_other_strategies_equals_one_device(ranks, other, method):
     """Mutants: heads counted in the configuration; shards over dp alone."""
-    sizes, cut_over = (
-        ({"dp": 2, "cp": 2}, "dp+cp") if other != "tensor" else ({"cp": 2, "tp": 2}, "tp")
-    )
+    sizes = {"cp": 2, "tp": 2} if other == "tensor" else {"dp": 2, "cp": 2}
     for outcome in ranks(4).run(
         parallel,
         TASKS["documents"],
         sizes,
         partial(attach_beside, method=method, other=other),
-        gradients=whole_gradients,
-        shard_axes=[cut_over],
         cut=partial(cut, method=method),
     ):
         assert_parity(outcome, reference("documents"))

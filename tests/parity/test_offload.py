@@ -52,20 +52,14 @@ def attach_fsdp(model, mesh, **options):
     """Weights, gradients and optimizer state in shards, and these on the host."""
     strategy = fsdp.apply(model, mesh.dp, average=False, **options)
     offload.shards_on_host(strategy, HostCopy(pcie="none"))
-    attach_fsdp.strategy = strategy
     return [strategy]
-
-
-def fsdp_gradients(model):
-    return attach_fsdp.strategy.full_gradients()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", "accumulating", "foreign", "recomputing"])
 def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):
-    options = dict(gradients=fsdp_gradients, shard_axes=["dp"])
-    for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach_fsdp, **options):
+    for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach_fsdp):
         assert_parity(outcome, reference(name))
 
 
@@ -80,7 +74,6 @@ def attach_zero(model, mesh, stage):
 @pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
 def test_shards_of_zero_on_the_host_equal_one_device(ranks, stage, name):
     attach = partial(attach_zero, stage=stage)
-    options = dict(gradients=test_zero.gradients, shard_axes=["dp"])
-    for outcome in ranks(2).run(parallel, TASKS[name], {"dp": 2}, attach, **options):
+    for outcome in ranks(2).run(parallel, TASKS[name], {"dp": 2}, attach):
         assert_parity(outcome, reference(name))
         assert outcome.sent["host"] > 0

@@ -97,7 +97,6 @@ def one(task: Task, schedule, dp: int = 1, mute: bool = False, **options) -> Out
         {"pp": schedule.num_ranks, "dp": dp},
         partial(attach, schedule=schedule, **options),
         gradients=gradients,
-        shard_axes=("pp",),
         mute=mute,
     )
 
@@ -193,7 +192,6 @@ def sharded(task: Task, schedules: list, how: str, expected: Outcome) -> list[st
             {"pp": schedule.num_ranks, axis: 2},
             partial(sharding, schedule=schedule, how=how),
             gradients=lambda model: {},
-            shard_axes=("pp", axis),
         )
         outcome.gradients = expected.gradients
         try:

@@ -69,10 +69,6 @@ def attach_with_ddp(model: nn.Module, mesh: Mesh, **options) -> list:
     return [data, model.strategy]
 
 
-def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return model.strategy.full_gradients()
-
-
 @cache
 def reference(name: str) -> Outcome:
     return serial(TASKS[name])
@@ -81,9 +77,7 @@ def reference(name: str) -> Outcome:
 def train(ranks, sizes: dict[str, int], task: Task, mode: str, mute=False) -> list[Outcome]:
     size = sizes["tp"] * sizes.get("dp", 1)
     plug = partial(attach_with_ddp if "dp" in sizes else attach, **MODES[mode])
-    return ranks(size).run(
-        parallel, task, sizes, plug, gradients=whole_gradients, mute=mute, shard_axes=["tp"]
-    )
+    return ranks(size).run(parallel, task, sizes, plug, mute=mute)
 
 
 def _forward(task: Task, size: int, mode: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import timeline
-from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, zero
 from minipar.parallel.zero import ShardedOptimizer
@@ -29,35 +28,13 @@ def attach(model: nn.Module, mesh: Mesh, stage: int, bucket_mb: float = 0.004):
     return [model.zero]
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Whole gradients, put together from the pieces of all ranks; a collective."""
-    assert all(p.grad is None for p in model.parameters())
-    optimizer = model.zero.optimizer
-    names = {p: name for name, p in model.named_parameters()}
-    pieces = {
-        names[p]: (optimizer.bucket_of[p].cuts[p], piece.grad)
-        for p, piece in optimizer.pieces.items()
-        if piece.grad is not None
-    }
-    whole: dict[str, Tensor | None] = {name: None for name in names.values()}
-    for theirs in all_gather_object(pieces, optimizer.axis):
-        for name, (cut, grad) in theirs.items():
-            if whole[name] is None:
-                p = model.get_parameter(name)
-                whole[name] = torch.full_like(p, torch.nan, requires_grad=False)
-            whole[name].view(-1)[cut] = grad.flatten()
-    return whole
-
-
 def train(ranks, size: int, name: str, mute: bool = False, **options) -> list[Outcome]:
     return ranks(size).run(
         parallel,
         TASKS[name],
         {"dp": size},
         partial(attach, **options),
-        gradients=gradients,
         mute=mute,
-        shard_axes=["dp"],
     )
 
 
@@ -117,7 +94,7 @@ def _beside_ddp(model: nn.Module, mesh: Mesh):
 @pytest.mark.parametrize("name", ["llama", "accumulating", "foreign", "frozen"])
 def test_an_optimizer_alone_takes_what_ddp_has_reduced(ranks, name):
     """Mutants: pieces that keep the gradients of the step before; a norm of nothing."""
-    for outcome in ranks(3).run(parallel, TASKS[name], {"dp": 3}, _beside_ddp, shard_axes=["dp"]):
+    for outcome in ranks(3).run(parallel, TASKS[name], {"dp": 3}, _beside_ddp):
         assert_parity(outcome, reference(name))
 
 
@@ -140,7 +117,7 @@ def _bytes_of_a_step(name: str, size: int, stage: int) -> int:
     for step in range(2):
         with timeline.record() as recorded:
             batch = task.microbatches_of(step, mesh.rank, size)
-            train_step(model, strategies, optimizer, batch, mesh.dp, shard_axes=[mesh.dp])
+            train_step(model, strategies, optimizer, batch, mesh.dp)
             optimizer.synchronize()
     return recorded.bytes_by_axis()["dp"]
 

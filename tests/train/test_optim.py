@@ -1,6 +1,7 @@
 """Schedules, the optimizer's groups, and one gradient norm on all ranks."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -343,3 +344,12 @@ def names_no_axis():
 
 def test_an_axis_that_is_not_named_is_refused(ranks):
     ranks(2).run(names_no_axis)
+
+
+def test_the_norm_of_gradients_on_the_host_is_taken_and_sent_where_the_model_computes():
+    """The meta device stands in for a GPU, and the CPU for its host. Mutant: sent from the host."""
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with mock.patch("minipar.parallel.norm.all_reduce", side_effect=lambda x, axis: x) as sends:
+        norm = grad_norm([p], [Mesh().tp], torch.device("meta"))
+    assert norm.is_meta and [call.args[0].device.type for call in sends.mock_calls] == ["meta"]

@@ -273,10 +273,10 @@ def _step_seconds(
         add(kv, blocks)
         seconds.append(time.thread_time() - start)
 
-    softmax = context.Forward(kernel, q)
+    softmax = context.OnlineSoftmax(kernel, q)
     for blocks in steps:
         timed(softmax.add, blocks)
-    gradients = context.Backward(kernel, q, softmax.out, softmax.lse, d_out)
+    gradients = context.OnlineGradients(kernel, q, softmax.out, softmax.lse, d_out)
     for blocks in steps:
         timed(gradients.add, blocks)
     return seconds

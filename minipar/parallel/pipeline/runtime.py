@@ -22,7 +22,7 @@ Use::
     schedule = schedules.make("1f1b", p=4, m=8)
     pipeline = apply(model, mesh.pp, schedule)          # now `model` has the layers of this rank
     data = ddp.apply(model, mesh.dp, average=False)     # after the split: it sees what is left
-    train_step(model, [data, pipeline], ..., run=pipeline.run, shard_axes=(mesh.pp,))
+    train_step(model, [data, pipeline], ...)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +41,7 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, loss_of
+from minipar.parallel.pieces import mark
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import AHEAD, Mail, around, forward_only
@@ -151,7 +152,7 @@ class Pipeline(Strategy):
         keep_only(model, {schedule.part(stage) for stage in self.stages}, cut)
         self.own_names = list(model.state_dict())  # fsdp, which comes later, hides them
         self._shares = any(len(weight.ranks) > 1 for weight in self.weights)
-        self.twins = self._mark_parameters()
+        self.twins, self.shard_axes = self._mark_parameters(), (axis,)
         self._adding: Pending | None = None
         self._agreed = False  # on the shapes of microbatches
 
@@ -163,8 +164,7 @@ class Pipeline(Strategy):
             p = next((found[name] for name in weight.names if name in found), None)
             if p is None or self.axis.size == 1:
                 continue
-            p.shard_axes = (*getattr(p, "shard_axes", ()), self.axis)
-            p.is_copy = getattr(p, "is_copy", False) or self.axis.rank != weight.ranks[0]
+            mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and len(weight.ranks) > 1:
                 twins[p] = weight.ranks
         return twins
@@ -264,8 +264,7 @@ class Pipeline(Strategy):
     ) -> None:
         """Do what `schedule` has for this rank: `work(action, what it was handed)` and messages."""
         row = schedule.actions[self.axis.rank]
-        some = next(self.model.parameters())
-        dtype, device = some.dtype, some.device
+        dtype, device = next(self.model.parameters()).dtype, self.device
 
         def buffer(message: Action) -> Tensor:
             batch, seq_len = microbatches[message.microbatch][0].shape  # the same on all ranks
@@ -389,7 +388,6 @@ class Pipeline(Strategy):
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
-        device = next(self.model.parameters()).device
         found: dict[str, Tensor | None] = {}
         for weight in self.weights:
             home = weight.ranks[0]
@@ -398,10 +396,10 @@ class Pipeline(Strategy):
                 found |= dict.fromkeys(weight.names)
                 continue
             if self.axis.rank == home:
-                value = tensors[name].detach().to(device)
+                value = tensors[name].detach().to(self.device)
             else:
                 shape, dtype = known[home][name]
-                value = torch.empty(shape, dtype=dtype, device=device)
+                value = torch.empty(shape, dtype=dtype, device=self.device)
             value = broadcast(value, self.axis, src=home)
             found |= dict.fromkeys(weight.names, value)
         return {name: found[name] for name in self.names}

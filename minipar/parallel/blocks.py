@@ -1,0 +1,136 @@
+"""Which modules are blocks, which block has which parameter, and how weights get into it; for fsdp.
+
+`find` the blocks, `assign` parameters to them; a `Unit` is a block with its weights.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minipar.parallel.flat import FLATS, Flat, Options
+
+Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Slot = tuple[nn.Module, str, str, nn.Parameter]  # a module's attribute, its name, what it holds
+
+
+def find(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
+    """Return the modules that `blocks` means: classes, modules or names; None: those of lists.
+
+    Raises `ValueError` for what the model has not.
+    """
+    if blocks is None:
+        return list(_members_of_lists(model))
+    found: dict[nn.Module, None] = {}
+    named = dict(model.named_modules())
+    for item in blocks:  # a class means itself: a subclass may never be called, as in attention
+        meant = [m for name, m in named.items() if item in (name, type(m)) or m is item]
+        if not meant:
+            raise ValueError(f"blocks: the model has no {item!r}; it has {list(named)[1:9]}")
+        found |= dict.fromkeys(meant)
+    return [module for module in found if module is not model]
+
+
+def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    for child in module.children():
+        if not is_list:
+            yield from _members_of_lists(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Slot]]:
+    """Give every parameter to the innermost block around it; what several share, to the root."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+    home: dict[nn.Parameter, set[nn.Module]] = {}
+    slots: dict[tuple[nn.Module, str], Slot] = {}
+    for path, owner in paths.items():
+        parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
+        inside = next((paths[p] for p in parents if paths[p] in blocks), model)
+        for attribute, p in owner._parameters.items():
+            if p is not None:
+                home.setdefault(p, set()).add(inside)
+                name = f"{path}.{attribute}" if path else attribute
+                slots.setdefault((owner, attribute), (owner, attribute, name, p))
+    found: dict[nn.Module, list[Slot]] = {module: [] for module in (model, *blocks)}
+    for slot in slots.values():
+        homes = home[slot[-1]]
+        found[next(iter(homes)) if len(homes) == 1 else model].append(slot)
+    return {module: slots for module, slots in found.items() if slots or module is model}
+
+
+# ---------------------------------------------------------------------- the weights of a block
+class Unit:
+    """A module, and the weights that are gathered when it runs: a block, or the root.
+
+    Weights that differ in dtype, or of which some are frozen, are several `Flat`s.
+    """
+
+    def __init__(self, module: nn.Module, block: str, slots: list[Slot], options: Options) -> None:
+        self.module = module
+        kinds: dict[Any, dict[nn.Parameter, str]] = {}
+        for _, _, name, p in slots:
+            kinds.setdefault((p.dtype, p.device, p.requires_grad), {}).setdefault(p, name)
+        kind = FLATS[options.accumulate, options.replicate_axis is not None]
+        self.flats: list[Flat] = []
+        pieces: dict[nn.Parameter, nn.Parameter] = {}
+        for members in kinds.values():
+            self.flats.append(kind(members, block, options))
+            pieces |= zip(members, self.flats[-1].pieces, strict=True)
+        self.trainable = [flat for flat in self.flats if flat.is_trainable]
+        self.parameters = [p for flat in self.flats for p in flat.pieces]
+        place = {p: i for i, p in enumerate(self.parameters)}
+        self.slots = [(owner, attribute, place[pieces[p]]) for owner, attribute, _, p in slots]
+        self.unbind()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its weights are here, or on their way."""
+        return any(flat.is_gathered for flat in self.flats)
+
+    def unshard(self) -> None:
+        """Start to gather the weights."""
+        for flat in self.flats:
+            flat.unshard()
+
+    def reshard(self) -> None:
+        """Put the pieces back, and free the gathered weights."""
+        self.unbind()
+        for flat in self.flats:
+            flat.reshard()
+
+    def bind(self, after_backward: Callable) -> None:
+        """Wait for the gathered weights, and put them in the place of the pieces."""
+        for flat in self.flats:
+            flat.wait_for_unshard()
+        pieces = [p for flat in self.trainable for p in flat.pieces]
+        entered = iter(_Enter.apply(self, after_backward, *pieces) if pieces else ())
+        full = [next(entered) if f.is_trainable else view for f in self.flats for view in f.views]
+        for owner, attribute, i in self.slots:
+            owner._parameters[attribute] = full[i]
+
+    def unbind(self) -> None:
+        """Put the pieces back in the place of the gathered weights."""
+        for owner, attribute, i in self.slots:
+            owner._parameters[attribute] = self.parameters[i]
+
+
+class _Enter(torch.autograd.Function):
+    """Where weights enter the graph; its backward runs when all their gradients are there.
+
+    Autograd runs newer nodes first. This node is older than every operation of the block, so its
+    backward runs after all of theirs, frozen weights or not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, after_backward: Callable, *pieces: Tensor) -> Any:
+        ctx.unit, ctx.after_backward = unit, after_backward
+        ctx.set_materialize_grads(False)  # None tells that a weight was not used
+        return tuple(view.detach() for flat in unit.trainable for view in flat.views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.after_backward(ctx.unit, list(gradients))
+        return None, None, *(None for _ in gradients)  # gradients go their own way

@@ -1,0 +1,126 @@
+"""Pieces of parameters: how they say of what they are, and a row of them that is cut over an axis.
+
+A parameter that is not whole on each rank, or whose gradient is not, says so in three attributes,
+which the strategy that cuts it sets (`mark`), and `axes_of`, `full_shape` and `is_copy` read:
+
+    shard_axes   the axes over which it is cut; none: it is whole, and alike on all ranks
+    full_shape   the shape before it was cut, by whichever of them came first
+    is_copy      it stands for numbers that another rank of the axis has, too, and counts
+
+zero and fsdp cut alike. Parameters lie one after the other in a row, which is padded to n S
+numbers, and rank r keeps the S from r S on, its shard. Three of 4, 5 and 2 numbers on two ranks,
+S = 6::
+
+    parameter   a a a a b b | b b b c c .
+    rank        0 0 0 0 0 0 | 1 1 1 1 1 1
+                                            on rank 1:   a           b            c
+    span, where it lies in the shard                     [0:0]       [0:3]        [3:5]
+    cut, what part of the parameter it is                [0:0]       [2:5]        [0:2]
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import all_gather
+from minipar.comm.mesh import Axis
+
+
+def mark(
+    p: nn.Parameter, axis: Axis, *, of: nn.Parameter | None = None, copy: bool = False
+) -> None:
+    """Let `p` say that it is a piece along `axis`: of `of`, or of what it was itself until now."""
+    of = p if of is None else of
+    p.full_shape, p.shard_axes = full_shape(of), (*axes_of(of), axis)
+    p.is_copy = copy or is_copy(of)
+
+
+def axes_of(p: Tensor) -> tuple[Axis, ...]:
+    """Return the axes over which `p` and its gradient are cut."""
+    return getattr(p, "shard_axes", ())
+
+
+def full_shape(p: Tensor) -> torch.Size:
+    """Return the shape of `p` in the serial model."""
+    return getattr(p, "full_shape", p.shape)
+
+
+def is_copy(p: Tensor) -> bool:
+    """Whether another rank of an axis of `p` counts these numbers."""
+    return getattr(p, "is_copy", False)
+
+
+def piece_of(p: nn.Parameter) -> nn.Parameter:
+    """Return what an optimizer steps in the place of `p`, and where its gradient is in the end."""
+    return getattr(p, "piece", p)
+
+
+class Layout:
+    """Parameters of `numels` numbers in a row, cut over `axis`; see above."""
+
+    def __init__(self, numels: Sequence[int], axis: Axis) -> None:
+        self.size = size = math.ceil(sum(numels) / axis.size)  # S
+        self.total = axis.size * size
+        self.splits = [*numels, self.total - sum(numels)]  # and the padding
+        self.spans, self.cuts = [], []
+        place = -axis.rank * size  # where a parameter begins, as seen from the shard
+        for numel in numels:
+            start, end = (min(max(at, 0), size) for at in (place, place + numel))
+            self.spans.append(slice(start, end))
+            self.cuts.append(slice(start - place, end - place) if start < end else slice(0, 0))
+            place += numel
+
+
+class Row:
+    """Parameters in a row, of which this rank has `shard` [S], and `pieces` that are views of it.
+
+    A piece is what an optimizer steps: a parameter of the k numbers that lie on this rank, perhaps
+    none. It is [k], or of a matrix [k, 1], so that ``p.ndim`` is that of the whole.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, axis: Axis, shard: Tensor
+    ) -> None:
+        self.layout, self.axis, self.shard = layout, axis, shard
+        self.device = shard.device  # which computes and sends, wherever the shard goes
+        self.shapes: dict[nn.Parameter, torch.Size] = {}  # of the whole, by piece
+        for p, span in zip(parameters, layout.spans, strict=True):
+            data = shard[span].view(-1, *(1 for _ in p.shape[1:]))
+            piece = nn.Parameter(data, p.requires_grad)
+            vars(piece).update(vars(p))
+            mark(piece, axis, of=p)
+            self.shapes[piece] = p.shape
+        self.pieces = list(self.shapes)
+        self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
+
+    def move(self, shard: Tensor) -> None:
+        """Let the pieces be views of `shard` [S], which may lie on another device."""
+        self.shard = shard
+        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
+            piece.data = shard[span].view_as(piece)
+
+    def split(self, row: Tensor) -> list[Tensor]:
+        """Return views of a whole row [n S], one in the shape of each parameter."""
+        parts = row.split(self.layout.splits)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
+
+    def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return what of `whole`, shaped as the parameter, belongs to `piece`."""
+        return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
+
+    @torch.no_grad()
+    def join(
+        self, own: Mapping[nn.Parameter, Tensor], dtype: torch.dtype
+    ) -> dict[nn.Parameter, Tensor]:
+        """Gather whole tensors from what all ranks have for each piece; zeros where it has none.
+
+        Weights, gradients, moments: whatever has the shape of the piece. A collective.
+        """
+        shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
+        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
+            if piece in own:
+                shard[span] = own[piece].flatten()
+        whole = self.split(all_gather(shard, self.axis))
+        return {piece: t.clone() for piece, t in zip(self.pieces, whole, strict=True)}

@@ -1,0 +1,111 @@
+"""Pieces of parameters, rows of them, and the states of their optimizers."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.mesh import Axis, Mesh
+from minipar.parallel import ddp, fsdp, tensor, zero
+from minipar.parallel.pieces import Layout, Row, axes_of, full_shape, is_copy, mark
+from minipar.parallel.strategy import Strategy
+from minipar.train.step import computing_on
+from tests.parity import models
+
+
+def axis_of(rank: int, size: int) -> Axis:
+    return Axis("dp", rank, size, tuple(range(size)))
+
+
+def test_the_layout_of_the_drawing():
+    layout = Layout([4, 5, 2], axis_of(1, 2))
+    assert (layout.size, layout.total, layout.splits) == (6, 12, [4, 5, 2, 1])
+    assert layout.spans == [slice(0, 0), slice(0, 3), slice(3, 5)]
+    assert layout.cuts == [slice(0, 0), slice(2, 5), slice(0, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_pieces_of_all_ranks_are_the_parameters(size):
+    """Mutants: a cut that begins with the shard; one number too few where sizes divide."""
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2), ())]
+    found: list[list[Tensor]] = [[] for _ in parameters]
+    for rank in range(size):
+        layout = Layout([p.numel() for p in parameters], axis_of(rank, size))
+        flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(size)])
+        shard = flat[: layout.total].view(size, -1)[rank] if size > 1 else flat[: layout.total]
+        row = Row(parameters, layout, axis_of(rank, size), shard)
+        for p, piece, own in zip(parameters, row.pieces, found, strict=True):
+            assert piece.ndim == max(p.ndim, 1) and full_shape(piece) == p.shape
+            assert torch.equal(piece, row.part_of(piece, p))
+            own.append(piece.detach().flatten())
+    for p, own in zip(parameters, found, strict=True):
+        assert torch.equal(torch.cat(own), p.flatten())
+
+
+def test_a_piece_of_a_piece_knows_both_axes_and_the_first_shape():
+    p, tp, dp = nn.Parameter(torch.zeros(4, 6)), axis_of(0, 2), axis_of(0, 3)
+    mark(p, tp, copy=True)
+    p.data = p.data[:2]
+    piece = nn.Parameter(torch.zeros(5))
+    mark(piece, dp, of=p)
+    assert axes_of(piece) == (tp, dp) and full_shape(piece) == (4, 6) and is_copy(piece)
+
+
+def trained(kind: str) -> tuple[Strategy, torch.optim.Optimizer]:
+    """After two steps of NAdam, whose state has tensors that are no moments."""
+    torch.manual_seed(0)
+    model, dp = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), Mesh().dp
+    if kind == "zero":
+        optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.NAdam, dp)
+        strategy = zero.apply(model, dp, optimizer=optimizer)
+    else:
+        strategy = {"ddp": ddp, "fsdp": fsdp}[kind].apply(model, dp)
+        optimizer = torch.optim.NAdam(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 3)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return strategy, optimizer
+
+
+@pytest.mark.parametrize("kind", ["zero", "fsdp"])
+def test_a_number_in_the_state_stays_a_number(kind):
+    """Mutant: all but "step" is a moment, so that `mu_product` becomes a matrix."""
+    whole = {}
+    for how in ("ddp", kind):
+        strategy, optimizer = trained(how)
+        whole[how] = strategy.full_optimizer_state(optimizer)
+        strategy.load_full_optimizer_state(optimizer, whole["ddp"])
+        again = strategy.full_optimizer_state(optimizer)
+        torch.testing.assert_close(again["state"], whole["ddp"]["state"], rtol=0, atol=0)
+    torch.testing.assert_close(whole[kind]["state"], whole["ddp"]["state"], rtol=0, atol=0)
+    names = [whole[how]["param_groups"][0]["param_names"] for how in whole]
+    assert names[0] == names[1] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
+def test_a_whole_state_is_on_the_cpu_to_the_last_number(kind):
+    """What a fused optimizer counts on a GPU would be unpickled onto another rank's."""
+    strategy, optimizer = trained(kind)
+    with mock.patch.object(Tensor, "cpu", lambda tensor: tensor.clone().fill_(7.0)):
+        state = strategy.full_optimizer_state(optimizer)["state"]
+    values = [value for entries in state.values() for value in entries.values()]
+    assert len(values) == 4 * 4 and all((value == 7).all() for value in values)
+
+
+def test_pieces_of_a_state_are_not_taken_for_the_whole():
+    model = models.llama(0)
+    strategy = tensor.apply(model, Mesh().tp)
+    with pytest.raises(RuntimeError, match="pieces along tp"):
+        strategy.full_optimizer_state(torch.optim.SGD(model.parameters()))
+
+
+def test_the_device_that_computes_is_that_of_the_model_when_a_strategy_came():
+    """Mutant: that of the parameters now, which may have left for the host."""
+    model = nn.Linear(2, 2, device="meta")
+    strategy = Strategy(model, Mesh().dp)
+    model.weight, model.bias = nn.Parameter(torch.zeros(2, 2)), None
+    assert computing_on(model, [strategy]).type == strategy.device.type == "meta"
+    assert computing_on(model, []).type == "cpu"
