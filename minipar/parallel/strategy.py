@@ -83,10 +83,11 @@ class Strategy:
             own = {p: p.grad for p in row.pieces if p.grad is not None}
             joined = row.join(own, row.shard.dtype)
             whole |= {p: joined[p] if p in own else None for p in row.pieces}
-        for p in self.model.parameters():
-            if piece_of(p) not in whole:
-                whole[p] = None if p.grad is None else p.grad.detach().clone()
-        return {name: whole[piece_of(p)] for name, p in self.model.named_parameters()}
+        found = {}
+        for name, p in self.model.named_parameters():
+            own = None if p.grad is None else p.grad.detach().clone()
+            found[name] = whole.get(piece_of(p), own)
+        return found
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
