@@ -277,7 +277,7 @@ def test_trap_16_several_buckets_are_filled():
     for version in ("bucketed", "overlapped"):
         model = models.llama(0)
         everything = sorted(map(id, model.parameters()))
-        strategy = ddp.apply(model, Mesh().dp, version=version)
+        strategy = ddp.apply(model, Mesh().dp, version=version, reduce=ddp.all_reduce_bucket)
         assert len(strategy.buckets) >= 5
         packed = [p for bucket in strategy.buckets for p in bucket.parameters]
         assert sorted(map(id, packed)) == everything
