@@ -23,12 +23,10 @@ Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communicati
 practice, and experience", sections 3 (duality) and 4 (composition).
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-
-from minipar.comm.link import Topology
 
 Span = tuple[int, int]
 
@@ -400,27 +398,6 @@ def seconds(
                 for rank, step in enumerate(steps)
             )
             total += alpha + itemsize * max(busiest)
-    return total
-
-
-def seconds_on(plans: Sequence[Plan], itemsize: int, topology: Topology) -> float:
-    """Return how long the `plans` of global ranks 0 .. n-1 take on two levels, round by round.
-
-    Inside of a node every pair has a wire of its own; what crosses a network card at the same time
-    shares it. A round takes the latency of its slowest wire and the time of its busiest.
-    """
-    total = 0.0
-    for steps in zip_longest(*plans, fillvalue=Round()):
-        latency, busy = 0.0, Counter()
-        for rank, step in enumerate(steps):
-            for message in step.sends:
-                pair, num_bytes = (rank, message.peer), itemsize * (message.hi - message.lo)
-                if rank != message.peer:
-                    wire = topology.between(pair)
-                    latency = max(latency, wire.latency)
-                    own = {pair: num_bytes / wire.bandwidth}
-                    busy.update(topology.lanes("send", num_bytes, pair) or own)
-        total += latency + max(busy.values(), default=0.0)
     return total
 
 
