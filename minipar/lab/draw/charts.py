@@ -5,21 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import (
-    AXIS,
-    GRID,
-    INK,
-    KIND,
-    MEANING,
-    MUTED,
-    PAPER,
-    SERIES,
-    colour,
-)
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MEANING, MUTED, PAPER, SERIES, colour
 
 
 def curves(
@@ -49,10 +38,7 @@ def curves(
     width, height = 7.2, 3.9
     figure = pen.figure(width, height)
     right = min(2.6, 0.085 * longest + 0.3)
-    ax = figure.add_axes(
-        (0.75 / width, 0.72 / height, (width - 0.75 - right) / width, (height - 1.3) / height)
-    )
-    pen.quiet(ax)
+    ax = pen.panel(figure, 0.75, 0.72, width - 0.75 - right, height - 1.3)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.grid(axis="y", color=GRID, lw=0.8)
     if logx:
@@ -93,21 +79,16 @@ def curves(
 
 def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
     """Line widths in points: of curves that coincide, the later lie thin upon the earlier."""
-    widths: dict[str, float] = {}
     values = [v for _, y in lines.values() for v in y]
     near = 0.01 * (max(values, default=0.0) - min(values, default=0.0))
-    names = list(lines)
-    for i, name in enumerate(names):
-        x, y = lines[name]
-        covered = 0
-        for later in names[i + 1 :]:
-            other = lines[later][1]
-            if len(other) == len(y) and all(
-                abs(a - b) <= near for a, b in zip(y, other, strict=True)
-            ):
-                covered += 1
-        widths[name] = 2.0 + 2.4 * covered
-    return widths
+
+    def covers(later: Sequence[float], y: Sequence[float]) -> bool:
+        same = len(later) == len(y)
+        return same and all(abs(a - b) <= near for a, b in zip(y, later, strict=True))
+
+    heights = [y for _, y in lines.values()]
+    covered = [sum(covers(later, y) for later in heights[i + 1 :]) for i, y in enumerate(heights)]
+    return {name: 2.0 + 2.4 * count for name, count in zip(lines, covered, strict=True)}
 
 
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
@@ -158,15 +139,12 @@ def bars(
     foot = 0.3 + (0.3 if names else 0)
     height = 0.55 + row * len(stacked) + foot
     figure = pen.figure(width, height)
-    ax = figure.add_axes(
-        (left / width, foot / height, (width - left - 0.2) / width, row * len(stacked) / height)
-    )
-    pen.quiet(ax)
+    wide = width - left - 0.2
+    ax = pen.panel(figure, left, foot, wide, row * len(stacked))
     longest = max((sum(parts.values()) for parts in stacked.values()), default=1.0) or 1.0
     sums = {name: pen.number(sum(parts.values())) for name, parts in stacked.items()}
     labels = {name: f"{total} {unit}".strip() for name, total in sums.items()}
     room = 0.25 + 0.085 * max(map(len, labels.values()), default=0)  # inches, for the values
-    wide = width - left - 0.2
     ax.set_xlim(0, longest * wide / (wide - room))
     ax.set_ylim(len(stacked) - 0.5, -0.5)
     ax.set_xticks([])
@@ -191,11 +169,10 @@ def palette() -> Figure:
     """The colour of every kind of work, as a table."""
     rows = [*KIND, *AXIS, "exposed"]
     width, height = 5.6, 0.28 * len(rows) + 0.25
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
+    figure, ax = pen.sheet(width, height)
     for i, key in enumerate(rows):
         y = height - 0.28 * (i + 1)
-        ax.add_patch(Rectangle((0.15, y - 0.08), 0.42, 0.19, color=colour(key)))
+        pen.rectangle(ax, 0.15, y - 0.08, 0.42, 0.19, fc=colour(key))
         pen.text(ax, 0.7, y, key.replace("_", " "), weight="bold")
         pen.text(ax, 2.05, y, MEANING[key], color=MUTED)
     return figure

@@ -55,10 +55,7 @@ def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
         raise ValueError("there is no row to draw; run `minipar bench compression` first")
     width, height = 9.6, 5.6
     figure = pen.figure(width, height)
-    ax = figure.add_axes(
-        (0.85 / width, 1.0 / height, (width - 1.1) / width, (height - 1.75) / height)
-    )
-    pen.quiet(ax)
+    ax = pen.panel(figure, 0.85, 1.0, width - 1.1, height - 1.75)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.set_xscale("log")
     ax.set_yscale("symlog", linthresh=FREE, linscale=0.5)

@@ -10,7 +10,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from minipar.comm.mesh import Axis
@@ -77,12 +76,9 @@ def mask(
     """
     visible = _checked(size, visible)
     width, height = max(LEFT + SIDE + 0.3, 0.4 + 0.105 * len(title), 6.5), SIDE + 1.5
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     _triangle(ax, (width - SIDE) / 2, 0.62, size, order, visible)
-    _legend(figure, size, 0.2, width - 0.3)
-    pen.footnote(figure, note, height)
+    _legend(figure, size, width - 0.3)
     return figure
 
 
@@ -95,9 +91,7 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
     visible = _checked(size, None)
     below = ROW * size + 0.72
     width, height = 2 * (LEFT + SIDE) + 0.75, SIDE + below + 1.5
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     works = {order: quarters(size, order) for order in ("plain", "zigzag")}
     longest = max(map(_duration, works.values()))
     for i, (order, work) in enumerate(works.items()):
@@ -106,8 +100,7 @@ def orders(size: int = 4, *, title: str = "", note: str = "") -> Figure:
         _steps(ax, x, 0.62, work, SIDE / longest)
         total = f"{_duration(work):g} quarters of a block"
         pen.text(ax, x, 0.62 + ROW * size + 0.16, total, weight="bold")
-    _legend(figure, size, 0.2, width - 0.4, waiting=True)
-    pen.footnote(figure, note, height)
+    _legend(figure, size, width - 0.4, waiting=True)
     return figure
 
 
@@ -127,9 +120,7 @@ def steps(
         raise ValueError(f"{ranks} ranks make no picture that can be read; use 1 to {len(RANK)}")
     width, panel = max(7.2, 0.4 + 0.105 * len(title)), ROW * ranks + 0.44
     height = 0.98 + panel * len(work)
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     scale = (width - LEFT - 0.3) / max(map(_duration, work.values()))
     for i, (name, rows) in enumerate(work.items()):
         y = height - 0.34 - panel * (i + 1)
@@ -137,8 +128,7 @@ def steps(
         top, said = y + ROW * ranks + 0.14, f"{_duration(rows):.3g} {unit}"
         pen.text(ax, LEFT, top, name, weight="bold")
         pen.text(ax, LEFT + _duration(rows) * scale, top, said, ha="right")
-    _legend(figure, ranks, 0.2, width - 0.4, masked=False, waiting=True)
-    pen.footnote(figure, note, height)
+    _legend(figure, ranks, width - 0.4, masked=False, waiting=True)
     return figure
 
 
@@ -149,8 +139,7 @@ def _causal(size: int) -> Tensor:
 
 
 def _checked(size: int, visible: Tensor | None) -> Tensor:
-    if not 2 <= size <= len(RANK):
-        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
+    pen.check_ranks(size)
     visible = _causal(size) if visible is None else visible
     if visible.ndim != 2 or visible.shape[0] != visible.shape[1]:
         raise ValueError(f"visible of shape {tuple(visible.shape)} is no [T, T]")
@@ -178,16 +167,11 @@ def _triangle(
     for piece in found:
         seen = visible[piece.queries][:, piece.keys, None]
         ink, pale = torch.tensor(to_rgb(RANK[piece.rank])), torch.tensor(_pale(RANK[piece.rank]))
-        where = slice(piece.queries[0], piece.queries[-1] + 1), _span(piece.keys)
-        cells[where] = torch.where(seen, ink, pale)
+        rows, columns = (slice(at[0], at[-1] + 1) for at in (piece.queries, piece.keys))
+        cells[rows, columns] = torch.where(seen, ink, pale)
     top = y + SIDE
-    ax.imshow(
-        cells.numpy(),
-        extent=(x, x + SIDE, y, top),
-        interpolation="nearest",
-        aspect="auto",
-        zorder=1,
-    )
+    style = {"interpolation": "nearest", "aspect": "auto", "zorder": 1}
+    ax.imshow(cells.numpy(), extent=(x, x + SIDE, y, top), **style)
     ax.set_xlim(0, ax.figure.get_figwidth())  # imshow has moved them
     ax.set_ylim(0, ax.figure.get_figheight())
     unit, chunk = SIDE / length, length // (context.ORDERS[order] * size)
@@ -204,17 +188,12 @@ def _triangle(
         pen.text(ax, x + at, top - down, piece.step, **style)
     for number in range(context.ORDERS[order] * size):
         owner = next(r for r in range(size) if number in context.chunks_of(r, size, order))
-        edge, fill = SIDE / (context.ORDERS[order] * size), RANK[owner]
-        sheet = {"fc": fill, "ec": PAPER, "lw": 0.7}
-        ax.add_patch(Rectangle((x - STRIP - 0.05, top - (number + 1) * edge), STRIP, edge, **sheet))
-        ax.add_patch(Rectangle((x + number * edge, top + 0.05), edge, STRIP, **sheet))
+        edge, style = chunk * unit, {"fc": RANK[owner], "ec": PAPER, "lw": 0.7}
+        pen.rectangle(ax, x - STRIP - 0.05, top - (number + 1) * edge, STRIP, edge, **style)
+        pen.rectangle(ax, x + number * edge, top + 0.05, edge, STRIP, **style)
     pen.text(ax, x - STRIP - 0.12, y + SIDE / 2, "queries", color=MUTED, rotation=90, ha="right")
     pen.text(ax, x + SIDE, top + STRIP + 0.15, "keys and values", color=MUTED, ha="right")
     pen.text(ax, x, top + STRIP + 0.15, head, weight="bold")
-
-
-def _span(positions: Tensor) -> slice:
-    return slice(positions[0], positions[-1] + 1)
 
 
 def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale: float) -> None:
@@ -225,10 +204,9 @@ def _steps(ax: Axes, x: float, y: float, work: Sequence[Sequence[float]], scale:
         pen.text(ax, x - 0.1, low + ROW / 2, f"rank {rank}", color=MUTED, ha="right", size=8)
         at = x
         for step, (takes, lasts) in enumerate(zip(row, lengths, strict=True)):
-            corner, tall = (at, low + 0.03), ROW - 0.06
-            box = {"ec": PAPER, "lw": 0.7}
-            ax.add_patch(Rectangle(corner, lasts * scale, tall, fc=KIND["idle"], **box))
-            ax.add_patch(Rectangle(corner, takes * scale, tall, fc=RANK[rank], **box))
+            for seconds, ink in ((lasts, KIND["idle"]), (takes, RANK[rank])):
+                box = {"fc": ink, "ec": PAPER, "lw": 0.7}
+                pen.rectangle(ax, at, low + 0.03, seconds * scale, ROW - 0.06, **box)
             if takes * scale > 0.14:
                 middle = at + takes * scale / 2
                 pen.text(ax, middle, low + ROW / 2 - 0.005, step, ha="center", size=8)
@@ -243,11 +221,11 @@ def _duration(work: Sequence[Sequence[float]]) -> float:
 
 
 def _legend(
-    figure: Figure, size: int, left: float, room: float, masked: bool = True, waiting: bool = False
+    figure: Figure, size: int, room: float, masked: bool = True, waiting: bool = False
 ) -> None:
-    entries = [(RANK[rank], f"rank {rank}") for rank in range(size)]
+    entries = pen.of_ranks(size)
     if masked:
         entries.append((_pale(RANK[0]), "multiplied, then masked"))
     if waiting:
         entries.append((KIND["idle"], "waits"))
-    pen.key(figure, pen.flow(entries, room), left, 0.26)
+    pen.key(figure, pen.flow(entries, room), 0.2, 0.26)

@@ -32,9 +32,7 @@ def kept(
     left, right, row, width = 1.15, 1.35, 0.74, 9.6  # inches
     height = 0.62 + row * len(flat) + 0.3
     figure = pen.figure(width, height)
-    box = left / width, 0.3 / height, (width - left - right) / width, row * len(flat) / height
-    ax = figure.add_axes(box)
-    pen.quiet(ax)
+    ax = pen.panel(figure, left, 0.3, width - left - right, row * len(flat))
     ax.set_xlim(-1, len(there))
     ax.set_ylim(0, len(flat))
     ax.set_xticks([])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
+from matplotlib.patches import Circle, Wedge
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, SERIES
@@ -34,26 +34,16 @@ def parameters(config: LlamaConfig) -> dict[str, int]:
 def model(config: LlamaConfig) -> Figure:
     """The way of a token through the model, with shapes and with the parameters of each part."""
     width, height = pen.WIDTH, 2.95
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, "One stream from byte to prediction; each layer adds to it twice")
+    title = "One stream from byte to prediction; each layer adds to it twice"
+    total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
+    figure, ax = pen.sheet(width, height, title, total)
     count = parameters(config)
     layers, line, branch = config.num_layers, 1.95, 0.98
     once = 2 if config.tie_embeddings else 1
     embedding = f"{count['embedding'] * once // 2:,}"
-    ax.add_patch(
-        FancyBboxPatch(
-            (1.95, 0.42),
-            5.15,
-            1.95,
-            boxstyle="round,pad=0,rounding_size=0.1",
-            fc=KIND["idle"],
-            lw=0,
-        )
-    )
+    pen.rounded(ax, 1.95, 0.42, 5.15, 1.95, 0.1, fc=KIND["idle"], lw=0)
     pen.text(ax, 2.07, 2.22, f"a layer, {layers} times", color=MUTED)
-    arrow = {"arrowstyle": "-|>", "mutation_scale": 13, "color": INK, "shrinkA": 0, "shrinkB": 0}
-    ax.add_patch(FancyArrowPatch((0.45, line), (width - 0.66, line), lw=2.6, **arrow, zorder=1))
+    pen.arrow(ax, (0.45, line), (width - 0.66, line), 13, color=INK, lw=2.6, zorder=1)
     pen.text(ax, 0.18, line, "[T]")
     pen.text(ax, width - 0.6, line, "[T, V]")
     pen.text(ax, 1.62, line + 0.16, "[T, D]", color=MUTED, ha="center")
@@ -63,30 +53,19 @@ def model(config: LlamaConfig) -> Figure:
     _part(ax, 8.42, line, 0.62, "head", "embedding", tied)
     for x, name, part in ((2.5, "attention", "attention"), (4.95, "SwiGLU", "mlp")):
         plus = x + 1.75
-        path = ((x - 0.25, line), (x - 0.25, branch)), ((plus, branch), (plus, line - 0.1))
-        ax.plot(
-            *zip((x - 0.25, line), (x - 0.25, branch), (plus, branch), strict=True),
-            color=INK,
-            lw=1.2,
-            zorder=1,
-        )
-        ax.add_patch(FancyArrowPatch(*path[1], lw=1.2, **arrow, zorder=1))
+        style = {"color": INK, "lw": 1.2, "zorder": 1}
+        ax.plot([x - 0.25, x - 0.25, plus], [line, branch, branch], **style)
+        pen.arrow(ax, (plus, branch), (plus, line - 0.1), 13, **style)
         _part(ax, x + 0.2, branch, 0.58, "norm", "norm", f"{layers} · {config.hidden_size:,}")
         _part(ax, x + 1.1, branch, 0.92, name, part, f"{count[part]:,}")
         ax.add_patch(Circle((plus, line), 0.12, fc=PAPER, ec=INK, lw=1.2, zorder=3))
         pen.text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
-    total = f"numbers under the boxes: parameters, {config.num_parameters:,} in all"
-    pen.footnote(figure, total, height)
     return figure
 
 
 def _part(ax: Axes, x: float, y: float, width: float, name: str, part: str, below: str) -> None:
-    """A box around (x, y), its name inside, its parameters below."""
-    fill, height = PARTS[part], 0.42
-    corner = x - width / 2, y - height / 2
-    box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": fill, "ec": PAPER, "lw": 1.2}
-    ax.add_patch(FancyBboxPatch(corner, width, height, **box, zorder=2))
-    pen.text(ax, x, y - 0.01, name, color=pen.ink_on(fill), ha="center", weight="bold", zorder=3)
+    """A box around (x, y) in the colour of `part`, its parameters below."""
+    _box(ax, x, y, width, 0.42, name, PARTS[part])
     pen.text(ax, x, y - 0.35, below, color=MUTED, ha="center", size=8, zorder=3)
 
 
@@ -103,10 +82,9 @@ def rotations(
         raise ValueError(f"pairs={list(pairs)}: a head has pairs 0 to {len(turns) - 1}")
     cell, left = 0.78, 1.55
     width, height = left + cell * len(positions) + 0.2, 0.85 + cell * len(pairs)
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
     fast, slow = (_degrees(turns[i]) for i in (pairs[0], pairs[-1]))
-    pen.title(figure, f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}")
+    title = f"Pair {pairs[0]} turns by {fast} per token, pair {pairs[-1]} by {slow}"
+    figure, ax = pen.sheet(width, height, title)
     for row, pair in enumerate(pairs):
         y = height - 0.95 - cell * row
         pen.text(ax, 0.18, y + 0.08, f"pair {pair}", weight="bold")
@@ -139,10 +117,9 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
     side = 0.26  # inches of a cell of the mask
     width = pen.WIDTH
     height = 1.15 + side * num_tokens
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
     share = heads // groups
-    pen.title(figure, f"{share} query heads share one key/value head; no token sees a later one")
+    title = f"{share} query heads share one key/value head; no token sees a later one"
+    figure, ax = pen.sheet(width, height, title)
     inks = [RANK[i % len(RANK)] for i in range(groups)]
     room = width - side * num_tokens - 2.4
     top, bottom = height - 0.95, 0.8
@@ -151,10 +128,10 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
         group = head // share
         centre = 0.5 + room * (group + 0.5) / groups
         ax.plot((centre, x), (bottom + 0.2, top - 0.2), color=inks[group], lw=2.5, zorder=1)
-        _head(ax, x, top, f"q{head}", inks[group])
+        _box(ax, x, top, 0.5, 0.4, f"q{head}", inks[group])
     for group in range(groups):
         centre = 0.5 + room * (group + 0.5) / groups
-        _head(ax, centre, bottom, f"k{group}  v{group}", inks[group], 0.85)
+        _box(ax, centre, bottom, 0.85, 0.4, f"k{group}  v{group}", inks[group])
     pen.text(ax, 0.5 + room / 2, top + 0.42, f"{heads} query heads", color=MUTED, ha="center")
     text = f"{groups} key/value heads"
     pen.text(ax, 0.5 + room / 2, bottom - 0.42, text, color=MUTED, ha="center")
@@ -163,7 +140,7 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
         for key in range(num_tokens):
             at = corner[0] + side * key, corner[1] + side * (num_tokens - 1 - query)
             ink = KIND["backward"] if key == query else KIND["forward" if key < query else "idle"]
-            ax.add_patch(Rectangle(at, side - 0.03, side - 0.03, fc=ink, lw=0))
+            pen.rectangle(ax, *at, side - 0.03, side - 0.03, fc=ink)
     middle = side * num_tokens / 2
     pen.text(ax, corner[0] + middle, 0.42, "looks at token 0, 1, 2 …", color=MUTED, ha="center")
     for query in range(num_tokens):
@@ -172,8 +149,8 @@ def attention(config: LlamaConfig, num_tokens: int = 8) -> Figure:
     return figure
 
 
-def _head(ax: Axes, x: float, y: float, name: str, ink: str, width: float = 0.5) -> None:
-    corner = x - width / 2, y - 0.2
-    box = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": ink, "ec": PAPER, "lw": 1.2}
-    ax.add_patch(FancyBboxPatch(corner, width, 0.4, **box, zorder=2))
+def _box(ax: Axes, x: float, y: float, width: float, height: float, name: str, ink: str) -> None:
+    """A box around (x, y), its name inside."""
+    corner, style = (x - width / 2, y - height / 2), {"fc": ink, "ec": PAPER, "lw": 1.2}
+    pen.rounded(ax, *corner, width, height, 0.06, **style, zorder=2)
     pen.text(ax, x, y - 0.01, name, color=pen.ink_on(ink), ha="center", weight="bold", zorder=3)

@@ -92,14 +92,13 @@ def ladder(
         y -= head
         if name in mine:
             y -= row
-            box = LEFT / WIDTH, y / total, wide / WIDTH, row / total
-            rows = figure.add_axes(box)
+            rows = pen.panel(figure, LEFT, y, wide, row)
             lanes(rows, mine[name].shifted(mine[name].start - start), (0, 1e3 * longest))
             rows.set_yticks([])
             rows.set_xticks([])
             y -= gap
         y -= area
-        ax = figure.add_axes((LEFT / WIDTH, y / total, wide / WIDTH, area / total))
+        ax = pen.panel(figure, LEFT, y, wide, area)
         _area(ax, history, spans[name], 1e3 * longest, top, inks)
         ax.tick_params(labelbottom=i == len(histories) - 1)
         said = y + area + (row + gap if name in mine else 0) + 0.1
@@ -109,8 +108,8 @@ def ladder(
             where = {"size": 8, "color": EXPOSED, "va": "bottom", "ha": "right"}
             ax.text(1e3 * longest, budget / 1e6, f"budget {pen.num_bytes(int(budget))}", **where)
         if name in closed_forms:
-            box = (LEFT + wide + 0.12) / WIDTH, y / total, (right - 0.12) / WIDTH, area / total
-            _bar(figure.add_axes(box), closed_forms[name], top, inks)
+            beside = pen.panel(figure, LEFT + wide + 0.12, y, right - 0.12, area)
+            _bar(beside, closed_forms[name], top, inks)
     ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
     pen.key(figure, legend, LEFT, 0.32)
     labels = dict.fromkeys(t.label for t in timelines.values() if t.label)

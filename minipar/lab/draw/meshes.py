@@ -5,20 +5,12 @@ from collections.abc import Mapping, Sequence, Set
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm.mesh import Mesh, coordinates, groups_along
 from minipar.comm.spans import wire_bytes
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import (
-    INK,
-    KIND,
-    MUTED,
-    PAPER,
-    RANK,
-    WIDTH,
-    colour,
-)
+from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, WIDTH, colour
 
 
 # ---------------------------------------------------------------------- meshes
@@ -52,10 +44,8 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     legend = {name: _group_text(name, listed) for name, listed in groups.items()}
     width = max(columns * cell + 0.5, 0.075 * max(map(len, legend.values()), default=0) + 0.9, 4.2)
     height = lines * cell + 0.75 + 0.24 * len(sizes)
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    shape = " × ".join(f"{name} {size}" for name, size in sizes.items()) or "one device"
-    pen.title(figure, f"{len(where)} ranks: {shape}" if sizes else shape)
+    shape = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    figure, ax = pen.sheet(width, height, f"{len(where)} ranks: {shape}" if sizes else "one device")
     xy = {
         r: (0.2 + (x + 0.5) * cell, height - 0.5 - (y + 0.5) * cell) for r, (x, y) in where.items()
     }
@@ -70,11 +60,9 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
         for group in listed:
             for a, b in zip(group, group[1:], strict=False):
                 ax.add_patch(FancyArrowPatch(xy[a], xy[b], **line))
-    side, rounding = 0.52 * cell, f"round,pad=0,rounding_size={0.14 * cell}"
+    side, box = 0.52 * cell, {"fc": PAPER, "ec": INK, "lw": 1.1, "zorder": 2}
     for rank, (x, y) in xy.items():
-        corner = x - side / 2, y - side / 2
-        box = {"boxstyle": rounding, "facecolor": PAPER, "edgecolor": INK, "lw": 1.1}
-        ax.add_patch(FancyBboxPatch(corner, side, side, **box, zorder=2))
+        pen.rounded(ax, x - side / 2, y - side / 2, side, side, 0.14 * cell, **box)
         pen.text(ax, x, y - 0.01, rank, size=13 * cell, ha="center", zorder=3)
     for i, (name, text) in enumerate(reversed(legend.items())):
         y = 0.18 + 0.24 * i
@@ -138,15 +126,14 @@ def collective(verb: str, size: int = 4) -> Figure:
     Raises ValueError for an unknown verb, or a size that makes no picture.
     """
     before, after = blocks_of(verb, size)
-    if not 2 <= size <= len(RANK):
-        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
+    pen.check_ranks(size)
     cell, row, left, middle = 0.44, 0.56, 0.8, 1.1  # inches
     side = cell * size
     width, height = max(left + 2 * side + middle + 0.25, 5.2), 1.2 + row * size
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    spoken = verb.replace("_", "-")
-    pen.title(figure, f"{spoken}: {SENTENCE[verb]}")
+    share = wire_bytes(verb, 1200, size) / 1200
+    note = f"of a tensor of N bytes, the ledger counts {share:.3g} N per rank (ring formula)"
+    title = f"{verb.replace('_', '-')}: {SENTENCE[verb]}"
+    figure, ax = pen.sheet(width, height, title, note)
     top = height - 0.8
     for x, word, held in ((left, "before", before), (left + side + middle, "after", after)):
         pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
@@ -156,11 +143,7 @@ def collective(verb: str, size: int = 4) -> Figure:
                 _cell(ax, x + slot * cell, y, cell, slots.get(slot))
             pen.text(ax, left - 0.12, y + cell / 2, f"rank {rank}", color=MUTED, ha="right")
     x, y = left + side, top - (row * size - (row - cell)) / 2
-    ends = (x + 0.25, y), (x + middle - 0.25, y)
-    ax.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=16, color=INK, lw=1.4))
-    share = wire_bytes(verb, 1200, size) / 1200
-    note = f"of a tensor of N bytes, the ledger counts {share:.3g} N per rank (ring formula)"
-    pen.footnote(figure, note, height)
+    pen.arrow(ax, (x + 0.28, y), (x + middle - 0.28, y), 16, color=INK, lw=1.4)
     return figure
 
 
@@ -185,9 +168,7 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
     lines = math.ceil(len(panels) / columns)
     panel = row * ranks + 0.42
     width, height = max(left + columns * (side + gap), 5.2), 0.55 + panel * lines + 0.2
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     for i, (word, held) in enumerate(panels):
         x, top = left + (i % columns) * (side + gap), height - 0.85 - (i // columns) * panel
         pen.text(ax, x + 0.03, top + 0.14, word, color=MUTED)
@@ -200,8 +181,7 @@ def rounds(history: Mapping[str, Held], *, title: str = "", note: str = "") -> F
                 _cell(ax, x + block * cell, y, cell, content)
                 if i and whose and whose != panels[i - 1][1][rank][block]:
                     at, inner = (x + block * cell + 0.03, y + 0.03), cell - 0.06
-                    ax.add_patch(Rectangle(at, inner, inner, fill=False, ec=INK, lw=1.6, zorder=4))
-    pen.footnote(figure, note, height)
+                    pen.rectangle(ax, *at, inner, inner, fill=False, ec=INK, lw=1.6, zorder=4)
     return figure
 
 
@@ -213,8 +193,7 @@ def _cell(ax: Axes, x: float, y: float, cell: float, content: Cell | None) -> No
     stripe = (cell - 2 * pad) / len(sources)
     for i, source in enumerate(sorted(sources, reverse=True)):
         fill = RANK[source] if content else KIND["idle"]
-        at = x + pad, y + pad + i * stripe
-        ax.add_patch(Rectangle(at, cell - 2 * pad, stripe, facecolor=fill, lw=0))
+        pen.rectangle(ax, x + pad, y + pad + i * stripe, cell - 2 * pad, stripe, fc=fill)
     box = {"boxstyle": "round,pad=0.16", "fc": PAPER, "ec": "none", "alpha": 0.88}
     style = {"size": 10, "weight": "bold", "ha": "center", "bbox": box if summed else None}
     text = f"Σ{block}" if summed else block
@@ -236,18 +215,15 @@ def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
     cell, left, batches = 0.46, 0.95, math.ceil(len(order) / batch_size)
     width = max(left + cell * batch_size + 0.25, 5.2)
     height = 0.98 + cell * batches
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, f"every sample once, dealt out to {size} ranks")
+    figure, ax = pen.sheet(width, height, f"every sample once, dealt out to {size} ranks")
     for i, sample in enumerate(order):
         row, column = divmod(i, batch_size)
         x, y = left + cell * column, height - 0.48 - cell * (row + 1)
         fill = RANK[column % size]
-        box = {"facecolor": fill, "lw": 0}
-        ax.add_patch(Rectangle((x + 0.025, y + 0.025), cell - 0.05, cell - 0.05, **box))
+        pen.rectangle(ax, x + 0.025, y + 0.025, cell - 0.05, cell - 0.05, fc=fill)
         centred = {"color": pen.ink_on(fill), "ha": "center"}
         pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, int(sample), **centred)
         if column == 0:
             pen.text(ax, left - 0.12, y + cell / 2, f"step {row}", color=MUTED, ha="right")
-    pen.key(figure, pen.flow([(RANK[r], f"rank {r}") for r in range(size)]), left + 0.03, 0.16)
+    pen.key(figure, pen.flow(pen.of_ranks(size)), left + 0.03, 0.16)
     return figure

@@ -37,34 +37,25 @@ def schedules(
     wide = {name: COLUMN * max(2, rounds[name]) for name in names}
     width = LEFT + sum(wide.values()) + GAP * len(names)
     height = 1.3 + ROW * (ranks - 1) + 0.55
-    figure = pen.figure(max(width, 5.2), height)
-    ax = pen.canvas(figure, max(width, 5.2), height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(max(width, 5.2), height, title, note)
     top, x = height - 1.1, LEFT
     for rank in range(ranks):
         pen.text(ax, LEFT - 0.14, top - ROW * rank, f"rank {rank}", color=MUTED, ha="right")
     for name in names:
         pen.text(ax, x, top + 0.52, name, weight="bold")
-        pen.text(ax, x, top + 0.31, _caption(rounds[name]), color=MUTED, size=8)
+        caption = f"{rounds[name]} round{'s' * (rounds[name] > 1)}"
+        pen.text(ax, x, top + 0.31, caption, color=MUTED, size=8)
         _panel(ax, plans[name], numel, x, top)
         x += wide[name] + GAP
     pen.key(figure, pen.flow([(ADDED, "added"), (PASSED, "passed on")]), LEFT, 0.2)
-    pen.footnote(figure, note, height)
     return figure
 
 
 def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
     """The plans of all ranks, equally long, without the rounds in which nobody sends."""
-    rounds = [steps for steps in zip_longest(*each, fillvalue=Round()) if any(map(_sends, steps))]
+    rounds = zip_longest(*each, fillvalue=Round())
+    rounds = [steps for steps in rounds if any(step.sends for step in steps)]
     return [list(plan) for plan in zip(*rounds, strict=True)]
-
-
-def _sends(step: Round) -> bool:
-    return bool(step.sends)
-
-
-def _caption(rounds: int) -> str:
-    return f"{rounds} round{'s' * (rounds > 1)}"
 
 
 def _panel(ax: Axes, each: Sequence[Plan], numel: int, left: float, top: float) -> None:

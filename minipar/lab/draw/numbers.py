@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
 from torch import Tensor
 
 from minipar.lab.draw import pen
@@ -46,9 +45,8 @@ def bits(
     longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in formats.values())
     width = left + cell * longest + 1.6
     height = 0.62 + row * len(formats) + 0.5
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title or f"The number {value:g} in {len(formats)} formats")
+    title = title or f"The number {value:g} in {len(formats)} formats"
+    figure, ax = pen.sheet(width, height, title, note)
     for i, (name, dtype) in enumerate(formats.items()):
         y = height - 0.55 - row * (i + 1)
         pen.text(ax, left - 0.14, y + 0.15, name, ha="right")
@@ -56,15 +54,13 @@ def bits(
         inks = list(_PARTS.values())
         for k, bit in enumerate(word):
             ink = inks[0 if k == 0 else 1 if k <= _EXPONENT_BITS[dtype] else 2]
-            box = {"boxstyle": "round,pad=0,rounding_size=0.03", "fc": ink, "lw": 0}
-            ax.add_patch(FancyBboxPatch((left + cell * k, y), cell - 0.025, 0.3, **box))
+            pen.rounded(ax, left + cell * k, y, cell - 0.025, 0.3, 0.03, fc=ink, lw=0)
             style = {"size": 8, "ha": "center", "color": pen.ink_on(ink)}
             pen.text(ax, left + cell * (k + 0.44), y + 0.145, bit, **style)
         stored = torch.tensor(value).to(dtype).double().item()
         x = left + cell * len(word) + 0.1
         pen.text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
     pen.key(figure, pen.flow([(ink, part) for part, ink in _PARTS.items()]), left, 0.2)
-    pen.footnote(figure, note, height)
     return figure
 
 
@@ -97,9 +93,7 @@ def magnitudes(
     width, row, left, right = 8.4, 0.78, 1.55, 1.3
     height = 0.8 + row * len(sizes) + 0.68
     figure = pen.figure(width, height)
-    box = left / width, 0.68 / height, (width - left - right) / width, row * len(sizes) / height
-    ax = figure.add_axes(box)
-    pen.quiet(ax)
+    ax = pen.panel(figure, left, 0.68, width - left - right, row * len(sizes))
     ax.set_xlim(first, last + 1)
     ax.set_ylim(0, len(sizes))
     ax.set_yticks([])
@@ -115,7 +109,7 @@ def magnitudes(
         for power, count in zip(shown.tolist(), counts.tolist(), strict=True):
             ink = EXPOSED if power in lost and power not in kept else KIND["backward"]
             tall = 0.86 * count / counts.max().item()
-            ax.add_patch(Rectangle((power + 0.06, at), 0.88, tall, facecolor=ink, lw=0, zorder=3))
+            pen.rectangle(ax, power + 0.06, at, 0.88, tall, fc=ink, zorder=3)
         ax.plot([first, last + 1], [at, at], color=pen.GRID, lw=0.8, zorder=2)
         style = {"transform": ax.get_yaxis_transform()}
         pen.text(ax, -0.015, at + 0.3, word, ha="right", **style)

@@ -9,7 +9,7 @@ byte whenever the figure is.
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
@@ -61,6 +61,7 @@ SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS
 
 WIDTH, DPI = 9.6, 150  # inches; what a notebook and a README show without scaling
 LEFT, RIGHT = 0.75, 0.2  # inches beside the panels
+Point = tuple[float, float]
 
 
 def colour(kind_or_axis: str) -> str:
@@ -97,13 +98,11 @@ def flow(
 
 def key(figure: Figure, lines: list[list[tuple[float, str, str]]], left: float, y: float) -> None:
     """Draw a legend whose last line is `y` inches above the lower edge."""
-    width, height = figure.get_size_inches()
-    ax = canvas(figure, width, height)
+    ax = canvas(figure, *figure.get_size_inches())
     for i, line in enumerate(reversed(lines)):
-        for x, ink, text in line:
-            at = left + x, y + 0.22 * i
-            ax.add_patch(Rectangle(at, 0.16, 0.12, color=ink, lw=0))
-            ax.text(at[0] + 0.24, at[1] + 0.055, text, size=9, color=INK, va="center")
+        for x, ink, name in line:
+            rectangle(ax, left + x, y + 0.22 * i, 0.16, 0.12, fc=ink)
+            text(ax, left + x + 0.24, y + 0.22 * i + 0.055, name)
 
 
 def figure(width: float, height: float) -> Figure:
@@ -120,6 +119,79 @@ def canvas(figure: Figure, width: float, height: float) -> Axes:
     ax.set_ylim(0, height)
     ax.set_axis_off()
     return ax
+
+
+def sheet(width: float, height: float, heading: str = "", note: str = "") -> tuple[Figure, Axes]:
+    """Paper of so many inches, with axes over all of it whose unit is the inch."""
+    paper = figure(width, height)
+    ax = canvas(paper, width, height)
+    title(paper, heading)
+    footnote(paper, note, height)
+    return paper, ax
+
+
+def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Quiet axes at a place in inches from the lower left corner."""
+    wide, tall = figure.get_size_inches()
+    ax = figure.add_axes((left / wide, bottom / tall, width / wide, height / tall))
+    quiet(ax)
+    return ax
+
+
+def stack(
+    heights: Sequence[float],
+    legend: Iterable[tuple[str, str]],
+    xlabel: str,
+    sources: Iterable[str],
+) -> tuple[Figure, list[Axes]]:
+    """Panels of so many inches one below the other, each with room for a headline.
+
+    Below them the one axis of all, the legend, and where the numbers are from.
+    """
+    lines = flow(legend)
+    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(lines)
+    top = total = sum(heights) + (head + gap) * len(heights) - gap + foot
+    paper, axes = figure(WIDTH, total), []
+    for height in heights:
+        top -= head + height
+        axes.append(panel(paper, LEFT, top, WIDTH - LEFT - RIGHT, height))
+        axes[-1].tick_params(labelbottom=len(axes) == len(heights))
+        top -= gap
+    axes[-1].set_xlabel(xlabel, color=MUTED, fontsize=9, loc="right", labelpad=1)
+    key(paper, lines, LEFT, 0.32)
+    footnote(paper, "; ".join(dict.fromkeys(filter(None, sources))), total)
+    return paper, axes
+
+
+def rectangle(ax: Axes, x: float, y: float, width: float, height: float, **style: Any) -> None:
+    """A rectangle whose lower left corner is (x, y), without an edge unless `style` has one."""
+    edge = {} if style.keys() & {"ec", "lw"} else {"lw": 0}
+    ax.add_patch(Rectangle((x, y), width, height, **edge, **style))
+
+
+def rounded(
+    ax: Axes, x: float, y: float, width: float, height: float, radius: float, **style: Any
+) -> None:
+    """A rectangle with round corners whose lower left one is (x, y)."""
+    shape = f"round,pad=0,rounding_size={radius}"
+    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **style))
+
+
+def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None:
+    """An arrow from point to point, with a head of so many points."""
+    ends = {"arrowstyle": "-|>", "mutation_scale": head, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
+
+
+def check_ranks(size: int, name: str = "size") -> None:
+    """Raise `ValueError` unless there is a colour for each of `size` ranks, two at least."""
+    if not 2 <= size <= len(RANK):
+        raise ValueError(f"{name}={size} makes no picture that can be read; use 2 to {len(RANK)}")
+
+
+def of_ranks(size: int) -> list[tuple[str, str]]:
+    """Entries of a legend: the colour of each rank."""
+    return [(RANK[rank], f"rank {rank}") for rank in range(size)]
 
 
 def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:

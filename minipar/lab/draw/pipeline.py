@@ -54,29 +54,20 @@ def compare(
     end = max(t.duration for _, t in shown.values()) * scale
     row = min(0.34, max(0.16, 6.5 / sum(s.num_ranks for s, _ in shown.values())))  # inches
     heights = [row * s.num_ranks for s, _ in shown.values()]
-    legend = pen.flow(_legend(shown.values()))
-    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(legend)
-    total = sum(heights) + head * len(shown) + gap * (len(shown) - 1) + foot
-    figure = pen.figure(WIDTH, total)
-    top = total
-    for i, ((title, (plan, t)), height) in enumerate(zip(shown.items(), heights, strict=True)):
-        top -= head + height
-        wide = (WIDTH - LEFT - RIGHT) / WIDTH
-        ax = figure.add_axes((LEFT / WIDTH, top / total, wide, height / total))
+    label = "milliseconds" if unit == "ms" else f"time, in units of {unit}"
+    labels = [t.label for _, t in shown.values()]
+    figure, axes = pen.stack(heights, _legend(shown.values()), label, labels)
+    for ax, (title, (plan, t)) in zip(axes, shown.items(), strict=True):
         ax.set_xlim(0, 1.005 * end)
         ax.set_ylim(plan.num_ranks, 0)
         _cells(ax, plan, t, scale)
-        _quiet_rows(ax, plan.num_ranks)
-        ax.tick_params(labelbottom=i == len(shown) - 1)
+        ranks = range(plan.num_ranks)
+        names = [f"rank {rank}" for rank in ranks]
+        ax.set_yticks([rank + 0.5 for rank in ranks], names, color=MUTED, fontsize=9)
+        ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         place = {"va": "bottom", "clip_on": False, "color": INK}
         ax.text(0, -0.1, title, size=12, weight="bold", **place)
         ax.text(1.005 * end, -0.1, finding(plan, t), size=10, ha="right", **place)
-        top -= gap
-    label = "milliseconds" if unit == "ms" else f"time, in units of {unit}"
-    ax.set_xlabel(label, color=MUTED, fontsize=9, loc="right", labelpad=1)
-    pen.key(figure, legend, LEFT, 0.32)
-    labels = dict.fromkeys(t.label for _, t in shown.values() if t.label)
-    pen.footnote(figure, "; ".join(labels), total)
     return figure
 
 
@@ -107,9 +98,7 @@ def memory_against_bubble(
         points.setdefault((_held(plan), round(100 * measure(t), 6)), []).append(name)
     width, height = 7.2, 4.4
     figure = pen.figure(width, height)
-    box = (0.75 / width, 0.62 / height, (width - 1.0) / width, (height - 1.3) / height)
-    ax = figure.add_axes(box)
-    pen.quiet(ax)
+    ax = pen.panel(figure, 0.75, 0.62, width - 1.0, height - 1.3)
     ax.grid(color=GRID, lw=0.8)
     ax.set_xlim(0, 1.32 * max(x for x, _ in points))
     ax.set_ylim(0, 1.12 * max(y for _, y in points) or 1.0)
@@ -224,13 +213,6 @@ def _label_size(schedule: Schedule, timeline: Timeline, inches: float, row: floa
 
 def _inches_of(label: str, size: float) -> float:
     return (0.66 * len(label) + 0.3) * size / 72
-
-
-def _quiet_rows(ax: Axes, num_ranks: int) -> None:
-    pen.quiet(ax)
-    ticks = [rank + 0.5 for rank in range(num_ranks)]
-    ax.set_yticks(ticks, [f"rank {r}" for r in range(num_ranks)], color=MUTED, fontsize=9)
-    ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
 
 
 def _legend(shown: Iterable[tuple[Schedule, Timeline]]) -> list[tuple[str, str]]:

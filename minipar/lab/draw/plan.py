@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
+from matplotlib.patches import Arc
 
 from minipar.comm.link import Topology
 from minipar.comm.mesh import groups_along
@@ -69,9 +69,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     left, wide, row = 2.95, 1.62, 0.46  # inches
     width = max(left + wide * len(columns) + 0.2, 0.4 + 0.105 * len(title), 5.2)
     height = 1.22 + row * len(kinds) + (0.12 if note else 0)
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     top = height - 0.82
     for i, (axis, size) in enumerate(columns.items()):
         x = left + wide * (i + 0.5) - 0.06
@@ -85,19 +83,17 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
             _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
     legend = [(PIECE, "what a rank has, before dp and cp cut it")]
     pen.key(figure, pen.flow(legend, width - 0.4), 0.15, 0.14 + (0.12 if note else 0))
-    pen.footnote(figure, note, height)
     return figure
 
 
 def _columns(explained: Explanation) -> dict[str, int]:
     """Axes and sizes; dp and cp are one axis to a gradient."""
     sizes = dict(explained.mesh)
-    if "dp" in sizes and "cp" in sizes:
-        joint = sizes.pop("dp") * sizes.pop("cp")
-        tp = sizes.pop("tp", None)
-        sizes["dp+cp"] = joint
-        sizes |= {"tp": tp} if tp else {}
-    return sizes
+    if "dp" not in sizes or "cp" not in sizes:
+        return sizes
+    joint = sizes.pop("dp") * sizes.pop("cp")
+    last = {"tp": sizes.pop("tp")} if "tp" in sizes else {}
+    return sizes | {"dp+cp": joint} | last
 
 
 def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
@@ -107,9 +103,9 @@ def _whole_and_piece(ax: Axes, row: Row, x: float, y: float) -> None:
     unit = 0.36 / math.sqrt(max(rows, columns))
     down, across = (max(0.03, unit * math.sqrt(length)) for length in (rows, columns))
     corner = x - across / 2, y - down / 2
-    ax.add_patch(Rectangle(corner, across, down, fc=PAPER, ec=MUTED, lw=0.8))
+    pen.rectangle(ax, *corner, across, down, fc=PAPER, ec=MUTED, lw=0.8)
     tall, broad = down * share[0], across * (share[1] if len(share) > 1 else 1)
-    ax.add_patch(Rectangle((corner[0], y + down / 2 - tall), broad, tall, fc=PIECE, lw=0))
+    pen.rectangle(ax, corner[0], y + down / 2 - tall, broad, tall, fc=PIECE)
     shape = "×".join(map(str, row.full_shape))
     pen.text(ax, x + 0.28, y, shape, size=8, color=MUTED)
 
@@ -118,8 +114,7 @@ def _box(ax: Axes, family: Family, axis: str, x: float, y: float, wide: float, t
     verb, is_cut = family.row.summed.get(axis), axis in family.row.cut_over
     fill = pen.colour(axis) if verb else PAPER if is_cut else GRID
     edge = pen.colour(axis) if verb or is_cut else GRID
-    shape = f"round,pad=0,rounding_size={0.2 * tall}"
-    ax.add_patch(FancyBboxPatch((x, y), wide, tall, boxstyle=shape, fc=fill, ec=edge, lw=1.2))
+    pen.rounded(ax, x, y, wide, tall, 0.2 * tall, fc=fill, ec=edge, lw=1.2)
     text = "the same on all"
     if is_cut:
         text = "on one stage" if axis == "pp" else "a piece each"
@@ -163,14 +158,12 @@ def placement(
     right = left + cell * ranks + gap * topology.nodes
     width, row = max(right + 1.5, 0.4 + 0.105 * len(title)), 0.92
     height = 0.72 + row * len(sizes) + 0.3
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]
     for i in range(topology.nodes):
         x = centre[i * node] - cell / 2 - 0.04
         box = {"fc": "none", "ec": GRID, "lw": 1.4}
-        ax.add_patch(Rectangle((x, 0.3), cell * node + 0.08, height - 1.02, **box))
+        pen.rectangle(ax, x, 0.3, cell * node + 0.08, height - 1.02, **box)
         pen.text(ax, x + 0.05, height - 0.6, f"node {i}", size=8, color=MUTED)
     side = min(0.3, 0.7 * cell)
     for i, (axis, out) in enumerate(crosses.items()):
@@ -183,10 +176,9 @@ def placement(
                 ax.add_patch(Arc((middle, y + side / 2), wide, tall, theta2=180, color=ink, lw=2))
         for rank in range(ranks):
             corner = centre[rank] - side / 2, y - side / 2
-            ax.add_patch(Rectangle(corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3))
+            pen.rectangle(ax, *corner, side, side, fc=PAPER, ec=INK, lw=1, zorder=3)
             pen.text(ax, centre[rank], y - 0.01, rank, size=8, ha="center", zorder=4)
         pen.text(ax, 0.15, y, f"{axis} {sizes[axis]}", weight="bold")
         says = "leaves the node" if out else "stays inside"
         pen.text(ax, right + 0.05, y, says, color=EXPOSED if out else MUTED)
-    pen.footnote(figure, note, height)
     return figure

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, MUTED, PAPER, RANK
@@ -64,8 +63,7 @@ def formula(
     one per rank, marked with Σ. `lengths` gives inches for letters that `LENGTHS` does not know.
     Raises `ValueError` for an unknown letter, or for more ranks than there are colours.
     """
-    if not 2 <= size <= len(RANK):
-        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
+    pen.check_ranks(size)
     inches = {**LENGTHS, **(lengths or {})}
     for part in parts:
         if isinstance(part, Matrix) and not {part.rows, part.columns} <= set(inches):
@@ -74,9 +72,7 @@ def formula(
     tall = max(inches[part.rows] for part in parts if isinstance(part, Matrix))
     width = max(0.3 + sum(wide), 0.4 + 0.105 * len(title), 5.2)
     height = tall + SHEET * (size - 1) + 1.42
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     x, middle = 0.15 + (width - 0.3 - sum(wide)) / 2, 0.74 + tall / 2
     for part, room in zip(parts, wide, strict=True):
         centre = x + room / 2
@@ -87,11 +83,10 @@ def formula(
         else:
             pen.text(ax, centre, middle, part, ha="center", size=12 if len(part) < 3 else 9)
         x += room
-    legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
+    legend = pen.of_ranks(size)
     if any(isinstance(part, Matrix) and not part.cut and not part.pending for part in parts):
         legend.append((SAME, "the same on every rank"))
     pen.key(figure, pen.flow(legend, width - 0.4), 0.2, 0.2)
-    pen.footnote(figure, note, height)
     return figure
 
 
@@ -108,22 +103,21 @@ def _matrix(
     frame = {"ec": INK, "lw": 0.9}
     if part.pending:
         for rank in reversed(range(size)):
-            shift = SHEET * rank
-            at = x + shift, y + shift
-            ax.add_patch(Rectangle(at, across, down, fc=RANK[rank], zorder=3 - rank / 10, **frame))
+            at, style = (x + SHEET * rank, y + SHEET * rank), {"fc": RANK[rank], **frame}
+            pen.rectangle(ax, *at, across, down, zorder=3 - rank / 10, **style)
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
         style = {"size": 12, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
         pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
         return
     if not part.cut:
-        ax.add_patch(Rectangle((x, y), across, down, fc=SAME, **frame))
+        pen.rectangle(ax, x, y, across, down, fc=SAME, **frame)
         return
     for rank in range(size):
         if part.cut == "columns":
             at, piece = (x + across * rank / size, y), (across / size, down)
         else:  # the first rows stand at the top
             at, piece = (x, y + down * (size - 1 - rank) / size), (across, down / size)
-        ax.add_patch(Rectangle(at, *piece, fc=RANK[rank], **frame))
+        pen.rectangle(ax, *at, *piece, fc=RANK[rank], **frame)
 
 
 def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figure:
@@ -137,9 +131,7 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
     cell, left, panel = 0.42, 1.15, 1.28
     width, height = max(left + cell * config.num_heads + 1.3, 6.0), 0.95 + panel * len(sizes)
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title)
     for i, size in enumerate(sizes):
         top = height - 0.72 - panel * i
         pen.text(ax, left, top, f"tp = {size}", weight="bold")
@@ -153,12 +145,11 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
                 for j, rank in enumerate(reversed(owners)):  # the first on top
                     at = left + wide * head + 0.03, y + 0.36 * j / len(owners)
                     size_of = wide - 0.06, 0.36 / len(owners)
-                    ax.add_patch(Rectangle(at, *size_of, fc=RANK[rank], lw=0))
+                    pen.rectangle(ax, *at, *size_of, fc=RANK[rank])
                 box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
                 style = {"ha": "center", "weight": "bold", "bbox": box}
                 pen.text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
-    legend = [(RANK[rank], f"rank {rank}") for rank in range(max(sizes))]
-    pen.key(figure, pen.flow(legend), left, 0.16)
+    pen.key(figure, pen.flow(pen.of_ranks(max(sizes))), left, 0.16)
     return figure
 
 
@@ -193,9 +184,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
         for part in parts
     ]
     width, height = max(0.5 + sum(wide), 0.4 + 0.105 * len(title)), 1.75 + cell * size
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     x, top = 0.25 + gap / 2, 0.8 + cell * size
     for part, room in zip(parts, wide, strict=True):
         if isinstance(part, str):
@@ -209,9 +198,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
                 pen.text(ax, centre, top - cell * size - 0.16, name, ha="center")
                 left += cell * len(grid[0]) + gap
         x += room
-    legend = [(RANK[rank], f"rank {rank}") for rank in range(size)]
-    pen.key(figure, pen.flow(legend, width - 0.4), 0.25, 0.2)
-    pen.footnote(figure, note, height)
+    pen.key(figure, pen.flow(pen.of_ranks(size), width - 0.4), 0.25, 0.2)
     return figure
 
 
@@ -242,5 +229,5 @@ def _blocks(ax: Axes, grid: Grid, left: float, top: float, cell: float) -> None:
     for i, row in enumerate(grid):
         for j, (rank, number) in enumerate(row):
             x, y = left + cell * j, top - cell * (i + 1)
-            ax.add_patch(Rectangle((x, y), cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2))
+            pen.rectangle(ax, x, y, cell, cell, fc=RANK[rank], ec=PAPER, lw=1.2)
             pen.text(ax, x + cell / 2, y + cell / 2, number, ha="center", size=8)

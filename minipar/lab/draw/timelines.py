@@ -11,20 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from minipar.comm.spans import NOT_COMPUTE, Span, intersect, subtract, union
 from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import (
-    AXIS,
-    DPI,
-    EXPOSED,
-    GRID,
-    INK,
-    KIND,
-    LEFT,
-    MUTED,
-    PAPER,
-    RIGHT,
-    WIDTH,
-    colour,
-)
+from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 
 Piece = tuple[float, float, str]  # start and end in seconds, name
 
@@ -80,23 +67,11 @@ def _panels(
     most = max(len(t.ranks) for t in shown)
     row = min(0.42, max(0.09, 6.5 / (len(shown) * most)))  # inches
     heights = [row * len(t.ranks) + 0.08 for t in shown]
-    legend = pen.flow(_legend(shown, xlim))
-    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(legend)
-    total = sum(heights) + head * len(shown) + gap * (len(shown) - 1) + foot
-    figure = pen.figure(WIDTH, total)
-    top = total
-    for i, (title, t, height) in enumerate(zip(timelines, shown, heights, strict=True)):
-        top -= head + height
-        box = (LEFT / WIDTH, top / total, (WIDTH - LEFT - RIGHT) / WIDTH, height / total)
-        ax = figure.add_axes(box)
+    labels = [t.label for t in timelines.values()]
+    figure, panels = pen.stack(heights, _legend(shown, xlim), "milliseconds", labels)
+    for ax, title, t in zip(panels, timelines, shown, strict=True):
         lanes(ax, t, xlim)
         _heading(ax, title, t, xlim, unit)
-        ax.tick_params(labelbottom=i == len(shown) - 1)
-        top -= gap
-    ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
-    pen.key(figure, legend, LEFT, 0.32)
-    labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
-    pen.footnote(figure, "; ".join(labels), total)
     return figure
 
 
@@ -114,7 +89,7 @@ def _check_spans(timelines: Mapping[str, Timeline]) -> None:
 
 def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float]) -> None:
     """Draw the ranks of a timeline that starts at 0 s; `xlim` in milliseconds."""
-    pixel = (xlim[1] - xlim[0]) / (ax.get_position().width * ax.figure.get_figwidth() * DPI)
+    pixel = (xlim[1] - xlim[0]) / (ax.get_position().width * ax.figure.get_figwidth() * pen.DPI)
     ax.set_xlim(xlim)
     ax.set_ylim(-0.06, len(t.ranks) + 0.06)
     axes = {s.axis for s in t if s.kind == "comm"}
@@ -126,7 +101,7 @@ def lanes(ax: Axes, t: Timeline, xlim: tuple[float, float]) -> None:
                 low, high = 0.08, 0.36
             if two_lanes and key not in KIND:
                 low, high = (low / 2, high / 2) if "host" in key else (0.22 + low / 2, high / 2)
-            _bars(ax, row + low, high, pieces, colour(key), pixel)
+            _bars(ax, row + low, high, pieces, pen.colour(key), pixel)
     pen.quiet(ax)
     every = math.ceil(0.16 / (pen.inches_of(ax) / len(t.ranks)))
     ticks = [(len(t.ranks) - i - 0.5, f"rank {r}") for i, r in enumerate(t.ranks) if i % every == 0]
@@ -155,12 +130,7 @@ def _pieces(mine: Timeline) -> dict[str, list[Piece]]:
 
 
 def _bars(
-    ax: Axes,
-    y: float,
-    height: float,
-    pieces: Iterable[Piece],
-    fill: str,
-    pixel: float,
+    ax: Axes, y: float, height: float, pieces: Iterable[Piece], fill: str, pixel: float
 ) -> None:
     """Bars (start and end in seconds, name), parted by white hairlines; names where they fit.
 
@@ -193,17 +163,9 @@ def _bars(
     if size < 4.5:
         return
     for start, end, name in joined:
-        if name and (end - start) / pixel > (0.68 * len(name) + 1.2) * size / 72 * DPI:
-            ax.text(
-                (start + end) / 2,
-                y + height / 2 - 0.01,
-                name,
-                size=size,
-                color=pen.ink_on(fill),
-                ha="center",
-                va="center",
-                clip_on=True,
-            )
+        if name and (end - start) / pixel > (0.68 * len(name) + 1.2) * size / 72 * pen.DPI:
+            style = {"size": size, "color": pen.ink_on(fill), "ha": "center", "clip_on": True}
+            pen.text(ax, (start + end) / 2, y + height / 2 - 0.01, name, **style)
 
 
 def _short(name: str) -> str:
@@ -254,4 +216,4 @@ def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[
     hidden = {a: f"{what}, hidden" if len(axes) == 1 else f"{a}, hidden" for a in axes}
     names = {kind: kind.replace("_", " ") for kind in KIND} | hidden
     names["exposed"] = f"{what}, exposed"
-    return [(colour(key), text) for key, text in names.items() if key in seen]
+    return [(pen.colour(key), text) for key, text in names.items() if key in seen]
