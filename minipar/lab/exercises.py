@@ -68,6 +68,10 @@ class CheckFailed(AssertionError):
         return str(self).splitlines()  # a learner is not helped by our frames
 
 
+class StrangeAnswer(CheckFailed):
+    """An answer that a check was not made for, unless the check itself has a bug."""
+
+
 # ====================================================================== what a check looks at
 @dataclass(frozen=True)
 class Sent:
@@ -232,19 +236,20 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
     """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
 
     Raises `CheckFailed` with what was expected and what came; it names the `seed` to get the same
-    inputs again.
+    inputs again. Raises `RuntimeError` where it is the check that has a bug.
     """
     asked = exercise(number)
     seed = secrets.randbelow(10**6) if seed is None else seed
     criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
-            case = play(asked, answer, size, seed)
-            for name, criterion in criteria.items():
-                _judge(name, criterion, case)
+            _examine(asked, answer, size, seed, criteria)
         except CheckFailed as error:
             if error.criterion == "written":
                 raise CheckFailed(str(error), "written") from None
+            if isinstance(error, StrangeAnswer):
+                model = asked.solution_bonus if bonus and asked.bonuses else asked.solution
+                _check_the_check(asked, model, size, seed, criteria)
             again = f'check("{number}", {name_of(answer)}, seed={seed})'
             raise CheckFailed(
                 f"Exercise {number}{_on((size,))}: not there yet ({error.criterion}).\n{error}\n"
@@ -277,23 +282,35 @@ def solution(number: str) -> Code:
     return Code(inspect.getsource(answer), language="python")
 
 
-def _judge(name: str, criterion: Callable[[Case], None], case: Case) -> None:
+def _examine(
+    asked: Exercise, answer: Callable, size: int, seed: int, criteria: dict[str, Callable]
+) -> None:
+    case = play(asked, answer, size, seed)
+    for name, criterion in criteria.items():
+        try:
+            criterion(case)
+        except CheckFailed as error:
+            raise CheckFailed(str(error), name) from None
+        except Exception as error:
+            why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
+            raise StrangeAnswer(f"this is no answer: {why}", name) from error
+
+
+def _check_the_check(asked: Exercise, model: Callable | None, *how: Any) -> None:
+    """Raise `RuntimeError` if the stored answer, where there is one, is as strange to the check."""
     try:
-        criterion(case)
-    except CheckFailed as error:
-        raise CheckFailed(str(error), name) from None
-    except Exception as error:  # an answer so strange that the check was not made for it
-        result = _short(case.results[0])
-        raise CheckFailed(f"this is no answer: {result} ({_in_a_line(error)})", name) from None
+        if model is not None:
+            _examine(asked, model, *how)
+    except StrangeAnswer as error:
+        raise RuntimeError(
+            f"the check of exercise {asked.id} has a bug, not your answer: it stumbles over the "
+            f"stored answer as well, in {error.criterion}: {error}"
+        ) from error.__cause__
 
 
 def _short(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:70]} ..., a {type(value).__name__}"
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 # ====================================================================== running an answer
@@ -317,9 +334,11 @@ def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tup
     try:
         answers = ranks.run_each(_play, calls)[:size]
     except RankError as error:
-        if {failure.kind for failure in error.failures.values()} == {"NotImplementedError"}:
+        kinds = {failure.kind for failure in error.failures.values()}
+        if kinds == {"NotImplementedError"}:
             raise _waiting(asked) from None
-        raise CheckFailed(_with_who_has_left("\n\n".join(error.reports())), "run") from None
+        failed = StrangeAnswer if NoAnswer.__name__ in kinds else CheckFailed
+        raise failed(_with_who_has_left("\n\n".join(error.reports())), "run") from error
     except CannotTravel as error:
         raise CheckFailed(str(error), "run") from None
     except TimeoutError as error:
@@ -398,7 +417,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
             result = run(*args) if source is None else call_from(source, run, *args)
         except Exception as error:
             if watched.returned and not watched.is_in(error.__traceback__):
-                raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from None
+                raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from error
             raise
         with link.standing_for(_END):
             for one in axes:
