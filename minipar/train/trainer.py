@@ -126,13 +126,15 @@ class Trainer:
         metrics = self._metrics() if self.is_first else None
         batches = self._on_device(self.batches.forever())
         while self.step < config.steps:
-            start = time.perf_counter()
+            begun = time.perf_counter()
             self.workload.deal(self.step, self.batches)
             batch = next(batches)
             lr = self.learning_rate()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            seconds = time.perf_counter() - begun
             with recorder.step(self.step):
+                begun = time.perf_counter()  # to begin and end a recording is no part of the step
                 result = train_step(
                     self.model,
                     [self.setup.strategy],
@@ -143,14 +145,14 @@ class Trainer:
                     precision=self.precision,
                     noise=self.workload.noise,
                 )
+                told = result.numbers()
+                seconds += time.perf_counter() - begun
             self.step += 1
             line = {
                 "step": self.step,
-                "loss": result.loss.item(),
                 "lr": lr,
-                "grad_norm": result.grad_norm.item(),
-                "tokens": int(result.num_tokens),
-                "seconds": time.perf_counter() - start,
+                **told,
+                "seconds": seconds,
                 **self.precision.report(),
                 **self.workload.learn(result, self.batches),
                 **recorder.figures(self.step - 1),

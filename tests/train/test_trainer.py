@@ -9,6 +9,7 @@ import math
 import resource
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from minipar.train.corpus import ByteTokenizer, load_corpus
 from minipar.train.data import IGNORE, Sequences
 from minipar.train.metrics import Metrics, read
 from minipar.train.report import StepRecorder, training_figures
-from minipar.train.step import train_step
+from minipar.train.step import StepResult, train_step
 
 PLAIN = TrainConfig(
     steps=6,
@@ -319,6 +320,38 @@ def test_speed_and_memory_are_in_every_line(run):
     assert [line["step"] for line in steps if "save_seconds" in line] == [3, 5]
     told = sum(line.get("save_seconds", 0) for line in steps)
     assert 0 < told < report["save_seconds"]
+
+
+class SlowRecorder(StepRecorder):
+    """Takes its time to begin and to end a recording, as the profiler of a GPU does."""
+
+    @contextmanager
+    def step(self, number):
+        SlowRecorder.clock += 1000.0
+        yield
+        SlowRecorder.clock += 1000.0
+
+
+def test_the_seconds_of_a_step_are_without_its_recording(text, tmp_path, monkeypatch):
+    """Mutants: the recording counted; only the time inside of it; the loss read afterwards."""
+    torch.set_num_threads(1)
+    SlowRecorder.clock, numbers = 0.0, StepResult.numbers
+
+    def read_slowly(self):
+        SlowRecorder.clock += 2.0
+        return numbers(self)
+
+    def deal_slowly(self, *args):
+        SlowRecorder.clock += 1.0
+
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: SlowRecorder.clock)
+    monkeypatch.setattr(trainer, "StepRecorder", SlowRecorder)
+    monkeypatch.setattr(StepResult, "numbers", read_slowly)
+    monkeypatch.setattr(trainer.Workload, "deal", deal_slowly)
+    monkeypatch.setattr(trainer.peak, "_measured", lambda *_: 1e9)
+    config = replace(PLAIN, data=str(text), mesh="dp=1", steps=2, record_every=1)
+    trainer.train(config, str(tmp_path))
+    assert [line["seconds"] for line in read(tmp_path / "metrics.jsonl")] == [3.0, 3.0]
 
 
 @pytest.mark.slow
