@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import tyro
 from tqdm import tqdm
@@ -33,7 +33,7 @@ from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
 from minipar.train import checkpoint, trainer
-from minipar.train.config import TrainConfig, check_numbers
+from minipar.train.config import TrainConfig
 from minipar.train.corpus import load_tokenizer, try_out
 from minipar.train.folder import find_job, forget_job, how_to_go_on, note_job
 from minipar.train.metrics import read
@@ -63,27 +63,16 @@ class Overlap:
     """Where to draw the picture."""
 
 
-Command = (
-    TrainConfig
-    | ddp.DdpConfig
-    | collectives.CollectivesConfig
-    | compression.CompressionConfig
-    | fsdp.ShardingConfig
-    | tensor.TensorConfig
-    | context.ContextConfig
-    | pipeline.PipelineConfig
-    | Export
-    | Overlap
-)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command in `argv`; end the process with its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _print_anything()
     try:
-        name, command = parse(argv)
-        _COMMANDS[name].run(command)
+        try:
+            name, command = parse(argv)
+            _COMMANDS[name].run(command)
+        finally:
+            sys.stdout.flush()
         code = 0
     except ValueError as error:
         backends.excuse(str(error))
@@ -98,12 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, FloatingPointError) as error:
         _complain(error)
         code = 1
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = BROKEN_PIPE
-    if code == BROKEN_PIPE:  # or the interpreter would try again to print the rest, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if code == BROKEN_PIPE:
+        _mute()
     if code and int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(3)  # torchrun ends all ranks with the first: let the one that speaks be first
     sys.exit(code)
@@ -113,12 +98,17 @@ BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone, as of `| head -1`: what shells make of it."""
 
 
+def _mute() -> None:
+    """Let output go nowhere from now on; the interpreter would try again to print the rest."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _say(words: str) -> None:
     """Print at once; a reader that has gone, such as `head`, does not end a run."""
     try:
         print(words, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _mute()
 
 
 def _print_anything() -> None:
@@ -135,8 +125,8 @@ def _print_anything() -> None:
 
 
 # ---------------------------------------------------------------------- reading the command line
-def parse(argv: list[str]) -> tuple[str, Command]:
-    """Return the name of the command and its typed flags.
+def parse(argv: list[str]) -> tuple[str, Any]:
+    """Return the name of the command and its typed flags, a dataclass of `_COMMANDS`.
 
     Raises `ValueError` with one line for a bad flag or value.
     """
@@ -171,8 +161,6 @@ def parse(argv: list[str]) -> tuple[str, Command]:
         if stop.code:
             raise ValueError(_first_words(complaint.getvalue())) from None
         raise
-    if kind is not TrainConfig:  # which has more to say
-        check_numbers(command)
     return name, command
 
 
@@ -530,39 +518,28 @@ class _Command(NamedTuple):
     summary: str
 
 
+def _command(run: Callable[[Any], Any], summary: str) -> _Command:
+    """What `run` takes is the flags."""
+    return _Command(next(iter(get_type_hints(run).values())), run, summary)
+
+
 _COMMANDS = {
-    "train": _Command(TrainConfig, train, "train a Llama on several ranks"),
-    "bench ddp": _Command(ddp.DdpConfig, ddp.run, "our data parallel beside PyTorch's own"),
-    "bench collectives": _Command(
-        collectives.CollectivesConfig,
-        collectives.run,
-        "our all-reduce algorithms beside the backend's",
+    "train": _command(train, "train a Llama on several ranks"),
+    "bench ddp": _command(ddp.run, "our data parallel beside PyTorch's own"),
+    "bench collectives": _command(
+        collectives.run, "our all-reduce algorithms beside the backend's"
     ),
-    "bench compression": _Command(
-        compression.CompressionConfig,
-        compression.run,
-        "every way to send less: what it saves, and costs",
+    "bench compression": _command(
+        compression.run, "every way to send less: what it saves, and costs"
     ),
-    "bench fsdp": _Command(
-        fsdp.ShardingConfig,
-        fsdp.run,
-        "our ZeRO and FSDP beside PyTorch's own",
+    "bench fsdp": _command(fsdp.run, "our ZeRO and FSDP beside PyTorch's own"),
+    "bench tensor": _command(tensor.run, "our tensor parallelism beside PyTorch's own"),
+    "bench context": _command(
+        context.run, "our context parallelism beside PyTorch's; zigzag or not"
     ),
-    "bench tensor": _Command(
-        tensor.TensorConfig,
-        tensor.run,
-        "our tensor parallelism beside PyTorch's own",
+    "bench pipeline": _command(
+        pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
     ),
-    "bench context": _Command(
-        context.ContextConfig,
-        context.run,
-        "our context parallelism beside PyTorch's; zigzag or not",
-    ),
-    "bench pipeline": _Command(
-        pipeline.PipelineConfig,
-        pipeline.run,
-        "our pipeline beside PyTorch's, and how idle ranks are",
-    ),
-    "export": _Command(Export, export, "write the weights of a run for Hugging Face's libraries"),
-    "overlap": _Command(Overlap, overlap, "how much communication do these traces hide?"),
+    "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
+    "overlap": _command(overlap, "how much communication do these traces hide?"),
 }

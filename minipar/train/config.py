@@ -5,6 +5,7 @@ A run writes its configuration as `config.json`; `--resume` starts from that fil
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -39,6 +40,17 @@ _IN_A_PLAN = {
 
 LARGEST = 10**9
 """What any number typed may be at most. More would only overflow: a clock, an index, the memory."""
+
+SMALLEST = 1e-12
+"""What a number that must be positive may be at least. Less would vanish in a product."""
+
+_FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every record_every local_every"
+_FROM_ZERO = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(f"{_FROM_ONE} timeout".split(), 1),
+    **dict.fromkeys(f"{_FROM_ZERO} stall_seconds".split(), 0),
+    **dict.fromkeys(("lr", "max_norm"), SMALLEST),
+}
 
 LARGEST_FILE = 1_000_000  # bytes of a config.json
 
@@ -197,20 +209,7 @@ class TrainConfig:
         plan = self.as_plan()
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        counts = "steps batch_size seq_len microbatches eval_batches save_every record_every "
-        counts += "local_every"
-        for name in counts.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 1 or more")
-        from_zero = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every "
-        from_zero += "stall_seconds"
-        for name in from_zero.split():
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be 0 or more")
-        for name in ("lr", "max_norm", "timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{_flag(name)} {getattr(self, name)} must be above 0")
-        check_numbers(self)
+        check_numbers(self, _LEAST)
         self._check_batch()
         if self.strict and self.backend != "link":
             raise ValueError(f"--strict watches --backend link, not {self.backend}")
@@ -260,12 +259,11 @@ class TrainConfig:
             f"--rebalance-every {self.rebalance_every}": self.rebalance_every,
             f"--slow {self.slow}": self.slow,
         }
-        for flag, is_used in only.items():
-            if is_used:
-                raise ValueError(
-                    f"{flag} is for ranks that have a whole model each, and --mesh {self.mesh} "
-                    f"cuts it up; use --mesh dp={self.num_ranks}"
-                )
+        for flag in _used(only):
+            raise ValueError(
+                f"{flag} is for ranks that have a whole model each, and --mesh {self.mesh} "
+                f"cuts it up; use --mesh dp={self.num_ranks}"
+            )
 
     def _check_batch(self) -> None:
         for name in ("batch_size", "grow_batch_to"):
@@ -327,11 +325,6 @@ class TrainConfig:
                 f"{asked} changes the average of the gradients, and --grow-batch-to measures "
                 f"noise by it; use one of them"
             )
-        if self.precision == "fp16" and COMPRESSORS[self.compress]().feedback:
-            raise ValueError(
-                f"{asked} adds to a step what the last one left out, but --precision fp16 scales "
-                f"them by factors that differ; use --precision bf16, or --compress fp16"
-            )
 
     def _check_zero(self) -> None:
         if not self.zero:
@@ -348,12 +341,11 @@ class TrainConfig:
                 f"{asked} sends block by block, so --bucket-mb {self.bucket_mb:g} says nothing; "
                 f"leave it out, or use --zero 0 to 2"
             )
-        for flag, is_used in (("slow", self.slow), ("rebalance-every", self.rebalance_every)):
-            if is_used:
-                raise ValueError(
-                    f"--{flag} takes the time of a forward for computing, and with {asked} it also "
-                    f"waits for weights there; use --zero 0"
-                )
+        for flag in _used({"--slow": self.slow, "--rebalance-every": self.rebalance_every}):
+            raise ValueError(
+                f"{flag} takes the time of a forward for computing, and with {asked} it also "
+                f"waits for weights there; use --zero 0"
+            )
 
     def _check_local_method(self) -> None:
         if self.local_method == "none":
@@ -384,12 +376,10 @@ class TrainConfig:
             f"--compress {self.compress}": self.compress != "none",
             f"--grow-batch-to {self.grow_batch_to}": self.grow_batch_to,
         }
-        for flag, is_used in others.items():
-            if is_used:
-                raise ValueError(
-                    f"{asked} does without the buckets of ddp, which {flag} is about; "
-                    f"use one of them"
-                )
+        for flag in _used(others):
+            raise ValueError(
+                f"{asked} does without the buckets of ddp, which {flag} is about; use one of them"
+            )
 
     def model_config(self, vocab_size: int = 0) -> LlamaConfig:
         """Return the shape of the model, for tokens below `vocab_size`.
@@ -474,6 +464,10 @@ class TrainConfig:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
 
 
+def _used(flags: Mapping[str, Any]) -> list[str]:
+    return [flag for flag, is_used in flags.items() if is_used]
+
+
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
@@ -482,15 +476,22 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def check_numbers(record: Any) -> None:
-    """Raise `ValueError` for a flag of the dataclass `record` that is above `LARGEST`, or NaN."""
+def check_numbers(record: Any, least: Mapping[str, float]) -> None:
+    """Raise `ValueError` for a flag of the dataclass `record` that is no number up to `LARGEST`.
+
+    Or none from `least` on, which goes by the names of fields.
+    """
     for field in fields(record):
-        values = getattr(record, field.name)
+        values, low = getattr(record, field.name), least.get(field.name, -LARGEST)
         for value in values if isinstance(values, tuple) else (values,):
-            is_number = isinstance(value, (int, float)) and field.name != "seed"
-            if is_number and not abs(value) <= LARGEST:
-                asked = f"--{_flag(field.name)} {shortened(str(value))}"
-                raise ValueError(f"{asked} must be a number up to {LARGEST:,}")
+            if not isinstance(value, (int, float)) or field.name == "seed":
+                continue
+            asked = f"--{_flag(field.name)} {shortened(str(value))} must be"
+            if not value >= low:
+                how = f"above 0, {low:g} at least" if low == SMALLEST else f"{low:g} or more"
+                raise ValueError(f"{asked} {how}")
+            if value > LARGEST:
+                raise ValueError(f"{asked} a number up to {LARGEST:,}")
 
 
 def shortened(text: str) -> str:

@@ -37,6 +37,7 @@ from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TU
 from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
+from minipar.train.config import SMALLEST
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
@@ -69,12 +70,10 @@ class CompressionConfig(race.ModelConfig):
     out: str = ""
     """Draw accuracy against bytes into this file, .png or .svg."""
 
-    least = {"ranks": 2}
+    least = {"ranks": 2, "lr": SMALLEST}
 
     def check(self) -> None:
         super().check()
-        if not self.lr > 0:
-            raise ValueError(f"--lr {self.lr} must be above 0")
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown:
             known = ", ".join(f'"{name}"' for name in METHODS)

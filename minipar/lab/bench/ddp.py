@@ -28,6 +28,7 @@ from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.parallel import ddp
+from minipar.train.config import SMALLEST
 from minipar.train.report import peak_memory
 
 ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
@@ -54,10 +55,7 @@ class DdpConfig(StepConfig):
     buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
     """Megabytes per bucket to try for PyTorch's; its best one is compared with our default."""
 
-    def check(self) -> None:
-        super().check()
-        if min(self.buckets) <= 0:
-            raise ValueError("--buckets needs at least one value, buckets above 0")
+    least = {"buckets": SMALLEST}
 
 
 def run(config: DdpConfig) -> list[dict[str, Any]]:

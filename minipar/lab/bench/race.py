@@ -28,6 +28,7 @@ from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.train.config import check_numbers
 from minipar.train.peak import synchronise
 
 
@@ -45,10 +46,9 @@ class BenchConfig:
 
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
+        check_numbers(self, dict.fromkeys(vars(self), 1) | self.least)
         for name, value in vars(self).items():
-            flag, least = f"--{name.replace('_', '-')}", self.least.get(name, 1)
-            if isinstance(value, int) and value < least:
-                raise ValueError(f"{flag} {value} must be at least {least}")
+            flag = f"--{name.replace('_', '-')}"
             if value == ():
                 raise ValueError(f"{flag} needs at least one value")
             if name in ("json", "out") and value and not Path(value).parent.is_dir():
