@@ -3,6 +3,7 @@
 A run writes its configuration as `config.json`; `--resume` starts from that file.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -51,6 +52,33 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(f"{_FROM_ZERO} stall_seconds".split(), 0),
     **dict.fromkeys(("lr", "max_norm"), SMALLEST),
 }
+
+_CLASHES = {
+    "reduce_dtype & ddp=naive": "{} casts whole buckets, and {} has none; use --ddp overlapped or "
+    "bucketed",
+    "precision & dtype": "{} casts from master weights in float32, and {} has others; leave out "
+    "one of them",
+    "grow_batch_to & batch_ramp": "{} and {}: use one of them",
+    "grow_batch_to & ddp=naive": "{} looks into buckets, and {} has none; use --ddp overlapped or "
+    "bucketed",
+    "compress & ddp=naive": "{} needs buckets, and {} has none; use --ddp overlapped or bucketed",
+    "compress & reduce_dtype": "{} and {} both say how gradients are sent; use one of them",
+    "compress & grow_batch_to": "{} changes the average of the gradients, and {} measures noise by "
+    "it; use one of them",
+    "zero | local_method & ddp | compress | grow_batch_to": "{} does without the buckets of ddp, "
+    "which {} is about; use one of them",
+    "zero=1 | zero=2 & reduce_dtype": "{} and {} do not go together; use --zero 0 or 3",
+    "zero=3 & bucket_mb": "{} sends block by block, so {} says nothing; leave it out, or use "
+    "--zero 0 to 2",
+    "slow | rebalance_every & zero": "{} takes the time of a forward for computing, and with {} it "
+    "also waits for weights there; use --zero 0",
+    "local_method & zero": "{} needs a whole model on every rank, and {} cuts it up; use --zero 0",
+    "local_method & reduce_dtype | bucket_mb": "{} sends no buckets of gradients; leave out {}",
+    "local_method=delayed gradients & precision=fp16": "{} uses a gradient of the step before, and "
+    "{} may have scaled that by another factor; use --precision bf16",
+}
+"""Flags that do not go together, and what is said of them. A flag counts where it is not as usual,
+or has the value named; `|` stands between flags of which any will do."""
 
 LARGEST_FILE = 1_000_000  # bytes of a config.json
 
@@ -231,21 +259,13 @@ class TrainConfig:
             raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
-        if self.precision != "float32" and self.dtype != "float32":
-            raise ValueError(
-                f"--precision {self.precision} casts from master weights in float32, not "
-                f"{self.dtype}; leave out --dtype, or --precision"
-            )
-        if self.reduce_dtype != "same" and self.ddp == "naive":
-            raise ValueError(
-                f"--reduce-dtype {self.reduce_dtype} casts whole buckets, and --ddp naive has "
-                f"none; use --ddp overlapped or bucketed"
-            )
         link.parse(self.link)
         self._check_shares()
-        self._check_compression()
-        self._check_zero()
-        self._check_local_method()
+        for name, known in (("compress", COMPRESSORS), ("local_method", METHODS)):
+            if getattr(self, name) not in ("none", *known):
+                asked, names = self._typed(name), ", ".join(known)
+                raise ValueError(f"{asked} is unknown; use none, {names}")
+        self._check_clashes()
         self._check_data_parallel_alone(plan)
         plan.check(self.model_config())
 
@@ -290,96 +310,36 @@ class TrainConfig:
                 raise ValueError(
                     f"{asked} is below --batch-size {self.batch_size}; use that or more"
                 )
-            if self.batch_ramp:
-                raise ValueError(f"{asked} and --batch-ramp {self.batch_ramp}: use one of them")
             if num_ranks < 2:
                 raise ValueError(f"{asked} compares the gradients of ranks; use dp=2 or more")
-            if self.ddp == "naive":
-                raise ValueError(
-                    f"{asked} looks into buckets, and --ddp naive has none; use --ddp overlapped "
-                    f"or bucketed"
-                )
         if self.rebalance_every and self.microbatches < 2:
             raise ValueError(
                 f"--rebalance-every {self.rebalance_every} has nothing to move with --microbatches "
                 f"{self.microbatches}; use 2 or more"
             )
 
-    def _check_compression(self) -> None:
-        if self.compress == "none":
-            return
-        asked = f"--compress {self.compress}"
-        if self.compress not in COMPRESSORS:
-            raise ValueError(f"{asked} is unknown; use none, {', '.join(COMPRESSORS)}")
-        if self.ddp == "naive":
-            raise ValueError(
-                f"{asked} needs buckets, and --ddp naive has none; use --ddp overlapped or bucketed"
-            )
-        if self.reduce_dtype != "same":
-            raise ValueError(
-                f"{asked} and --reduce-dtype {self.reduce_dtype} both say how gradients are sent; "
-                f"use one of them"
-            )
-        if self.grow_batch_to:
-            raise ValueError(
-                f"{asked} changes the average of the gradients, and --grow-batch-to measures "
-                f"noise by it; use one of them"
-            )
+    def _check_clashes(self) -> None:
+        """Raise `ValueError` for two flags of which one leaves no sense to the other."""
+        usual = {field.name: field.default for field in fields(self)}
 
-    def _check_zero(self) -> None:
-        if not self.zero:
-            return
-        asked = f"--zero {self.zero}"
-        self._refuse_what_ddp_does(asked)
-        if self.zero < 3 and self.reduce_dtype != "same":
-            raise ValueError(
-                f"{asked} and --reduce-dtype {self.reduce_dtype} do not go together; use --zero 0 "
-                f"or 3"
-            )
-        if self.zero == 3 and self.bucket_mb:
-            raise ValueError(
-                f"{asked} sends block by block, so --bucket-mb {self.bucket_mb:g} says nothing; "
-                f"leave it out, or use --zero 0 to 2"
-            )
-        for flag in _used({"--slow": self.slow, "--rebalance-every": self.rebalance_every}):
-            raise ValueError(
-                f"{flag} takes the time of a forward for computing, and with {asked} it also "
-                f"waits for weights there; use --zero 0"
-            )
+        def is_used(word: str) -> bool:
+            name, _, value = word.partition("=")
+            now = getattr(self, name)
+            return str(now) == value if value else now != usual[name]
 
-    def _check_local_method(self) -> None:
-        if self.local_method == "none":
-            return
-        asked = f"--local-method {self.local_method!r}"
-        if self.local_method not in METHODS:
-            raise ValueError(f"{asked} is unknown; use none, {', '.join(METHODS)}")
-        self._refuse_what_ddp_does(asked)
-        if self.zero:
-            raise ValueError(
-                f"{asked} needs a whole model on every rank, and --zero {self.zero} cuts it up; "
-                f"use --zero 0"
-            )
-        if self.reduce_dtype != "same" or self.bucket_mb:
-            raise ValueError(
-                f"{asked} sends no buckets of gradients; leave out --reduce-dtype and --bucket-mb"
-            )
-        if self.local_method == "delayed gradients" and self.precision == "fp16":
-            raise ValueError(
-                f"{asked} uses a gradient of the step before, and --precision fp16 may have scaled "
-                f"that by another factor; use --precision bf16"
-            )
+        for pair, says in _CLASHES.items():
+            for words in itertools.product(*(side.split(" | ") for side in pair.split(" & "))):
+                if all(map(is_used, words)):
+                    raise ValueError(says.format(*map(self._typed, words)))
 
-    def _refuse_what_ddp_does(self, asked: str) -> None:
-        """Raise `ValueError` for flags that say how ddp treats its buckets of gradients."""
-        others = {
-            f"--ddp {self.ddp}": self.ddp != "overlapped",
-            f"--compress {self.compress}": self.compress != "none",
-            f"--grow-batch-to {self.grow_batch_to}": self.grow_batch_to,
-        }
-        for flag in _used(others):
-            raise ValueError(
-                f"{asked} does without the buckets of ddp, which {flag} is about; use one of them"
-            )
+    def _typed(self, word: str) -> str:
+        """Return a flag and its value as one types them."""
+        name = word.partition("=")[0]
+        value = getattr(self, name)
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        return (
+            f"--{_flag(name)} {shown!r}" if name == "local_method" else f"--{_flag(name)} {shown}"
+        )
 
     def model_config(self, vocab_size: int = 0) -> LlamaConfig:
         """Return the shape of the model, for tokens below `vocab_size`.
