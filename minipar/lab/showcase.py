@@ -6,7 +6,6 @@ all-reduce per parameter after backward, once with buckets that travel while bac
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
@@ -17,23 +16,23 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
+from minipar.lab.bench.race import ModelConfig, save
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import ddp
 from minipar.train.step import train_step
 
+VERSIONS: dict[str, ddp.Version] = {
+    "One all-reduce per parameter, after backward": "naive",
+    "Buckets, while backward goes on": "overlapped",
+}
+
 
 @dataclass(frozen=True)
-class Showcase:
+class Showcase(ModelConfig):
     """Measure one training step, naive and overlapped, and draw both on one time axis."""
 
-    ranks: int = 2
-    """Number of ranks."""
-    preset: str = "small"
-    """The model."""
     batch_size: int = 4
     """Sequences per rank."""
-    seq_len: int = 128
-    """Tokens per sequence."""
     link: str = "1gbe"
     """The emulated link."""
     out: str = "notebooks/assets/naive_and_overlapped.png"
@@ -46,12 +45,9 @@ def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timel
     link.use(link.parse(show.link))
     link.check_calls(False)
     shape = PRESETS[show.preset]
-    generator = torch.Generator().manual_seed(mesh.rank)
-    tokens = torch.randint(
-        shape.vocab_size, (show.batch_size, show.seq_len + 1), generator=generator
-    ).to(backends.compute_device())
-    batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
-    model = Llama(shape).to(tokens.device)
+    device = backends.compute_device()
+    batch = [show.tokens(shape, device, seed=mesh.rank)]
+    model = Llama(shape).to(device)
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     steps = []
@@ -69,16 +65,13 @@ def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timel
 def main(argv: list[str]) -> None:
     """Measure, draw, and print what the picture shows."""
     show = tyro.cli(Showcase, args=argv)
+    show.check()
     with Ranks(show.ranks, backend="link", sink=None) as ranks:
-        steps = {
-            "One all-reduce per parameter, after backward": ranks.run(median_step, show, "naive")[
-                0
-            ],
-            "Buckets, while backward goes on": ranks.run(median_step, show, "overlapped")[0],
-        }
+        steps = {title: ranks.run(median_step, show, name)[0] for title, name in VERSIONS.items()}
     for title, step in steps.items():
         print(f"{title}\n{step}\n")
-    Path(show.out).parent.mkdir(parents=True, exist_ok=True)
+    hidden = {title: step.hidden_fraction for title, step in steps.items()}
+    save([{"version": title, "hidden": share} for title, share in hidden.items()], show.json)
     print(f"drawn into {draw.save(draw.before_after(steps), show.out)}")
 
 

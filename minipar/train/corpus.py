@@ -247,43 +247,37 @@ def load_corpus(
     Raises ValueError, naming the source, when it is missing, empty, binary, malformed, too short,
     or beyond `MOST_FILES` and `MOST_BYTES`.
     """
-    try:
-        return _load(source, tokenizer, limit_bytes, validation_fraction, seed)
-    except OSError as error:  # no permission, a name that is too long, a broken disk ...
-        at = error.filename or source
-        raise ValueError(f"cannot read {at}: {error.strerror or _one_line(error)}") from error
-
-
-def _load(
-    source: str, tokenizer: Tokenizer, limit_bytes: int | None, fraction: float, seed: int
-) -> Corpus:
-    if not 0 < fraction <= 0.5:
-        raise ValueError(f"validation_fraction={fraction} is not in (0, 0.5]; try 0.05")
+    if not 0 < validation_fraction <= 0.5:
+        raise ValueError(f"validation_fraction={validation_fraction} is not in (0, 0.5]; try 0.05")
     if limit_bytes is not None and limit_bytes < 1:
         raise ValueError(f"limit_bytes={limit_bytes} leaves no text; use a positive number or None")
     if limit_bytes is None and source.startswith("hf:"):
         limit_bytes = STREAM_LIMIT_BYTES
-    documents, label = _open(source, limit_bytes)
 
     dtype = torch.uint8 if tokenizer.vocab_size <= 256 else torch.int32
     names: list[str] = []
     tokens: list[Tensor] = []
     files: set[str] = set()
     num_bytes = num_skipped = 0
-    for document in documents:
-        if document.text is None:
-            num_skipped += 1
-            continue
-        data = document.text.encode("utf-8", errors="replace")
-        data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
-        if data:
-            text = data.decode("utf-8", errors="ignore")  # the limit may cut a character in two
-            names.append(document.name)
-            tokens.append(_tokenize(text, tokenizer, dtype))
-            files.add(document.file)
-            num_bytes += len(data)
-        if num_bytes == limit_bytes:
-            break
+    try:
+        documents, label = _open(source, limit_bytes)
+        for document in documents:
+            if document.text is None:
+                num_skipped += 1
+                continue
+            data = document.text.encode("utf-8", errors="replace")
+            data = data if limit_bytes is None else data[: limit_bytes - num_bytes]
+            if data:
+                text = data.decode("utf-8", errors="ignore")  # the limit may cut a character
+                names.append(document.name)
+                tokens.append(_tokenize(text, tokenizer, dtype))
+                files.add(document.file)
+                num_bytes += len(data)
+            if num_bytes == limit_bytes:
+                break
+    except OSError as error:  # no permission, a name that is too long, a broken disk ...
+        at = error.filename or source
+        raise ValueError(f"cannot read {at}: {error.strerror or _one_line(error)}") from error
 
     files.discard("")
     skipped = _count(num_skipped, "binary file") + " skipped"
@@ -295,7 +289,7 @@ def _load(
             f"{source} is too short: {_count(num_tokens, 'token')}; training and validation "
             f"need at least {MIN_TOKENS} each"
         )
-    train, validation = _split(names, tokens, fraction, seed)
+    train, validation = _split(names, tokens, validation_fraction, seed)
 
     counts = [_count(len(files), "file")] if files else []
     counts += [_count(len(names), "document")] if len(names) != len(files) else []

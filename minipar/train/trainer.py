@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,8 @@ class Trainer:
         unless it is loss scaling that made it so. Raises `OSError` on every rank where a checkpoint
         cannot be written: of one that is written in the background, after a later step.
         """
-        try:
+        with closing(self.saver):
             return self._run(progress, request or StopRequest())
-        finally:
-            self.saver.close()
 
     def _run(
         self, progress: Callable[[dict[str, Any]], None], request: StopRequest
@@ -386,36 +384,25 @@ def train(
     `start` is the folder of the checkpoint to continue from. Files that are pictures are left to
     the caller: floor 3 does not plot. None if the run was asked to stop, and has saved.
     """
-    world = Mesh(**config.mesh_sizes()).world
+    place, world = Path(folder), Mesh(**config.mesh_sizes()).world
     watched = strict.watching() if config.strict else nullcontext()
     stalls = watchdog.watch(config.stall_seconds)
-    with StopRequest() as request, stalls, held(Path(folder), world), watched:
-        return _train(config, Path(folder), start, progress, request)
-
-
-def _train(
-    config: TrainConfig,
-    folder: Path,
-    start: str | None,
-    progress: Callable[["Trainer"], Callable[[dict[str, Any]], None]] | None,
-    request: StopRequest,
-) -> Report | None:
-    if config.backend == "link":
-        link.use(config.link)
-    trainer = Trainer(config, folder)
-    if start is not None:
-        trainer.load(Path(start))
-    if trainer.is_first:
-        config.save(trainer.folder / "config.json")
-        if config.tokenizer:
-            trainer.tokenizer.save(trainer.folder / "tokenizer.json")
-    tell = progress(trainer) if progress and trainer.is_first else lambda _: None
-    report = trainer.run(tell, request)
-    if trainer.is_first and report is not None:
-        if trainer.timeline.spans:
-            trainer.timeline.save(trainer.folder / "timeline.json")
-        (trainer.folder / "sample.txt").write_text(report.sample, encoding="utf-8")
-        (trainer.folder / "report.json").write_text(
-            json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8"
-        )
-    return report
+    with StopRequest() as request, stalls, held(place, world), watched:
+        if config.backend == "link":
+            link.use(config.link)
+        trainer = Trainer(config, place)
+        if start is not None:
+            trainer.load(Path(start))
+        if trainer.is_first:
+            config.save(place / "config.json")
+            if config.tokenizer:
+                trainer.tokenizer.save(place / "tokenizer.json")
+        tell = progress(trainer) if progress and trainer.is_first else lambda _: None
+        report = trainer.run(tell, request)
+        if trainer.is_first and report is not None:
+            if trainer.timeline.spans:
+                trainer.timeline.save(place / "timeline.json")
+            (place / "sample.txt").write_text(report.sample, encoding="utf-8")
+            content = json.dumps(asdict(report), indent=2) + "\n"
+            (place / "report.json").write_text(content, encoding="utf-8")
+        return report

@@ -21,10 +21,10 @@ SMALL = ShardingConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=
 MEASURED = Path(__file__).parents[2] / "notebooks/assets/measured/fsdp.json"
 
 PREFETCH, ASYNC = "fully_shard, prefetch", "fully_shard, all asynchronous"
-BUSY = [0.04] * 3  # seconds of the processor
+BUSY = [0.05] * 3  # seconds of the processor
 TIMES = {
     ALONE: Measured([0.05] * 3, BUSY, [0.0] * 3, [0.0] * 3),
-    "FSDP": Measured([0.10, 0.30, 0.12], BUSY, [3e6] * 3, [0.1] * 3),
+    "FSDP": Measured([0.10, 0.30, 0.12], [0.04] * 3, [3e6] * 3, [0.1] * 3),
     "fully_shard": Measured([0.20, 0.20, 0.20], BUSY, [3e6] * 3, [0.1] * 3),
     PREFETCH: Measured([0.16, 0.30, 0.24], BUSY, [3e6] * 3, [0.1] * 3),
     ASYNC: Measured([0.10, 0.60, 0.18], BUSY, [4e6] * 3, [0.2] * 3),
@@ -45,6 +45,7 @@ def test_a_row_compares_round_by_round_with_the_fastest_of_theirs():
     assert row["ours_hidden"] == pytest.approx(0.3)  # 0.07 s of 0.1 s show
     assert row["torch_hidden"] == pytest.approx(0.35) and row["torch_megabytes"] == 4.0
     assert row["link"] == "emulated 1 GbE" and row["compute_ms"] == pytest.approx(50)
+    assert row["ours_megabytes"] == 3.0 and row["processor_ratio"] == pytest.approx(0.8)
 
 
 def test_the_table_is_aligned_and_says_what_is_unknown():
@@ -59,6 +60,9 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
     assert wire[head.index("ratio to it") :].startswith("0.600")
     assert wire[head.index("hidden") :].split() == ["30%", "35%", "0.500"]
     assert gloo[head.index("hidden") :].split() == ["-", "-", "0.500"]
+    head, wire, gloo = table(rows).splitlines()  # as of tensor, context and pipeline
+    assert wire[head.index("processor") :].split() == ["0.800", "3.00", "4.00"]
+    assert gloo[head.index("processor") :].split() == ["0.800", "-", "-"]
 
 
 def test_what_was_sent_belongs_to_the_step_that_issued_it():

@@ -1,4 +1,4 @@
-"""The bench of tensor parallelism: its arithmetic, and that all contenders do the same work."""
+"""The bench of tensor parallelism: all contenders do the same work, and what is refused."""
 
 import json
 import math
@@ -8,9 +8,7 @@ import pytest
 
 from minipar.comm import link
 from minipar.comm.mesh import Mesh
-from minipar.lab.bench import race
 from minipar.lab.bench import tensor as bench
-from minipar.lab.bench.race import Measured
 from minipar.lab.bench.tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
 from minipar.model.llama import PRESETS, LlamaConfig
 
@@ -18,32 +16,6 @@ pytestmark = pytest.mark.trains
 
 SMALL = TensorConfig(preset="tiny", batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
 TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
-TIMES = {
-    "plain": Measured([0.010, 0.030, 0.012], [0.008] * 3, [3_000_000] * 3),
-    "slow": Measured([0.020, 0.020, 0.020], [0.001] * 3, [5_000_000] * 3),
-    "fast": Measured([0.010, 0.060, 0.018], [0.010] * 3, [4_000_000] * 3),
-}
-
-
-def test_a_row_compares_round_by_round_with_the_fastest_of_theirs():
-    """Mutants: the ratio of medians to the slowest; to the first one always; bytes of another."""
-    row = race.row(SMALL, "tensor", "1gbe", "plain", ["slow", "fast"], TIMES)
-    assert row["torch"] == "fast" and row["torch_ms"] == pytest.approx(18)
-    assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
-    assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
-    assert row["ratio_high"] == pytest.approx((1 + 12 / 18) / 2)
-    assert row["rivals"] == pytest.approx({"slow": 0.6, "fast": 12 / 18})
-    assert (row["ours_megabytes"], row["torch_megabytes"]) == (3, 4)
-    assert row["link"] == "emulated 1 GbE" and row["processor_ratio"] == pytest.approx(0.8)
-
-
-def test_the_table_says_what_nobody_counted():
-    rows = [race.row(SMALL, "tensor", n, "plain", ["fast"], TIMES) for n in ("1gbe", "gloo")]
-    head, wire, gloo = race.table(rows).splitlines()
-    column = head.index("ratio [quartiles]")
-    assert wire[column:].startswith("0.667") and gloo[column:].startswith("0.667")
-    assert wire[head.index("processor") :].split() == ["0.800", "3.00", "4.00"]
-    assert gloo[head.index("processor") :].split() == ["0.800", "-", "-"]
 
 
 def test_everybody_has_rivals():
