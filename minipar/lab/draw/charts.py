@@ -1,14 +1,16 @@
 """Curves and bars, labelled where they are, and the table of colours."""
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MEANING, MUTED, PAPER, SERIES, colour
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MEANING, MUTED, PAPER, SERIES, Point, colour
 
 
 def curves(
@@ -110,6 +112,82 @@ def loss_curves(
     """Losses by step `{name: [loss of step 0, ...]}`. Equal ones lie on each other, all visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
     return curves(lines, xlabel=xlabel, ylabel="loss", title=title, note=note)
+
+
+class _Box(NamedTuple):
+    """In inches from the lower left corner of the axes."""
+
+    left: float
+    low: float
+    right: float
+    top: float
+
+    def overlap(self, other: "_Box") -> float:
+        """Square inches in both."""
+        wide = min(self.right, other.right) - max(self.left, other.left)
+        tall = min(self.top, other.top) - max(self.low, other.low)
+        return max(wide, 0.0) * max(tall, 0.0)
+
+
+def label_points(
+    ax: Axes, points: Sequence[Point], names: Sequence[str], inks: Sequence[str]
+) -> None:
+    """Names beside points, where they cover least; points that touch share a block of names."""
+    width = ax.get_position().width * ax.figure.get_figwidth()
+    height = pen.inches_of(ax)
+    to_axes = ax.transData + ax.transAxes.inverted()
+    dots = [(x * width, y * height) for x, y in map(to_axes.transform, points)]
+    taken = [_Box(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in dots]
+    paper = _Box(0.0, 0.0, width, height)
+    for group in sorted(_touching(dots), key=len, reverse=True):
+        group = sorted(group, key=lambda i: -dots[i][1])
+        x, y = (statistics.mean(dots[i][k] for i in group) for k in (0, 1))
+        longest = max(len(names[i]) for i in group)
+        size = 0.066 * longest + 0.03, 0.155 * len(group)
+        box = min(
+            _places(x, y, *size),
+            key=lambda at: (
+                round(sum(at[0].overlap(other) for other in taken), 4)
+                + _area(at[0])
+                - at[0].overlap(paper),
+                at[1],
+            ),
+        )[0]
+        taken.append(box)
+        right = box.left > x - 0.02
+        edge = box.left if right else box.right
+        near = min(max(y, box.low + 0.07), box.top - 0.07)
+        if math.dist((edge, near), (x, y)) > 0.17:
+            line = {"color": MUTED, "lw": 0.6, "transform": ax.transAxes, "zorder": 2}
+            ax.plot([x / width, edge / width], [y / height, near / height], **line)
+        for k, i in enumerate(group):
+            at = (edge / width, (box.top - 0.155 * (k + 0.5)) / height)
+            style = {"ha": "left" if right else "right", "va": "center", "size": 8.5}
+            ink = pen.readable(inks[i])
+            ax.text(*at, names[i], color=ink, transform=ax.transAxes, **style)
+
+
+def _area(box: _Box) -> float:
+    return (box.right - box.left) * (box.top - box.low)
+
+
+def _touching(dots: Sequence[Point]) -> list[list[int]]:
+    """Numbers of the dots in groups: those that touch, directly or by way of others."""
+    groups: list[list[int]] = []
+    for i, dot in enumerate(dots):
+        near = [g for g in groups if any(math.dist(dot, dots[j]) < 0.13 for j in g)]
+        groups = [g for g in groups if g not in near] + [[j for g in near for j in g] + [i]]
+    return groups
+
+
+def _places(x: float, y: float, wide: float, tall: float) -> Iterable[tuple[_Box, float]]:
+    """Where the names of a dot may stand, each with how little it is liked."""
+    for away in (0.1, 0.2, 0.35, 0.5, 0.7, 0.95):
+        for slope in (0, 0.6, -0.6, 1.2, -1.2, 2.2, -2.2):
+            middle = y + slope * away
+            for left in (x + away, x - away - wide):
+                dislike = away * (1 + 0.3 * abs(slope)) + (0.02 if left < x else 0)
+                yield _Box(left, middle - tall / 2, left + wide, middle + tall / 2), dislike
 
 
 def bars(

@@ -1,16 +1,15 @@
 """What sending less costs: pictures of the rows of `minipar bench compression`."""
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.charts import curves
+from minipar.lab.draw.charts import curves, label_points
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER
 
 Row = Mapping[str, Any]
@@ -71,7 +70,9 @@ def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
     ax.axhspan(-FREE, FREE, color=KIND["idle"], lw=0, zorder=0)
     style = {"color": MUTED, "size": 8, "va": "bottom"}
     ax.text(ax.get_xlim()[0], -FREE, f" within {FREE:g} of fp32", **style)
-    _labels(ax, rows)
+    dots = [(row["num_bytes"] / 1e6, row["gap"]) for row in rows]
+    inks = [FAMILY[row["family"]] for row in rows]
+    label_points(ax, dots, [row["method"] for row in rows], inks)
     ax.set_xlabel("megabytes that a rank sends per step", color=MUTED, fontsize=9, loc="right")
     what = "loss minus that of fp32, nats per token (lower is better)"
     ax.text(0, 1.03, what, color=MUTED, size=9, transform=ax.transAxes)
@@ -102,83 +103,6 @@ def _limits(ax: Axes, rows: Sequence[Row]) -> None:
     spots = [m * 10.0**e for e in range(-4, 6) for m in (1, 3)]
     ax.set_xticks([x for x in spots if ax.get_xlim()[0] < x < ax.get_xlim()[1]])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-
-
-class _Box(NamedTuple):
-    """In inches from the lower left corner of the axes."""
-
-    left: float
-    low: float
-    right: float
-    top: float
-
-    def overlap(self, other: "_Box") -> float:
-        """Square inches in both."""
-        wide = min(self.right, other.right) - max(self.left, other.left)
-        tall = min(self.top, other.top) - max(self.low, other.low)
-        return max(wide, 0.0) * max(tall, 0.0)
-
-
-def _labels(ax: Axes, rows: Sequence[Row]) -> None:
-    """Names beside the dots, where they cover least; dots that touch share a block of names."""
-    width = ax.get_position().width * ax.figure.get_figwidth()
-    height = pen.inches_of(ax)
-    to_axes = ax.transData + ax.transAxes.inverted()
-    dots = []
-    for row in rows:
-        x, y = to_axes.transform((row["num_bytes"] / 1e6, row["gap"]))
-        dots.append((x * width, y * height))
-    taken = [_Box(x - 0.07, y - 0.07, x + 0.07, y + 0.07) for x, y in dots]
-    paper = _Box(0.0, 0.0, width, height)
-    for group in sorted(_touching(dots), key=len, reverse=True):
-        group = sorted(group, key=lambda i: -dots[i][1])
-        x, y = (statistics.mean(dots[i][k] for i in group) for k in (0, 1))
-        names = [rows[i]["method"] for i in group]
-        size = 0.066 * max(map(len, names)) + 0.03, 0.155 * len(names)
-        box = min(
-            _places(x, y, *size),
-            key=lambda at: (
-                round(sum(at[0].overlap(other) for other in taken), 4)
-                + _area(at[0])
-                - at[0].overlap(paper),
-                at[1],
-            ),
-        )[0]
-        taken.append(box)
-        right = box.left > x - 0.02
-        edge = box.left if right else box.right
-        near = min(max(y, box.low + 0.07), box.top - 0.07)
-        if math.dist((edge, near), (x, y)) > 0.17:
-            line = {"color": MUTED, "lw": 0.6, "transform": ax.transAxes, "zorder": 2}
-            ax.plot([x / width, edge / width], [y / height, near / height], **line)
-        for k, i in enumerate(group):
-            at = (edge / width, (box.top - 0.155 * (k + 0.5)) / height)
-            style = {"ha": "left" if right else "right", "va": "center", "size": 8.5}
-            ink = pen.readable(FAMILY[rows[i]["family"]])
-            ax.text(*at, rows[i]["method"], color=ink, transform=ax.transAxes, **style)
-
-
-def _area(box: _Box) -> float:
-    return (box.right - box.left) * (box.top - box.low)
-
-
-def _touching(dots: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Numbers of the dots in groups: those that touch, directly or by way of others."""
-    groups: list[list[int]] = []
-    for i, dot in enumerate(dots):
-        near = [g for g in groups if any(math.dist(dot, dots[j]) < 0.13 for j in g)]
-        groups = [g for g in groups if g not in near] + [[j for g in near for j in g] + [i]]
-    return groups
-
-
-def _places(x: float, y: float, wide: float, tall: float) -> Iterable[tuple[_Box, float]]:
-    """Where the names of a dot may stand, each with how little it is liked."""
-    for away in (0.1, 0.2, 0.35, 0.5, 0.7, 0.95):
-        for slope in (0, 0.6, -0.6, 1.2, -1.2, 2.2, -2.2):
-            middle = y + slope * away
-            for left in (x + away, x - away - wide):
-                dislike = away * (1 + 0.3 * abs(slope)) + (0.02 if left < x else 0)
-                yield _Box(left, middle - tall / 2, left + wide, middle + tall / 2), dislike
 
 
 # ---------------------------------------------------------------------- convergence

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab.draw import display, pen
+from minipar.lab.draw.charts import label_points
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
@@ -104,7 +105,9 @@ def memory_against_bubble(
     ax.set_ylim(0, 1.12 * max(y for _, y in points) or 1.0)
     for x, y in points:
         ax.plot(x, y, "o", color=KIND["backward"], ms=7, mec=PAPER, mew=1, zorder=4, clip_on=False)
-    _name_points(ax, {at: ", ".join(names) for at, names in points.items()})
+    label_points(
+        ax, [*points], [", ".join(names) for names in points.values()], [INK] * len(points)
+    )
     label = "activations held, in microbatches of a rank's share of the model"
     ax.set_xlabel(label, color=MUTED, fontsize=9, loc="right")
     ax.text(0, 1.03, "bubble, % of computing", color=MUTED, size=9, transform=ax.transAxes)
@@ -115,34 +118,6 @@ def memory_against_bubble(
 def _held(schedule: Schedule) -> float:
     """Peak activations in units of one microbatch in 1/p of the model."""
     return max(peak_live(schedule)) * schedule.num_ranks / schedule.num_stages
-
-
-def _name_points(ax: Axes, names: Mapping[tuple[float, float], str]) -> None:
-    """A name beside each point: right, left, above or below, where it covers nothing."""
-    pixels = {at: ax.transData.transform(at) for at in names}
-    taken = [(x - 10, y - 10, x + 10, y + 10) for x, y in pixels.values()]
-    for at, name in sorted(names.items()):
-        x, y = pixels[at]
-        wide, tall = 11.5 * len(name), 22.0
-        places = {
-            (x + 14, y): "left",
-            (x - 14, y): "right",
-            (x, y + 26): "center",
-            (x, y - 26): "center",
-            (x + 14, y + 30): "left",
-            (x + 14, y - 30): "left",
-        }
-        edge = {"left": 0.0, "right": wide, "center": wide / 2}
-        for (tx, ty), align in places.items():
-            left = tx - edge[align]
-            box = (left, ty - tall / 2, left + wide, ty + tall / 2)
-            free = all(
-                box[2] < b[0] or box[0] > b[2] or box[3] < b[1] or box[1] > b[3] for b in taken
-            )
-            if free and left > ax.transAxes.transform((0, 0))[0]:
-                break
-        taken.append(box)
-        pen.text(ax, *ax.transData.inverted().transform((tx, ty)), name, ha=align, zorder=5)
 
 
 # ---------------------------------------------------------------------- rows and cells
