@@ -2,7 +2,8 @@
 
 Three checks, each a few rows of ``notebooks/assets/measured/gpu.json``:
 
-- parity: every strategy, in float32 and bfloat16, on CUDA tensors, against one process;
+- parity: training by plans of every kind, in float32 and mixed with bf16, on CUDA tensors, against
+  one process: losses and gradient norms of all steps;
 - utilisation: single-GPU training of a real Llama, in FLOP/s and as a share of what a large matrix
   product reaches on the same device;
 - timeline: one recorded step, whose spans come from the profiler, drawn beside the numbers.
@@ -11,31 +12,51 @@ Three checks, each a few rows of ``notebooks/assets/measured/gpu.json``:
 """
 
 import json
+import math
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
 
+import minipar
 from minipar.comm import backends, timeline
-from minipar.comm.launch import Ranks
+from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab import draw
-from minipar.model.llama import PRESETS, Llama, token_loss
+from minipar.model.llama import PRESETS, Llama
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import ddp
-from minipar.train.data import share
+from minipar.train import trainer
+from minipar.train.config import TrainConfig
+from minipar.train.metrics import read
 from minipar.train.peak import matmul_rate, synchronise
+from minipar.train.precision import Precision
 from minipar.train.step import train_step
 
-NUM_TARGETS = 128  # of the whole batch in the parity check: 4 sequences of 32
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Largest difference of a gradient, relative to its largest element: rounding, not an error."""
+PLANS = (
+    *("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"),
+    *("tp=2", "tp=2,sequence_parallel", "tp=2,sequence_parallel,tp_overlap"),
+    *("cp=2", "cp=2,context=gather", "cp=2,context=ulysses", "pp=2,microbatches=2"),
+)
+TALKS_IN_PAIRS = ("tp=2,sequence_parallel,tp_overlap", "cp=2", "pp=2,microbatches=2")
+"""Plans that send from rank to rank, which gloo does not do between tensors on a GPU."""
+TOLERANCE = {"float32": 1e-4, "bf16": 2e-2}
+"""Largest difference of a loss or a gradient norm, relative: rounding, not an error."""
+SMALL = TrainConfig(
+    data=str(Path(minipar.__file__).parent),
+    steps=3,
+    batch_size=4,
+    seq_len=32,
+    eval_batches=1,
+    sample_tokens=0,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,8 @@ class GpuCheck:
     """Tokens per sequence."""
     steps: int = 10
     """Timed steps."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations are computed again in backward, where they do not fit otherwise."""
     rehearse: bool = False
     """Run on the CPU with a tiny model, to test the check itself."""
 
@@ -66,10 +89,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = "nccl" if gpus >= 2 else "gloo"
-    with Ranks(2, backend=backend, timeout=120, sink=None) as ranks:
-        rows = ranks.run(parity)[0]
-    with Ranks(1, timeout=120, sink=None) as one:
+    plans = [plan for plan in PLANS if gpus != 1 or plan not in TALKS_IN_PAIRS]
+    plans = plans[::5] if check.rehearse else plans
+    with Ranks(1, timeout=120, sink=None) as one, tempfile.TemporaryDirectory() as folder:
         measured, recorded = one.run(utilisation, check)[0]
+        with Ranks(2, backend=backend, timeout=120, sink=None) as ranks:
+            rows = parity(one, ranks, plans, folder)
     rows.append(measured)
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         {
             "check": "timeline",
             "milliseconds": 1e3 * recorded.duration,
-            "spans": {kind: len(recorded.select(kind=kind)) for kind in sorted(kinds(recorded))},
+            "spans": dict(sorted(Counter(span.kind for span in recorded).items())),
         }
     )
     (folder / "gpu.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -88,65 +113,46 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(row.get("ok") is False for row in rows))
 
 
-def kinds(recorded: timeline.Timeline) -> set[str]:
-    """Return the kinds of work that occur."""
-    return {span.kind for span in recorded}
-
-
-# ---------------------------------------------------------------------- on the ranks
-def parity() -> list[dict[str, Any]]:
-    """Compare the gradients of every version of ddp with those of one process, in both dtypes."""
-    mesh = Mesh(dp=2)
-    device = backends.compute_device()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (4, 33), generator=generator).to(device)
-    mine = share(torch.arange(4), mesh.rank, mesh.size).to(device)
+# ---------------------------------------------------------------------- parity
+def parity(one: Ranks, two: Ranks, plans: Sequence[str], folder: str) -> list[dict[str, Any]]:
+    """Train by each plan on `two` ranks, and compare every step with that of `one` process."""
     rows = []
-    for dtype, tolerance in TOLERANCE.items():
-        serial = gradients(dtype, tokens, device, lambda model: None)
-        for version in ddp.VERSIONS:
-
-            def attach(model: Llama, version=version) -> ddp.Strategy:
-                return ddp.apply(model, mesh.dp, version=version, average=False)
-
-            parallel = gradients(dtype, tokens[mine], device, attach)
-            pairs = [(ours.float(), parallel[name].float()) for name, ours in serial.items()]
-            error = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-            rows.append(
-                {
-                    "check": "parity",
-                    "strategy": f"ddp, {version}",
-                    "device": device.type,
-                    "dtype": dtype,
-                    "error": error,
-                    "tolerance": tolerance,
-                    "ok": error <= tolerance,
-                }
-            )
+    for precision, tolerance in TOLERANCE.items():
+        alone = replace(SMALL, mesh="dp=1", precision=precision)
+        expected = one.run(train, alone, f"{folder}/{precision}")[0]
+        for plan in plans:
+            config = replace(SMALL, plan=f"{plan},precision={precision}")
+            row = {"check": "parity", "plan": plan, "precision": precision, "tolerance": tolerance}
+            try:
+                found = two.run(train, config, f"{folder}/{precision}-{plan}")[0]
+                row["error"] = max(map(difference, expected, found))
+            except RankError as error:
+                row |= {"error": math.inf, "message": str(error)}
+            rows.append(row | {"ok": row["error"] <= tolerance})
     return rows
 
 
-def gradients(
-    dtype: str, tokens: torch.Tensor, device: torch.device, attach: Callable
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of a tiny Llama for the summed loss over `tokens` [B, T+1]."""
-    model = Llama(PRESETS["tiny"]).to(device, getattr(torch, dtype))
-    strategy = attach(model)
-    for _ in range(2):  # the first step of the overlapped version is a rehearsal
-        model.zero_grad()
-        (token_loss(model(tokens[:, :-1]), tokens[:, 1:]) / NUM_TARGETS).backward()
-        if strategy is not None:
-            strategy.finish_backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+def train(config: TrainConfig, folder: str) -> list[dict[str, Any]]:
+    """Train as `minipar train` does; return the metrics of all steps. Called on every rank."""
+    trainer.train(config, folder)
+    return read(Path(folder) / "metrics.jsonl")
 
 
+def difference(expected: dict[str, Any], found: dict[str, Any]) -> float:
+    """Return by how much a step differs from what is expected of it, relative."""
+    pairs = [(expected[key], found[key]) for key in ("loss", "grad_norm")]
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+# ---------------------------------------------------------------------- on one device
 def utilisation(check: GpuCheck) -> tuple[dict[str, Any], timeline.Timeline]:
     """Train on one device; return FLOP/s by the model's own count, and one recorded step."""
     mesh, device = Mesh(), backends.compute_device()
     shape = PRESETS[check.preset]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = Llama(shape).to(device, dtype)
-    checkpoint_activations(model, "selective")
+    precision = Precision("bf16" if device.type == "cuda" else "float32", device)
+    dtype = precision.dtype or torch.float32
+    model = Llama(shape).to(device)
+    checkpoint_activations(model, check.recompute)
     tokens = torch.randint(shape.vocab_size, (check.batch_size, check.seq_len + 1), device=device)
     batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -154,11 +160,11 @@ def utilisation(check: GpuCheck) -> tuple[dict[str, Any], timeline.Timeline]:
     for _ in range(3 + check.steps):
         synchronise(device)
         start = time.perf_counter()
-        train_step(model, [], optimizer, batch, mesh.dp, max_norm=1.0)
+        train_step(model, [], optimizer, batch, mesh.dp, max_norm=1.0, precision=precision)
         synchronise(device)
         seconds.append(time.perf_counter() - start)
     with timeline.record(model) as recorded:
-        train_step(model, [], optimizer, batch, mesh.dp, max_norm=1.0)
+        train_step(model, [], optimizer, batch, mesh.dp, max_norm=1.0, precision=precision)
         synchronise(device)
     recorded = recorded.shifted()
     recorded.label = f"measured, {name_of(device)}, {check.preset}, {dtype}"
