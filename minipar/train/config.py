@@ -238,6 +238,8 @@ class TrainConfig:
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
         check_numbers(self, _LEAST)
+        if 0 < self.stall_seconds < 0.1:
+            raise ValueError(f"{self._typed('stall_seconds')} must be 0, or 0.1 or more")
         self._check_batch()
         if self.strict and self.backend != "link":
             raise ValueError(f"--strict watches --backend link, not {self.backend}")
@@ -273,17 +275,12 @@ class TrainConfig:
         """What looks at the gradients or at the time of a rank as if it had a whole model."""
         if plan.num_ranks == plan.dp:
             return
-        only = {
-            f"--local-method {self.local_method!r}": self.local_method != "none",
-            f"--grow-batch-to {self.grow_batch_to}": self.grow_batch_to,
-            f"--rebalance-every {self.rebalance_every}": self.rebalance_every,
-            f"--slow {self.slow}": self.slow,
-        }
-        for flag in _used(only):
-            raise ValueError(
-                f"{flag} is for ranks that have a whole model each, and --mesh {self.mesh} "
-                f"cuts it up; use --mesh dp={self.num_ranks}"
-            )
+        for name in ("local_method", "grow_batch_to", "rebalance_every", "slow"):
+            if getattr(self, name) not in ("none", 0, ""):
+                raise ValueError(
+                    f"{self._typed(name)} is for ranks that have a whole model each, and --mesh "
+                    f"{self.mesh} cuts it up; use --mesh dp={self.num_ranks}"
+                )
 
     def _check_batch(self) -> None:
         for name in ("batch_size", "grow_batch_to"):
@@ -422,10 +419,6 @@ class TrainConfig:
             return cls(**known)
         except (OSError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None
-
-
-def _used(flags: Mapping[str, Any]) -> list[str]:
-    return [flag for flag, is_used in flags.items() if is_used]
 
 
 def _is_a(value: Any, kind: Any) -> bool:

@@ -96,7 +96,7 @@ def test_a_plan_is_spelled_out():
         "sample_tokens": (-1, 10**400),
         "lr": (0.0, 1e-320, -1e-3, float("nan"), float("inf"), 1e308),
         "stages_per_rank": (10**10,),
-        "stall_seconds": (-1.0, 1e308),
+        "stall_seconds": (-1.0, 1e-320, 1e308),
         "max_norm": (0.0, -1.0),
         "timeout": (0.0, 1e-320, 0.5, float("nan"), 1e30),
         "seed": (-1, 2**70),
