@@ -112,7 +112,8 @@ class Case:
         if got != want:
             raise CheckFailed(
                 f"rank {rank} of {self.size} sent\n{_ledger(got)}\nexpected\n{_ledger(want)}\n"
-                f"{_difference(got, want)}"
+                f"difference: {got.total() - want.total():+d} operations, "
+                f"{_total(got) - _total(want):+d} bytes"
             )
 
 
@@ -142,11 +143,6 @@ def _ledger(sent: Counter) -> str:
 
 def _total(sent: Counter) -> int:
     return sum(one.num_bytes * count for one, count in sent.items())
-
-
-def _difference(got: Counter, want: Counter) -> str:
-    counts, bytes_ = got.total() - want.total(), _total(got) - _total(want)
-    return f"difference: {counts:+d} operations, {bytes_:+d} bytes"
 
 
 def fails(criterion: str) -> Callable[[Callable], Callable]:

@@ -161,14 +161,11 @@ def _look(shell: RankShell) -> None:
         return
     work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
     called = time.monotonic() - work.t_issue
-    if work.t_start is None and called > PATIENCE and not _anything_moves():
+    groups = list(dist.distributed_c10d._world.pg_map)
+    moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
+    if work.t_start is None and called > PATIENCE and not moves:
         own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
         worker.notify("stuck", (work.verb, _line_of(own[0], shell)))
-
-
-def _anything_moves() -> bool:
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
 
 
 def _line_of(frame: FrameType, shell: RankShell) -> str:

@@ -92,9 +92,5 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _one_line(line: dict[str, Any]) -> str:
-    finite = {k: None if _is_lost(value) else value for k, value in line.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def _is_lost(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    lost = [name for name, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+    return json.dumps(line | dict.fromkeys(lost), allow_nan=False) + "\n"

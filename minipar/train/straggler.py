@@ -43,7 +43,7 @@ class Pace:
         self._begun = self._mark = 0.0  # of this forward or backward; of the piece to stretch next
         self._debt = 0.0  # seconds still to sleep
         self._handles = [
-            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._after_forward),
         ]
         if factor > 1:
@@ -63,9 +63,6 @@ class Pace:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._begin()
-
     def _after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self._stretch()
         if output.requires_grad:
@@ -80,7 +77,7 @@ class Pace:
         self._stretch()
         self._count()
 
-    def _begin(self) -> None:
+    def _begin(self, *_: Any) -> None:
         self._begun = self._mark = self._now()
 
     def _count(self) -> None:

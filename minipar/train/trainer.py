@@ -121,7 +121,9 @@ class Trainer:
             1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
             self.setup.crosses_steps,
         )
-        metrics = self._metrics() if self.is_first else None
+        board = self.folder / "tensorboard" if config.tensorboard else None
+        path = self.folder / "metrics.jsonl"
+        metrics = Metrics(path, self.step, board) if self.is_first else None
         batches = self._on_device(self.batches.forever())
         while self.step < config.steps:
             begun = time.perf_counter()
@@ -178,10 +180,6 @@ class Trainer:
         if metrics is not None:
             metrics.close()
         return self._report(first_step, lines, recorder) if self.step == config.steps else None
-
-    def _metrics(self) -> Metrics:
-        board = self.folder / "tensorboard" if self.config.tensorboard else None
-        return Metrics(self.folder / "metrics.jsonl", self.step, board)
 
     def _speed(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         """What the metrics tell of time and memory."""
@@ -309,7 +307,8 @@ class Trainer:
     ) -> Report:
         self._tell("All steps are done: gathering the timeline of one ...")
         self.timeline = recorder.typical(self.mesh)
-        self.timeline.label = f"measured, {self.mesh.size} ranks, {self._link_label}"
+        carrier = link.current().label if self.config.backend == "link" else "this machine"
+        self.timeline.label = f"measured, {self.mesh.size} ranks, {carrier}"
         self.timeline.label += self.workload.label
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
@@ -335,11 +334,6 @@ class Trainer:
             return None
         num_tokens, seconds = (sum(line[key] for line in lines) for key in ("tokens", "seconds"))
         return self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
-
-    @property
-    def _link_label(self) -> str:
-        """What carries the bytes, for the footnote of a picture."""
-        return link.current().label if self.config.backend == "link" else "this machine"
 
     def sample(self) -> str:
         """Return text that the model writes, on the first rank; a collective.

@@ -147,9 +147,7 @@ def label_points(
         box = min(
             _places(x, y, *size),
             key=lambda at: (
-                round(sum(at[0].overlap(other) for other in taken), 4)
-                + _area(at[0])
-                - at[0].overlap(paper),
+                round(sum(at[0].overlap(other) for other in taken) - at[0].overlap(paper), 4),
                 at[1],
             ),
         )[0]
@@ -165,10 +163,6 @@ def label_points(
             style = {"ha": "left" if right else "right", "va": "center", "size": 8.5}
             ink = pen.readable(inks[i])
             ax.text(*at, names[i], color=ink, transform=ax.transAxes, **style)
-
-
-def _area(box: _Box) -> float:
-    return (box.right - box.left) * (box.top - box.low)
 
 
 def _touching(dots: Sequence[Point]) -> list[list[int]]:

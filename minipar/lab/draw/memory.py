@@ -71,7 +71,8 @@ def ladder(
             raise ValueError(f"the history of {name or 'this rank'} has no sample")
     timelines, closed_forms = timelines or {}, closed_forms or {}
     mine = {name: _of_rank(t, histories[name].rank) for name, t in timelines.items()}
-    spans = {name: _window(history, mine.get(name)) for name, history in histories.items()}
+    spans = {name: (h.seconds[0], h.seconds[-1]) for name, h in histories.items()}
+    spans |= {name: (t.start, t.end) for name, t in mine.items()}
     longest = max(end - start for start, end in spans.values())
     peaks = [history.peak for history in histories.values()]
     forms = [sum(form.values()) for form in closed_forms.values()]
@@ -122,12 +123,6 @@ def _of_rank(timeline: Timeline, rank: int) -> Timeline:
     if not chosen.spans:
         raise ValueError(f"the timeline has no span of rank {rank}; it has ranks {timeline.ranks}")
     return chosen
-
-
-def _window(history: MemoryHistory, timeline: Timeline | None) -> tuple[float, float]:
-    if timeline is not None:
-        return timeline.start, timeline.end
-    return history.seconds[0], history.seconds[-1]
 
 
 def _categories(

@@ -141,7 +141,7 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
     ax.broken_barh([(0, scale * timeline.duration)], (0.06, p - 0.12), facecolor=KIND["idle"], lw=0)
     ax.hlines(range(1, p), 0, scale * timeline.duration, color=PAPER, lw=4, zorder=1)
     inches = (WIDTH - LEFT - RIGHT) / ax.get_xlim()[1]  # of a unit of time
-    size = _label_size(schedule, timeline, scale * inches, pen.inches_of(ax) / p)
+    size = _label_size(timeline, scale * inches, pen.inches_of(ax) / p)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     ticks, lines = [], []
     for span in timeline:
@@ -176,7 +176,7 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
     ax.add_collection(LineCollection(lines, colors=AXIS["pp"], lw=1.1, zorder=5))
 
 
-def _label_size(schedule: Schedule, timeline: Timeline, inches: float, row: float) -> float:
+def _label_size(timeline: Timeline, inches: float, row: float) -> float:
     """Points, one size for all numbers: as large as the narrowest cell allows, if that can be read.
 
     `inches` of a second and of a row.
