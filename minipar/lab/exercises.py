@@ -302,6 +302,8 @@ def _check_the_check(asked: Exercise, model: Callable | None, *how: Any) -> None
             f"the check of exercise {asked.id} has a bug, not your answer: it stumbles over the "
             f"stored answer as well, in {error.criterion}: {error}"
         ) from error.__cause__
+    except CheckFailed:
+        return  # of a machine that is too busy for its time limit, say: nothing is known
 
 
 def _short(value: Any) -> str:

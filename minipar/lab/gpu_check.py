@@ -12,7 +12,6 @@ Three checks, each a few rows of ``notebooks/assets/measured/gpu.json``:
 """
 
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -91,10 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     backend = "nccl" if gpus >= 2 else "gloo"
     plans = [plan for plan in PLANS if gpus != 1 or plan not in TALKS_IN_PAIRS]
     plans = plans[::5] if check.rehearse else plans
-    with Ranks(1, timeout=120, sink=None) as one, tempfile.TemporaryDirectory() as folder:
+    with Ranks(1, timeout=120, sink=None) as one, tempfile.TemporaryDirectory() as runs:
         measured, recorded = one.run(utilisation, check)[0]
         with Ranks(2, backend=backend, timeout=120, sink=None) as ranks:
-            rows = parity(one, ranks, plans, folder)
+            rows = parity(one, ranks, plans, runs)
     rows.append(measured)
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,10 +124,11 @@ def parity(one: Ranks, two: Ranks, plans: Sequence[str], folder: str) -> list[di
             row = {"check": "parity", "plan": plan, "precision": precision, "tolerance": tolerance}
             try:
                 found = two.run(train, config, f"{folder}/{precision}-{plan}")[0]
-                row["error"] = max(map(difference, expected, found))
-            except RankError as error:
-                row |= {"error": math.inf, "message": str(error)}
-            rows.append(row | {"ok": row["error"] <= tolerance})
+                error = max(map(difference, expected, found))
+                row |= {"error": error, "ok": error <= tolerance}
+            except RankError as failed:
+                row |= {"error": None, "ok": False, "message": str(failed)}
+            rows.append(row)
     return rows
 
 
