@@ -78,7 +78,9 @@ def ladder(
     forms = [sum(form.values()) for form in closed_forms.values()]
     top = 1.08 * max([*peaks, *forms, budget or 0])
     seen = _categories([*histories.values()], closed_forms)
-    inks = _inks(seen)
+    others = [category for category in seen if category not in CATEGORY]
+    known = CATEGORY | {c: OTHERS[i % len(OTHERS)] for i, c in enumerate(others)}
+    inks = {category: known[category] for category in seen}
 
     head, area, row, gap = 0.44, 1.9 if len(histories) == 1 else 1.25, 0.42, 0.12  # inches
     legend = pen.flow([(inks[c], NAMES.get(c, c)) for c in reversed(seen)])
@@ -135,12 +137,6 @@ def _categories(
     at = order.index("activations")
     order[at:at] = sorted(seen - CATEGORY.keys())
     return [category for category in order if category in seen]
-
-
-def _inks(categories: list[str]) -> dict[str, str]:
-    others = [category for category in categories if category not in CATEGORY]
-    known = CATEGORY | {c: OTHERS[i % len(OTHERS)] for i, c in enumerate(others)}
-    return {category: known[category] for category in categories}
 
 
 def _area(
