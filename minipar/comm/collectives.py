@@ -461,6 +461,11 @@ class _All:
         self._landings = ()
 
     @property
+    def ended(self) -> torch.futures.Future:
+        """Of all of them, where the backend tells without a `wait`, which hands results out."""
+        return torch.futures.collect_all([work.ended for work in self._works])
+
+    @property
     def times(self) -> tuple[float, float]:
         """Start of the first and end of the last, where the backend knows them."""
         now = time.monotonic()
