@@ -112,10 +112,9 @@ class Trainer:
         self, progress: Callable[[dict[str, Any]], None], request: StopRequest
     ) -> Report | None:
         config, first_step, lines = self.config, self.step, []
+        of_blocks = None if self.setup.strategy.run else self.model  # a pipeline tells by itself
         recorder = StepRecorder(
-            None
-            if self.setup.strategy.run
-            else self.model,  # a pipeline tells what it does by itself
+            of_blocks,
             first_step,
             config.steps,
             1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
@@ -248,10 +247,9 @@ class Trainer:
             return evaluate(self.model, few, self.setup.data_axis, self.setup.strategy.evaluate)
 
     def _on_device(self, batches: Iterable[Sequence[Microbatch]]) -> Iterator[list[Microbatch]]:
+        shard = self.setup.strategy.shard
         for batch in batches:
-            yield [
-                self.setup.strategy.shard((x.to(self.device), y.to(self.device))) for x, y in batch
-            ]
+            yield [shard((x.to(self.device), y.to(self.device))) for x, y in batch]
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:
