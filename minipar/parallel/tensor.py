@@ -251,15 +251,17 @@ def vocab_loss(
 
     No rank ever sees all logits. With m the largest of them (it only keeps exp from overflowing),
     -log p = log(sum exp(logit - m)) - (logit_target - m): ranks exchange m, the sum of exponentials
-    and the target's logit, which one rank has and the others count as zero. In fp32 at least.
+    and the target's logit, which one rank has and the others count as zero. In fp32 at least, of
+    which there is one copy of the logits: the exponentials.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    largest = collectives.all_reduce(logits.detach().amax(-1), axis, "max")
-    logits = logits - largest[..., None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = collectives.all_reduce(wide.detach().amax(-1), axis, "max")
     ignored = targets == ignore_index
     rows, own = local_words(targets.masked_fill(ignored, 0), start, logits.shape[-1], axis)
-    found = logits.gather(-1, rows[..., None])[..., 0].masked_fill(~own, 0)
-    parts = torch.stack([logits.exp().sum(-1), found])  # [2, ...] P
+    found = logits.gather(-1, rows[..., None])[..., 0].to(wide) - largest
+    subtract = wide.sub if wide is logits else wide.sub_  # the caller's stay as they are
+    exponentials = subtract(largest[..., None]).exp_()
+    parts = torch.stack([exponentials.sum(-1), found.masked_fill(~own, 0)])  # [2, ...] P
     sum_exp, target_logit = all_reduce(parts, axis, to="I")
     log_sum = sum_exp.log()
     losses = log_sum - target_logit + z_loss * (log_sum + largest).square()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis, Mesh
+from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.parallel import tensor
@@ -564,3 +565,18 @@ def test_pieces_are_joined_on_the_device_that_computes():
         strategy.join({"lm_head.weight": torch.zeros(3, 2)})
     [gathered] = gathers.mock_calls
     assert gathered.args[0].is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vocabulary_loss_makes_one_copy_of_the_logits(dtype):
+    """Mutants: cast, shifted and exponentials side by side; the caller's logits overwritten."""
+    logits = torch.randn(16, 1000, dtype=dtype).requires_grad_()
+    before, targets = logits.detach().clone(), torch.arange(16)
+    with LiveBytes() as live:
+        loss = tensor.vocab_loss(logits, targets, Mesh().tp, 0)
+    assert live.peak < 1.1 * 4 * logits.numel()
+    loss.backward()
+    assert torch.equal(logits, before)
+    expected = logits.detach().float().requires_grad_()
+    F.cross_entropy(expected, targets, reduction="sum").backward()
+    torch.testing.assert_close(logits.grad.float(), expected.grad, rtol=1e-2, atol=1e-4)
