@@ -258,7 +258,9 @@ def vocab_loss(
     largest = collectives.all_reduce(wide.detach().amax(-1), axis, "max")
     ignored = targets == ignore_index
     rows, own = local_words(targets.masked_fill(ignored, 0), start, logits.shape[-1], axis)
-    found = logits.gather(-1, rows[..., None])[..., 0].to(wide) - largest
+    # Not by `gather`, whose backward would want the logits as they are now.
+    tokens = torch.arange(rows.numel(), device=rows.device)
+    found = wide.reshape(-1, wide.shape[-1])[tokens, rows.flatten()].view_as(rows) - largest
     subtract = wide.sub if wide is logits else wide.sub_  # the caller's stay as they are
     exponentials = subtract(largest[..., None]).exp_()
     parts = torch.stack([exponentials.sum(-1), found.masked_fill(~own, 0)])  # [2, ...] P
