@@ -182,6 +182,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What others see of us, and change, is the inner optimizer's."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
+    def attach(self, model: nn.Module) -> None:
+        """From now on a strategy brings gradients, and weights are waited for where `model` runs.
+
+        The names of its parameters are those by which states are paired.
+        """
+        self.attached, self.names = True, {p: name for name, p in model.named_parameters()}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's slices, and hand them out."""

@@ -117,8 +117,7 @@ class Naive(Strategy):
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
         self.used: set[nn.Parameter] = set()  # by this rank, in this step
-        optimizer.attached = True
-        optimizer.names = {p: name for name, p in model.named_parameters()}
+        optimizer.attach(model)
         guard.watch(self, optimizer.pieces.values())
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self._on_gradient)
