@@ -27,7 +27,7 @@ Chunks: Messages above `chunk_bytes` are cut, so that adding one piece hides beh
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between messages. Scratch memory of a few chunks per call.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
-        the emulated link; on NCCL nobody has tried it.
+        the emulated link; on NCCL it was never tried.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.
 Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in
         MPICH"; Patarasuk & Yuan 2009; Sanders, Speck & Traeff 2009.
@@ -75,7 +75,7 @@ def all_reduce(
     chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Combine over all ranks; everybody gets the result: [D, ...] -> [D, ...], any shape.
+    """Combine over all ranks; each gets the result: [D, ...] -> [D, ...], any shape.
 
     `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
     ``chunk_bytes=None`` cuts nothing. Raises `ValueError` for an unknown algorithm or op.
@@ -166,10 +166,10 @@ def broadcast(
     chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Give everybody the tensor of rank `src`; the others' tensors lend only shape and dtype.
+    """Give all ranks the tensor of rank `src`; the others' tensors lend only shape and dtype.
 
     "tree": d + g - 1 rounds in g chunks; a rank sends S bytes to each of its 0 to 2 children.
-    "scatter_ring": n rounds; `src` sends 2 S (n-1)/n, nobody more, and nothing has to be cut.
+    "scatter_ring": n rounds; `src` sends 2 S (n-1)/n, no rank more, and nothing has to be cut.
     """
     make = _pick("broadcast", algorithm, plans.BROADCAST)
     comm.check_peer("broadcast", "src", src, axis)
@@ -348,7 +348,7 @@ class _Call:
             for end in before:
                 end.wait()
             self.result = function()
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # the caller that waits must hear of it
             self._error = error
         self.done.set()
 

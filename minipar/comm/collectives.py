@@ -6,7 +6,7 @@ whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`spans.wire_bytes`), and when it started and ended. When nobody records, that costs one comparison.
+(`spans.wire_bytes`), and when it started and ended. Unrecorded, that costs one comparison.
 The watchdog, where there is one, learns from here what this rank has called and waits for.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
@@ -70,7 +70,7 @@ class Pending:
 def all_reduce(
     tensor: Tensor, axis: Axis, op: Op = "sum", *, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Pending:
-    """Combine over all ranks; everybody gets the result: [D, ...] -> [D, ...].
+    """Combine over all ranks; each gets the result: [D, ...] -> [D, ...].
 
     ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of whole
     numbers.
@@ -118,7 +118,7 @@ def reduce_scatter(
     """Combine over all ranks; rank r gets the r-th of n slices along `dim`: [D, ...] -> [D/n, ...].
 
     On a CPU it takes another [D, ...], where the slices of all ranks arrive; they are added up, and
-    `out` is written, by whoever waits. Raises `ValueError` when n does not divide that dim.
+    `out` is written, when it is waited for. Raises `ValueError` when n does not divide that dim.
     """
     reduce_op = check_op("reduce_scatter", op, tensor)
     _check_divides("reduce_scatter", tensor, dim, axis)
@@ -265,7 +265,7 @@ def broadcast(
     out: Tensor | None = None,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """Give everybody the tensor of rank `src`; the others' tensors lend only shape and dtype."""
+    """Give all ranks the tensor of rank `src`; the others' tensors lend only shape and dtype."""
     check_peer("broadcast", "src", src, axis)
     _check_out("broadcast", out, tensor, tensor.shape)
     result = _copy_into(out, tensor)
@@ -481,7 +481,7 @@ def barrier(axis: Axis) -> None:
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     """Return every rank's (picklable) object, in rank order. For set-up and reports: unrecorded.
 
-    Ranks trust each other: whoever can speak as one of them can also send wrong gradients. So the
+    Ranks trust each other: what can speak as one of them can also send wrong gradients. So the
     network between them must be closed to others, as for torch. Anything else is read as JSON or
     by `torch.load(weights_only=True)`: the store of torchrun, which any process that reaches its
     port can write to, and files.
@@ -531,7 +531,7 @@ def _launch(
 
 
 class _Watched:
-    """A work whose end is noted when it ends, not when somebody gets round to waiting for it."""
+    """A work whose end is noted when it ends, not when it is waited for."""
 
     def __init__(self, work: Any, note: Callable[[float, float], None], start: float) -> None:
         self._work, self._note, self._start = work, note, start

@@ -170,7 +170,7 @@ def doubling_gather(parts: Sequence[Span], rank: int, size: int) -> Plan:
 
 
 def direct_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Send the own part to everybody at once: one round."""
+    """Send the own part to all ranks at once: one round."""
     others = [peer for peer in range(size) if peer != rank]
     return [_round([(p, parts[rank]) for p in others], [(p, parts[p]) for p in others])]
 
@@ -312,7 +312,7 @@ def double_tree(numel: int, rank: int, size: int, chunk: int | None = None) -> P
 
 
 def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Everybody sends everything to everybody: one round, n-1 times the bytes.
+    """All ranks send everything to all others: one round, n-1 times the bytes.
 
     Each rank adds in the order of the ranks, itself included, so that all get the same bits.
     """

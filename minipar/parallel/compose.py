@@ -94,8 +94,8 @@ def apply(
     checkpoint_activations(model, plan.checkpointing)
     parts = Parts()
 
-    # 1. Tensor: cuts matrices by their names and shapes, so before anybody has flattened them; and
-    #    before the pipeline, whose stages then are parts of a model that is cut already.
+    # 1. Tensor: cuts matrices by their names and shapes, so before data parallelism flattens
+    #    them; and before the pipeline, whose stages then are parts of a model that is cut already.
     if plan.tp > 1:
         parts.tensor = tensor.apply(
             model, mesh.tp, sequence=plan.sequence_parallel, overlap=plan.tp_overlap

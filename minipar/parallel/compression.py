@@ -19,7 +19,7 @@ Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fracti
         many ranks used it: that is always exact.
 Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks differ in scale.
         So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
-        from everybody, decompresses, adds in float32, compresses the sum and hands that out: 2
+        from every rank, decompresses, adds in float32, compresses the sum and hands that out: 2
         (n-1)/n vectors, one rounding more. On two ranks that is no fewer bytes, so they gather.
         What random-k and PowerSGD send is linear in the gradient: an all-reduce adds it up.
 Memory. One residue of 4 bytes per parameter with feedback; a pair of thin matrices for PowerSGD.
@@ -434,7 +434,7 @@ class Compressed:
         warmup_steps: so many steps are reduced exactly first, while gradients still change fast.
 
     Works in a thread, one bucket after the other in the order of the calls, so that backward goes
-    on: between its start and `finish_backward`, nobody else may use the axis.
+    on: between its start and `finish_backward`, nothing else may use the axis.
     """
 
     def __init__(

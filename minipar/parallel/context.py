@@ -7,9 +7,9 @@ Idea.   All of a Llama but attention treats tokens one by one, so T tokens may l
 Math.   With scores s = q kT / sqrt(K), a block b of keys gives  lse_b = log sum exp s  and
         out_b = sum exp(s - lse_b) v.  Two blocks merge exactly:  lse = log(exp lse_a + exp lse_b)
         and  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
-Order.  What lies in the future is masked, so blocks in which nobody looks are not multiplied.
+Order.  What lies in the future is masked, so blocks in which no query looks are not multiplied.
         "plain", rank r holds the r-th of n pieces: the last rank multiplies n blocks, the first
-        one, and in every step somebody waits for somebody. "zigzag", rank r holds chunks r and
+        one, and in every step one rank waits for another. "zigzag", rank r holds chunks r and
         2n-1-r of 2n: each rank multiplies 2n+1 pairs of chunks, three in the first step and two in
         all others. At n=4 these are 9 quarters of a block; the last rank of "plain" has 16.
 
@@ -168,7 +168,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[list[Block]]:
-    """Return the blocks that are to be multiplied in each step: those in which anybody looks.
+    """Return the blocks that are to be multiplied in each step: those in which a query looks.
 
     `mask` [B, 1, T/n, T] or None for causal; q [B, H, T/n, K] tells T/n.
     """

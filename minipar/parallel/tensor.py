@@ -70,7 +70,7 @@ def apply(
     it returns all of them, so that sampling works as ever.
 
     With other strategies: apply this one first, finish it last (``[ddp, tensor]`` in a list of
-    strategies), because its sums are over gradients that nobody else is working on.
+    strategies), because its sums are over gradients that no other strategy is working on.
 
     Args:
         sequence: cut norms and residual stream along the tokens. Any number of tokens will do; one

@@ -5,7 +5,7 @@
     F           forward
     B           full backward, which is I and W in one
     I           gradient of the stage's input, which the stage before waits for
-    W           gradient of the stage's weights, which nobody waits for: it can fill bubbles
+    W           gradient of the stage's weights, which no rank waits for: it can fill bubbles
     SF, RF      send the output of F; receive what F needs (`2SF0` arrives as `3RF0`)
     SB, RB      send the gradient from B or I; receive what B or I needs (`2SB0` arrives as `1RB0`)
 """

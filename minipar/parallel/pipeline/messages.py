@@ -11,7 +11,7 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.simulate import lower
 
 AHEAD = 3  # receives posted before their turn
-IN_FLIGHT = 8  # sends of a rank that nobody has waited for yet
+IN_FLIGHT = 8  # sends of a rank that were not waited for yet
 
 
 class Mail:

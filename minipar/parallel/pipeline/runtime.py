@@ -245,7 +245,7 @@ class Pipeline(Strategy):
             )
 
     def _agree(self, shapes: list[tuple[int, ...]]) -> None:
-        """Once: does everybody expect messages of the shapes that others will send?"""
+        """Once: do all ranks expect messages of the shapes that others will send?"""
         if self._agreed:
             return
         for rank, others in enumerate(all_gather_object(shapes, self.axis)):
@@ -291,7 +291,7 @@ class Pipeline(Strategy):
     def _twins_apart(self) -> Iterator[None]:
         """In the body, parameters that other ranks have as well are replaced by stand-ins.
 
-        What a stand-in gathers is a part of a sum, which nobody else may take for a gradient: data
+        What a stand-in gathers is a part of a sum, which nothing else may take for a gradient: data
         parallelism would send it. The parameter gets the sum at the end, as from one backward.
         """
         stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
@@ -383,7 +383,7 @@ class Pipeline(Strategy):
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Collect what each rank has by the names of its parameters: on all ranks, for all names.
 
-        Their gradients, say, or an entry of the optimizer's state; None where nobody has any, or
+        Their gradients, say, or an entry of the optimizer's state; None where no rank has any, or
         the rank that counts has None. A tied weight has all of its names. A collective.
         """
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}

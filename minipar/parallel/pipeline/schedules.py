@@ -4,7 +4,7 @@ Idea:   Cut the model into stages, the batch into microbatches. A schedule is on
         per rank: `2F0` is stage 2, forward, microbatch 0. It can be printed, checked (`checks.py`),
         timed and drawn (`simulate.py`) before any process starts. No torch in this file.
 Kinds:  F forward; B full backward; I and W its two halves: the gradient of the input, which the
-        stage before waits for, and of the weights, which nobody waits for (`actions.py`).
+        stage before waits for, and of the weights, which no rank waits for (`actions.py`).
 Scores: Every schedule here is a *score*: phases `(times, "F B")`, played by `compose`. A letter
         takes the next microbatch of its queue and is silent once that queue is empty, which is how
         warm-up, steady state and cool-down of any number of microbatches come out of two lines.

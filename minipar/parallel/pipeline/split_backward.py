@@ -73,7 +73,7 @@ class PutOff:
         """Compute all of a list and add it to the gradients. Frees each input at its turn.
 
         Weights that came into the graph together, as those of a block from fsdp, get theirs
-        together: whoever lent them out waits for all, and is told once.
+        together: the stage that lent them out waits for all, and is told once.
         """
         groups: dict[Any, list[Job]] = {}
         for weight, job in self._lists.pop(name, []):
@@ -153,7 +153,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
     for module in model.modules():
         if module._parameters:
             module.register_forward_hook(put_off.note)
-        if "forward" in vars(module):  # somebody else has changed what it does
+        if "forward" in vars(module):  # other code has changed what it does
             continue
         if type(module) is nn.Linear:
             module.forward = partial(_forward_linear, module, put_off)

@@ -198,7 +198,7 @@ class Stage:
         return len(self._live)
 
     def ends(self, message: Action) -> bool:
-        """Whether nobody is at the other end: before the first stage, or after the last."""
+        """Whether no stage is at the other end: before the first stage, or after the last."""
         return self.first if message.kind in ("RF", "SB") else self.last
 
     def forward(
