@@ -13,9 +13,11 @@ from collections import ChainMap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minipar.comm.collectives import all_gather_object
 from minipar.parallel.pieces import Row, piece_of
 
 Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
@@ -96,26 +98,38 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
 
     `members` are its parameters, or those of which it steps the pieces; `rows` hold all pieces.
     """
+    rows = list(rows)
     label_of = {piece_of(p): label for group in members for label, p in group.items()}
     state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    whole = {
-        label_of[p]: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
-        for p, entries in state.items()
-    }
+    cut = {p for row in rows for p in row.pieces}
+    whole = {label_of[p]: dict(entries) for p, entries in state.items() if p not in cut}
+    # A rank may step no piece without numbers, and so all tell of what they have some.
+    own = {label_of[p]: _kinds(entries, p) for p, entries in state.items() if p in cut}
+    for told in all_gather_object(own, rows[0].axis)[::-1] if rows else ():  # the first counts
+        whole |= told
     for row in rows:
-        cut = {p: state[p] for p in row.pieces if p in state}
-        for key in dict.fromkeys(key for entries in cut.values() for key in entries):
-            # What has another shape is a number, such as the count of steps.
-            own = {
-                p: entries[key]
-                for p, entries in cut.items()
-                if isinstance(entries.get(key), Tensor) and entries[key].shape == p.shape
-            }
-            if own:
-                joined = row.join(own, next(iter(own.values())).dtype)
-                for p in own:
-                    whole[label_of[p]][key] = joined[p].cpu()
+        labels = {p: label_of[p] for p in row.pieces if label_of.get(p) in whole}
+        for key in dict.fromkeys(key for label in labels.values() for key in whole[label]):
+            kinds = {p: whole[label].get(key) for p, label in labels.items()}
+            kinds = {p: kind for p, kind in kinds.items() if isinstance(kind, torch.dtype)}
+            if kinds:
+                here = {p: state[p][key] for p in kinds if p in state}
+                joined = row.join(here, next(iter(kinds.values())))
+                for p in kinds:
+                    whole[labels[p]][key] = joined[p].cpu()
+    for entries in whole.values():
+        entries |= {k: v.cpu() for k, v in entries.items() if isinstance(v, Tensor)}
     return pack(whole, members, optimizer.param_groups)
+
+
+def _kinds(entries: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
+    """Of the state of a piece: the dtype of what has its shape; all else as it is, on the CPU."""
+    return {
+        key: value
+        if not isinstance(value, Tensor)
+        else (value.dtype if value.shape == p.shape else value.cpu())
+        for key, value in entries.items()
+    }
 
 
 def cut_state(

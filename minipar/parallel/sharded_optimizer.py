@@ -172,11 +172,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.frozen = [p for whole in self.wholes for p in whole if p not in self.bucket_of]
         self.attached = False  # to a strategy, which brings gradients and waits for weights
         self.stepped = False  # with the gradients that are here
-        pieces = [[self.pieces[p] for p in whole if p in self.pieces] for whole in self.wholes]
-        cut = [{**group, "params": p} for group, p in zip(groups, pieces, strict=True)]
+        cut = [
+            {**group, "params": [self.pieces[p] for p in whole if self._steps(p)]}
+            for group, whole in zip(groups, self.wholes, strict=True)
+        ]
         self.inner = optimizer_class(cut, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._adopt()
+
+    def _steps(self, p: nn.Parameter) -> bool:
+        """Whether there is something to do here: a step of an empty piece takes time, too."""
+        return p in self.pieces and self.pieces[p].numel() > 0
 
     def _adopt(self) -> None:
         """What others see of us, and change, is the inner optimizer's."""
@@ -253,7 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "shard" not in state_dict:
             members = self.members()
             own = cut_state(state_dict, members, self.buckets)
-            cut = [[label for label, p in group.items() if p in self.pieces] for group in members]
+            cut = [[label for label, p in group.items() if self._steps(p)] for group in members]
             parts = pack(own, cut, state_dict["param_groups"], named=False)
         elif list(state_dict["shard"]) == mine:
             parts = {key: state_dict[key] for key in ("state", "param_groups")}
