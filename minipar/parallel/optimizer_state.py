@@ -143,10 +143,11 @@ def cut_state(
     own: dict[Hashable, dict[str, Any]] = {}
     for label, entries in unpack(state, members).items():
         piece = piece_of(parameters[label])
-        own[label] = dict(entries)
-        if row := row_of.get(piece):
-            for key, value in entries.items():
-                is_number = not isinstance(value, Tensor) or key == "step"
-                if not is_number and value.shape == row.shapes[piece]:
-                    own[label][key] = row.part_of(piece, value).clone()  # not a view of the whole
+        row, own[label] = row_of.get(piece), {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                is_cut = row and key != "step" and value.shape == row.shapes[piece]
+                value = row.part_of(piece, value) if is_cut else value
+                value = value.clone()  # not a view of the whole, nor a number that others count
+            own[label][key] = value
     return own
