@@ -22,13 +22,13 @@ train: $(READY) ## train a small Llama on 2 x 2 ranks, on real text that is alre
 	$(BIN)/minipar train --mesh dp=2,tp=2 $(ARGS)
 
 test: lint ## everything that proves the project: style, layers, all tests, all notebooks
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/python -m tests.side_by_side $(ARGS)
 
 test-fast: $(READY) ## the tests without the slow ones and the notebooks; some minutes
-	$(BIN)/pytest -m "not slow and not notebook and not exhaustive" $(ARGS)
+	$(BIN)/python -m tests.side_by_side -m "not slow and not notebook and not exhaustive" $(ARGS)
 
 test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
-	$(BIN)/pytest -m "" $(ARGS)
+	$(BIN)/python -m tests.side_by_side -m "" $(ARGS)
 
 test-elsewhere: $(READY) ## what trains, rounded as other processors would; ARGS="--settings avx2"; hours
 	$(BIN)/python -m tests.elsewhere $(ARGS)

@@ -1,0 +1,89 @@
+"""Run the tests in two processes, side by side: much of the time of one is spent asleep.
+
+    python -m tests.side_by_side                     # everything, as `make test` does
+    python -m tests.side_by_side -k ddp --maxfail 3  # arguments are those of pytest
+
+Each process is a whole pytest, which collects all tests and runs those files that the other has not
+begun: the first goes through them from the front, the second from the back, until they meet. Each
+notebook counts as a file of its own. They are in front: while the processes of a notebook sleep
+as long as an emulated device would take, the other tests have the cores.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+FOLDER, STEP = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_STEP"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---------------------------------------------------------------------- in each pytest: a plugin
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Instead of pytest's own loop: run the files that are still free."""
+    if session.config.option.collectonly or session.testsfailed:
+        return None
+    folder, step = Path(os.environ[FOLDER]), int(os.environ[STEP])
+    ours = (
+        item
+        for name, items in files(session.items)[::step]
+        if not taken(folder / name)
+        for item in items
+    )
+    item = next(ours, None)
+    while item is not None:
+        after = next(ours, None)  # of another file: only then what this one has set up is ended
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = after
+    return True
+
+
+def files(items: list[pytest.Item]) -> list[tuple[str, list[pytest.Item]]]:
+    """Return what is run without a break, notebooks first: (a name for it, its tests)."""
+
+    def place(item: pytest.Item) -> tuple[bool, str]:
+        is_notebook = item.get_closest_marker("notebook") is not None
+        name = item.nodeid if is_notebook else item.nodeid.partition("::")[0]
+        return not is_notebook, name.replace("/", "-")
+
+    return [(name, list(group)) for (_, name), group in groupby(sorted(items, key=place), place)]
+
+
+def taken(claim: Path) -> bool:
+    """Whether another process has these tests; else they are now ours."""
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return False
+
+
+# ---------------------------------------------------------------------- around them
+def main(arguments: list[str]) -> int:
+    """Return 0 if all tests pass. What the second process says is shown when both are done."""
+    with tempfile.TemporaryDirectory(prefix="minipar-tests-") as folder:
+        said = Path(folder, "said")
+        command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", *arguments]
+        command += ["-p", "no:cacheprovider"]
+        env = os.environ | {FOLDER: folder}
+        with said.open("wb") as out:
+            into = dict(stdout=out, stderr=subprocess.STDOUT)
+            second = subprocess.Popen(command, cwd=ROOT, env=env | {STEP: "-1"}, **into)
+        try:
+            first = subprocess.run(command, cwd=ROOT, env=env | {STEP: "1"}).returncode
+        finally:  # Ctrl-C has reached both
+            failed = second.wait()
+            print("\nBeside it:", said.read_text(encoding="utf-8", errors="replace"), sep="\n")
+    return first or failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Two pytests share the tests: none is left out, none runs twice, and no failure is lost."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import side_by_side
+
+FILE = """
+import pytest
+
+def note(what):
+    with open({log!r}, "a", encoding="utf-8") as log:
+        log.write("{name}" + what + " ")
+
+@pytest.fixture(scope="module", autouse=True)
+def once():
+    note("+")
+    yield
+    note("-")
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_it(number):
+    note(str(number))
+    assert {good}
+"""
+
+
+@pytest.mark.parametrize("bad", ["", "a", "e"])
+def test_every_test_runs_once_and_every_failure_counts(tmp_path: Path, monkeypatch, capfd, bad):
+    """Mutants: the exit code of one process alone; a file that is torn down in its middle."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # here they would only take time
+    log = tmp_path / "log"
+    for name in "abcde":
+        text = FILE.format(log=str(log), name=name, good=name != bad)
+        (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+    code = side_by_side.main(["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)])
+    said = capfd.readouterr().out
+    assert code == (1 if bad else 0), said
+    assert Counter(log.read_text(encoding="utf-8").split()) == {
+        f"{name}{what}": 1 for name in "abcde" for what in "+123-"
+    }
+    assert said.count("3 failed") == len(bad)
