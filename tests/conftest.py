@@ -1,10 +1,17 @@
 """One standing pool of ranks per size, shared by all tests: a start per size, not per test."""
 
 import os
+import tempfile
+import threading
+from pathlib import Path
 
 import pytest
 
+from minipar.comm import launch
 from minipar.comm.launch import Ranks
+from minipar.comm.processes import Nursery
+from minipar.comm.worker import Setup
+from tests.patience import busy
 
 # What this machine's network, or a launcher around the tests, tells of itself holds neither for the
 # ranks that tests start nor in the network namespaces that they make.
@@ -21,6 +28,58 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name in ("parity", "train"):
             item.add_marker(pytest.mark.trains)
+
+
+class SharedNursery:
+    """One nursery for the pools of all tests, for as long as these run; it has imported before the
+    fork what most ranks would import after it."""
+
+    PRELOAD = "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness", "pytest"
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="minipar-tests-"))
+        setup = Setup(1, "gloo", 60.0, 1, False, None, str(folder), self.PRELOAD)
+        self.real, self.lock = Nursery(setup), threading.Lock()
+
+    def ask(self, *request):
+        with self.lock:
+            return self.real.ask(*request)
+
+    @property
+    def ended(self) -> bool:
+        return self.real.ended
+
+    def close(self) -> None:
+        """Nothing: other pools go on."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pools_share_a_nursery():
+    """Also those that the code under test starts, such as a bench: a start takes seconds."""
+    shared: list[SharedNursery] = []
+
+    def nursery(setup: Setup) -> Nursery | SharedNursery:
+        if setup.preload or setup.threads != 1:
+            return Nursery(setup)
+        if not shared or shared[-1].ended:
+            shared.append(SharedNursery())
+        return shared[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "Nursery", nursery)
+        yield
+    for each in shared:
+        each.real.close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """The time limit of a test is that of a quiet machine."""
+    mark = item.get_closest_marker("timeout")
+    limit = mark.args[0] if mark else item.config.getoption("timeout")
+    limit = limit or float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(limit * busy()), append=False)
+    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import torch
 from minipar.comm import memory, timeline
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.link import Link
+from tests.patience import busy
 
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
 
@@ -64,7 +65,7 @@ def test_every_copy_is_a_span_of_the_timeline():
     spans = sorted((s.name, s.axis, s.num_bytes) for s in recorded.select(kind="comm"))
     assert spans == [("to_device", "host", 1_000_000), ("to_host", "host", 4000)]
     [span] = recorded.select(name="to_host")
-    assert 0.01 <= span.duration < 0.2
+    assert 0.01 <= span.duration < 0.2 * busy()
     assert recorded.bytes_by_axis() == {"host": 1_004_000}
 
 

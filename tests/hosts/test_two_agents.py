@@ -21,6 +21,7 @@ import pytest
 from minipar import cli
 from minipar.train import checkpoint, trainer
 from minipar.train.metrics import read
+from tests.patience import busy
 
 ROOT = str(Path(cli.__file__).parents[1])
 PATIENCE = 100  # seconds that a start may take on a busy machine
@@ -76,7 +77,7 @@ def two_agents(
 
 
 def wait_until(condition: Callable[[], bool], agents: list[Agent]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE * busy()
     while not condition():
         alive = all(agent.process.poll() is None for agent in agents)
         assert alive and time.monotonic() < deadline, [agent.said for agent in agents]
@@ -98,7 +99,7 @@ def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(text, tmp_
     flags = "--data", str(text), "--mesh", "dp=2", "--out", "runs"
     with two_agents(folders, 1, 0, *flags) as agents:
         for agent in agents:
-            assert agent.process.wait(PATIENCE) != 0
+            assert agent.process.wait(PATIENCE * busy()) != 0
     for agent in agents:
         lines = [line for line in agent.said.splitlines() if "minipar: error: " in line]
         assert lines and len(set(lines)) == 1, agent.said
@@ -130,7 +131,7 @@ def test_a_killed_worker_goes_on_in_the_same_folder_to_the_bit(ranks, text, tmp_
         wait_until(lambda: any(re.search(who, agent.said) for agent in agents), agents)
         victim.kill()
         for agent in agents:
-            assert agent.process.wait(PATIENCE) == 0, [agent.said for agent in agents]
+            assert agent.process.wait(PATIENCE * busy()) == 0, [agent.said for agent in agents]
     said = "".join(agent.said for agent in agents)
     assert re.search(rf"^Resuming {folder}/checkpoints/step_0000\d\d with", said, re.M)
     assert "Go on from step" in said
