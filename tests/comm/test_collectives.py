@@ -20,6 +20,7 @@ from minipar.comm import timeline, worker
 from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
+from tests.comm.same import equal, laid_out
 
 SHAPE = (12, 24, 36)  # 2, 3 and 4 divide every dim, and no two dims are alike
 REDUCTIONS = {
@@ -36,21 +37,6 @@ def inputs(axis: Axis, dtype: torch.dtype = torch.float32, shape=SHAPE) -> list[
     return [
         (12 * torch.randint(0, 20, shape, generator=generator)).to(dtype) for _ in range(axis.size)
     ]
-
-
-def laid_out(tensor: Tensor, how: int) -> Tensor:
-    """The same values, in another layout of memory: ranks need not agree on that."""
-    if how % 3 == 1:
-        return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
-    if how % 3 == 2:
-        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 5)
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    return tensor.clone()
-
-
-def equal(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 Case = tuple[str, Callable[..., Tensor | Pending], Tensor | None]

@@ -23,7 +23,7 @@ from minipar.comm import kernels, kineto, spans
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from tests.comm.test_timeline import assert_disjoint
+from tests.comm.same import assert_disjoint
 
 
 def _profiled(folder):
@@ -43,6 +43,7 @@ def _profiled(folder):
     profiler.export_chrome_trace(name)
 
 
+@pytest.mark.slow
 def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
     """torch's DDP under torch.profiler, nothing of ours inside; one trace plain, one gzipped."""
     ranks(2).run(_profiled, str(tmp_path))

@@ -24,6 +24,7 @@ from minipar.comm.recorder import blocks
 from minipar.comm.spans import Span, intersect, measure, subtract, union, wire_bytes
 from minipar.comm.timeline import Timeline, record, span
 from minipar.model.llama import Llama, LlamaConfig
+from tests.comm.same import assert_disjoint
 
 
 def compute(start, end, rank=0, kind="forward"):
@@ -165,11 +166,6 @@ def test_inner_spans_interrupt_outer_ones():
     assert_disjoint(t)
     assert sum(s.duration for s in t.select(name="outer")) >= 0.02
     assert t.duration - sum(s.duration for s in t) >= 0.02  # the wait
-
-
-def assert_disjoint(t):
-    spans = [s for s in t if s.kind != "comm"]
-    assert all(x.end <= y.start for x, y in zip(spans, spans[1:], strict=False))
 
 
 def test_recording_twice_is_refused_and_failures_leave_nothing_behind():

@@ -11,8 +11,8 @@ import pytest
 
 from minipar.lab.cells import _Transcript, chosen_ranks
 from minipar.lab.stress import FAILURES, stress, table
-from tests.comm.test_launch import is_alive
 from tests.lab.kernel import Kernel
+from tests.patience import is_alive
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 

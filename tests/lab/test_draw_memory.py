@@ -10,6 +10,7 @@ from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.draw import memory as draw_memory
 from minipar.lab.memory import MemoryHistory
+from tests.lab.figures import texts
 
 MB = 10**6
 HISTORY = MemoryHistory(
@@ -33,11 +34,6 @@ TIMELINE = Timeline(
     "measured",
 )
 FORM = {"parameters": 8 * MB, "gradients": 0.0, "optimizer": 16.0 * MB}
-
-
-def texts(figure) -> str:
-    found = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
-    return " | ".join(text.get_text() for text in found)
 
 
 def test_the_area_is_what_was_measured():

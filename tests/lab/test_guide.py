@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minipar.lab import draw, guide
-from tests.lab.test_draw_memory import texts
+from tests.lab.figures import texts
 
 ROOT = Path(__file__).parents[2]
 ROWS = guide.read(ROOT / guide.MEASURED)

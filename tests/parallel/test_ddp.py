@@ -14,67 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
+from tests.parallel.layers import (
+    ALL,
+    BACKWARD,
+    FORWARD,
+    NUM_LAYERS,
+    SLACK,
+    USED,
+    Branches,
+    Layers,
+    Reentrant,
+    data,
+    loss_of,
+)
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
 VERSIONS = list(ddp.VERSIONS)
-WIDTH = 6
 
 
 # ---------------------------------------------------------------------- models and references
-class Layers(nn.Module):
-    """Linear layers of which a forward uses those in `uses`, in that order."""
-
-    def __init__(self, seed: int, num_layers: int = 6) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self.double()
-
-    def forward(self, x: Tensor, uses: tuple[int, ...] | None = None) -> Tensor:
-        for i in range(len(self.layers)) if uses is None else uses:
-            x = torch.tanh(self.layers[i](x))
-        return x
-
-
-class Branches(Layers):
-    """Independent layers added up: gradients arrive in the reverse of the order in `uses`."""
-
-    def forward(self, x: Tensor, uses: tuple[int, ...] | None = None) -> Tensor:
-        return sum(
-            self.layers[i](x).sin() for i in (range(len(self.layers)) if uses is None else uses)
-        )
-
-
-class Reentrant(Layers):
-    """Layer 0 is used in two re-entrant checkpoints and outside of them."""
-
-    def forward(self, x: Tensor, uses: None = None) -> Tensor:
-        def pair(i: int, x: Tensor) -> Tensor:
-            return torch.tanh(self.layers[0](torch.tanh(self.layers[i](x))))
-
-        x = self.layers[5](x)  # a checkpoint needs an input that requires a gradient
-        x = checkpoint(pair, 1, x, use_reentrant=True)
-        x = checkpoint(pair, 2, x, use_reentrant=True)
-        return self.layers[0](self.layers[3](x))
-
-
-def data(rank: int, step: int = 0) -> Tensor:
-    """[4, D], different for every rank and step."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def loss_of(model: nn.Module, rank: int, step: int = 0, uses=None) -> Tensor:
-    return model(data(rank, step), uses).square().sum()
 
 
 def expected(model: nn.Module, losses, divide_by: int = 1) -> list[Tensor | None]:
@@ -324,15 +289,6 @@ def test_trap_16_reentrant_checkpoints_that_share_a_weight(ranks, version):
 
 
 # ---------------------------------------------------------------------- unused parameters
-ALL = (0, 1, 2, 3, 4, 5)
-USED = {  # name -> (step, rank) -> layers
-    "never": lambda step, rank: (0, 2, 3, 5),
-    "by one rank": lambda step, rank: (0, 2, 3, 5) if rank else ALL,
-    "by the other rank": lambda step, rank: ALL if rank else (0, 1, 5),
-    "by ranks in turn": lambda step, rank: ((0, 1), (2, 3))[(step + rank) % 2],
-    "only later": lambda step, rank: ALL if step else (0, 1, 5),
-    "only at first": lambda step, rank: (0, 1, 5) if step else ALL,
-}
 
 
 def _unused(version, average, name):
@@ -687,8 +643,6 @@ def test_traffic_on_512_ranks_without_values():
 
 
 # ---------------------------------------------------------------------- overlap
-NUM_LAYERS, FORWARD, BACKWARD = 6, 0.01, 0.04  # seconds per layer
-SLACK = 0.1  # seconds that a busy machine may add to a step
 
 
 def _timed(version, bucket_seconds, count=3):

@@ -207,6 +207,7 @@ def _compiled(kind: str, when: str) -> None:
     assert_close(strategy.full_state_dict(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "equal", "after"])
 @pytest.mark.parametrize("kind", ["ddp", "zero 2", "fsdp"])
 def test_compiled_models(ranks, kind, when):

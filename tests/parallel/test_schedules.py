@@ -589,6 +589,7 @@ def test_a_corrupted_schedule_is_refused_by_name(case):
     check_corruption(case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None)
 @given(corrupted())

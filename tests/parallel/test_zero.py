@@ -21,7 +21,7 @@ from minipar.lab.memory import LiveBytes
 from minipar.parallel import zero
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.precision import LossScaler
-from tests.parallel.test_ddp import ALL, USED, Layers, Reentrant, data, loss_of
+from tests.parallel.layers import ALL, USED, Layers, Reentrant, data, loss_of
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 

@@ -9,23 +9,21 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.llama import Llama
 from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
-from tests.parity import models
 from tests.parity.harness import (
     Outcome,
     Task,
@@ -34,64 +32,9 @@ from tests.parity.harness import (
     parallel,
     serial,
 )
-
+from tests.parity.tasks import Case, attach_plan, gradients_of_plan
 
 # ---------------------------------------------------------------------- what there is
-@dataclass(frozen=True)
-class Case:
-    """A plan, and a model: tied or not, with a vocabulary that tp cuts evenly or not.
-
-    `backwards`: ranks that are neighbours in a mesh are far from each other in this one.
-    """
-
-    plan: Plan
-    tied: bool = True
-    vocab_size: int = 64
-    backwards: bool = False
-
-    def __str__(self) -> str:
-        order = "-".join(self.mesh_sizes())
-        return f"{self.plan} {'tied' if self.tied else 'untied'} V={self.vocab_size} {order}"
-
-    def mesh_sizes(self) -> dict[str, int]:
-        """Axes in the order of the plan, or in the other."""
-        sizes = self.plan.mesh_sizes()
-        return dict(reversed(sizes.items())) if self.backwards else sizes
-
-    @property
-    def build(self) -> partial:
-        """seed -> model. Four heads on two of keys: with tp=4, two ranks share each."""
-        shape = dict(tie_embeddings=self.tied, vocab_size=self.vocab_size, num_layers=4)
-        return partial(models.llama, **shape)
-
-    @property
-    def config(self) -> LlamaConfig:
-        return _config(self.tied, self.vocab_size)
-
-    @property
-    def task(self) -> Task:
-        """Five sequences of 7 tokens, very uneven ones: nothing divides anything."""
-        return Task(self.build, num_sequences=5, steps=2, microbatches=self.plan.microbatches)
-
-    def pairs(self) -> set[tuple]:
-        """Every two features that meet here, and the schedule by its name.
-
-        To others a schedule is how many stages a rank has, which of them meet, and what it splits.
-        """
-        features = {field.name: getattr(self.plan, field.name) for field in fields(Plan)}
-        features |= {"tied": self.tied, "vocab_size": self.vocab_size}
-        name = "schedule", features.pop("schedule")
-        if self.plan.pp > 1:
-            schedule = self.plan.make_schedule()
-            layout = len(schedule.stages_on(0)), schedule.rank_of[-1] == 0, schedule.copies
-            splits = any(a.kind == "W" for row in schedule.actions for a in row)
-            features |= {"layout": layout, "splits": splits}
-        return {name, *itertools.combinations(features.items(), 2)}
-
-
-@cache
-def _config(tied: bool, vocab_size: int) -> LlamaConfig:
-    return Case(Plan(), tied, vocab_size).build(0).config
 
 
 def legal_plans(num_ranks: int, seed: int = 0) -> Iterator[Case]:
@@ -132,19 +75,6 @@ def sample(cases: list[Case], seed: int = 0) -> list[Case]:
 
 
 # ---------------------------------------------------------------------- training by a plan
-def attach(model: Llama, mesh: Mesh, plan: Plan) -> list[Composed]:
-    model.composed = compose.apply(model, mesh, plan, make_optimizer, bucket_mb=0.004)
-    return [model.composed]
-
-
-def gradients(model: Llama) -> dict[str, Tensor | None]:
-    """Of all ranks together, by their names in the serial model; a collective."""
-    whole = model.composed.full_gradients()
-    if model.config.tie_embeddings:
-        whole.pop("lm_head.weight", None)
-    return whole
-
-
 @cache
 def reference(case: Case) -> Outcome:
     return serial(case.task)
@@ -161,9 +91,9 @@ def one(case: Case, copies: bool = True) -> Outcome:
 
     def plug(model: Llama, mesh: Mesh) -> list[Composed]:
         held.append(model)
-        return attach(model, mesh, case.plan)
+        return attach_plan(model, mesh, case.plan)
 
-    outcome = parallel(case.task, case.mesh_sizes(), plug, gradients=gradients)
+    outcome = parallel(case.task, case.mesh_sizes(), plug, gradients=gradients_of_plan)
     composed = held[0].composed
     mine = composed.parts.data.full_state_dict()
     for name, theirs in composed.own(outcome.after).items():

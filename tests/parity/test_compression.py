@@ -13,7 +13,7 @@ from torch import Tensor
 from minipar.parallel import ddp
 from minipar.parallel.compression import Codec, Compressed, Int8, PowerSGD, RandomK, TopK
 from tests.parity.harness import assert_parity, parallel
-from tests.parity.test_ddp import TASKS, reference
+from tests.parity.tasks import TASKS, reference
 
 
 @dataclass

@@ -4,6 +4,7 @@ The gradients are summed by a data strategy over the joint axis of dp and cp.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -83,8 +84,8 @@ ON_TWO = [
     "recomputing",
     "selective",
     "accumulating",
-    "one kv head",
     "no groups",
+    "one kv head",
     "silent",
 ]
 
@@ -118,10 +119,13 @@ def reference(name: str) -> Outcome:
     return serial(TASKS[name])
 
 
-def train(ranks, name: str, method: str, mute: bool = False, **sizes: int) -> list[Outcome]:
-    pool = ranks(torch.tensor(list(sizes.values())).prod().item())
+def train(
+    ranks, name: str, method: str, mute: bool = False, steps: int = 3, **sizes: int
+) -> list[Outcome]:
+    own = dataclasses.replace(TASKS[name], steps=steps)
     options = dict(mute=mute, cut=partial(cut, method=method))
-    return pool.run(parallel, TASKS[name], sizes, partial(attach, method=method), **options)
+    pool = ranks(math.prod(sizes.values()))
+    return pool.run(parallel, own, sizes, partial(attach, method=method), **options)
 
 
 @pytest.mark.parametrize("method", QUICK)
@@ -134,16 +138,14 @@ def test_equals_one_device(ranks, name, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name, method", models.crossed(ON_TWO, list(METHODS)))
 def test_every_model_equals_one_device(ranks, name, method):
     for outcome in train(ranks, name, method, cp=2):
         assert_parity(outcome, reference(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size, method", models.crossed([3, 4], list(METHODS), every=2))
 def test_more_ranks_equal_one_device(ranks, size, method):
     """Three ranks is the first ring in which the gradients of keys are passed on, not just home."""
     heads = "six " if size == 3 else ""
@@ -153,8 +155,10 @@ def test_more_ranks_equal_one_device(ranks, size, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", "accumulating", "documents", "silent"])
+@pytest.mark.parametrize(
+    "name, method",
+    models.crossed(["llama", "accumulating", "documents", "silent"], list(METHODS)),
+)
 def test_with_ddp_equals_one_device(ranks, name, method):
     """Mutant: gradients summed over dp alone, or divided by cp."""
     for outcome in train(ranks, name, method, dp=2, cp=2):
@@ -255,7 +259,7 @@ def test_sends_what_the_docstring_says(ranks, size):
     swapped = 2 * kept * (2 * config.num_heads + 2 * kv_heads) * head / size
     for method in METHODS:
         expected = config.num_layers * (swapped if method == "ulysses" else ring)
-        for outcome in train(ranks, "llama", method, cp=size):
+        for outcome in train(ranks, "llama", method, steps=2, cp=size):
             assert outcome.sent == {"cp": pytest.approx(expected + _ddp_bytes(own, size), abs=50)}
 
 

@@ -1,6 +1,7 @@
 """Data parallelism equals one device: every version, on 2, 3 and 4 ranks, for any module."""
 
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,20 +10,8 @@ from torch import Tensor
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
 from minipar.train.data import share
-from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
-
-TASKS = {
-    "llama": Task(models.llama),
-    "untied": Task(models.untied_llama),
-    "recomputing": Task(models.recomputing_llama),
-    "accumulating": Task(models.llama, microbatches=2, num_sequences=8),
-    "uneven": Task(models.llama, microbatches=3, num_sequences=5),
-    "foreign": Task(models.Foreign),
-    "frozen": Task(models.untied_llama, fine_tune=models.frozen_embedding),
-    "sometimes used": Task(models.SometimesUsed, num_sequences=4),
-    "idle ranks": Task(models.llama, num_sequences=3),
-}
+from tests.parity.harness import Outcome, Task, assert_parity, parallel
+from tests.parity.tasks import TASKS, reference
 
 IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idle ranks"]
 
@@ -30,11 +19,6 @@ IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idl
 def attach(model, mesh, version, bucket_mb=0.004):
     # Buckets small enough that even these models fill several.
     return [ddp.apply(model, mesh.dp, version=version, bucket_mb=bucket_mb, average=False)]
-
-
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
 
 
 def train(ranks, size: int, task: Task, **options) -> list[Outcome]:
@@ -70,6 +54,7 @@ def test_equals_one_device(ranks, version, name):
         assert_parity(outcome, reference(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("name", IN_LARGE)
 def test_equals_one_device_on_more_ranks(ranks, size, name):
@@ -89,7 +74,7 @@ def test_without_communication_parity_is_violated(ranks, version):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sends_what_the_docstring_says(ranks, size):
-    task = TASKS["llama"]
+    task = replace(TASKS["llama"], steps=2)
     model = task.build(0).double()
     params = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.nbytes for p in params) + 8 * len(params)

@@ -199,10 +199,11 @@ def reference(name: str) -> State:
 
 
 def _most_are_slow(names: list[str]) -> list:
-    """The first task on two ranks always, the others and more ranks with all the tests."""
+    """The first task on two ranks always, with all tests the others on two or three by turns."""
+    marks = {(0, 2): ()} | {(i, 2 + i % 2): pytest.mark.slow for i in range(1, len(names))}
     return [
-        pytest.param(name, size, marks=() if (name, size) == (names[0], 2) else pytest.mark.slow)
-        for name in names
+        pytest.param(name, size, marks=marks.get((i, size), pytest.mark.exhaustive))
+        for i, name in enumerate(names)
         for size in (2, 3)
     ]
 

@@ -6,8 +6,9 @@ import pytest
 
 from minipar.comm.hostcopy import HostCopy
 from minipar.parallel import ddp, fsdp, offload
-from tests.parity import models, test_zero
+from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
+from tests.parity.tasks import attach_zero
 
 TASKS = {
     "llama": Task(models.llama),
@@ -63,9 +64,9 @@ def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):
         assert_parity(outcome, reference(name))
 
 
-def attach_zero(model, mesh, stage):
+def attach_zero_on_host(model, mesh, stage):
     """The inner optimizer, which steps on shards, does so on the host."""
-    strategies = test_zero.attach(model, mesh, stage)
+    strategies = attach_zero(model, mesh, stage)
     offload.step_on_host(model.zero.optimizer.inner, HostCopy(pcie="none"))
     return strategies
 
@@ -73,7 +74,7 @@ def attach_zero(model, mesh, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
 def test_shards_of_zero_on_the_host_equal_one_device(ranks, stage, name):
-    attach = partial(attach_zero, stage=stage)
+    attach = partial(attach_zero_on_host, stage=stage)
     for outcome in ranks(2).run(parallel, TASKS[name], {"dp": 2}, attach):
         assert_parity(outcome, reference(name))
         assert outcome.sent["host"] > 0

@@ -25,9 +25,9 @@ from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, gradients_of, parallel, serial
 
 
-def deep(seed: int, **changes):
-    """As many layers as four ranks with two stages each need."""
-    return models.llama(seed, num_layers=8, **changes)
+def deep(seed: int, num_layers: int = 4, **changes):
+    """As many layers as two ranks with two stages each need."""
+    return models.llama(seed, num_layers=num_layers, **changes)
 
 
 def recomputing(seed: int):
@@ -37,15 +37,18 @@ def recomputing(seed: int):
 
 
 def frozen_layers(model) -> None:
-    for layer in (0, 2, 5):
+    for layer in (0, 2, 3):
         model.model.layers[layer].requires_grad_(False)
 
 
+deeper = partial(deep, num_layers=8)
 TASKS = {
     "tied": Task(deep, steps=2),
+    "deeper": Task(deeper, steps=2),
     "untied": Task(partial(deep, tie_embeddings=False), steps=2),
     "recomputing": Task(recomputing, steps=2),
     "one step": Task(deep, steps=1),
+    "one step, deeper": Task(deeper, steps=1),
     "frozen": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=models.frozen_embedding),
     "frozen layers": Task(partial(deep, tie_embeddings=False), steps=2, fine_tune=frozen_layers),
 }
@@ -120,14 +123,14 @@ def test_every_schedule_equals_one_device(ranks):
 @pytest.mark.slow
 def test_four_ranks_equal_one_device(ranks):
     schedules = [make("interleaved_zb", 4, 2), make("zb_v", 4, 3), make("dualpipe", 4, 3)]
-    check(ranks, "tied", schedules)
+    check(ranks, "deeper", schedules)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p, m, v", [(2, 1, 1), (2, 12, 2), (3, 1, 2), (3, 5, 1), (4, 5, 2)])
+@pytest.mark.parametrize("p, m, v", [(2, 1, 1), (2, 7, 2), (3, 1, 2), (3, 5, 1), (4, 5, 2)])
 def test_many_schedules_equal_one_device(ranks, p, m, v):
     """More microbatches than sequences, too: some are padding only."""
-    check(ranks, "one step", every(p, m, v))
+    check(ranks, "one step" if p == 2 else "one step, deeper", every(p, m, v))
 
 
 def test_more_steps_equal_one_device(ranks):
@@ -138,15 +141,15 @@ def test_more_steps_equal_one_device(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied", "recomputing", "frozen"])
 def test_other_models_equal_one_device(ranks, name):
-    names = ["1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe", "dualpipe_v"]
+    names = ["1f1b", "interleaved_zb", "zb_v", "dualpipe_v"]
     check(ranks, name, [make(schedule, 2, 4) for schedule in names])
 
 
 @pytest.mark.slow
 def test_any_cut_equals_one_device(ranks):
     """A cut of the user's own; the first stage is the embedding alone, the last the head alone."""
-    check(ranks, "tied", [make("zb_h1", 3, 4)], cut=(0, 8, 0))
-    check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 7, 0))
+    check(ranks, "tied", [make("zb_h1", 3, 4)], cut=(0, 4, 0))
+    check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 3, 0))
 
 
 def test_with_data_parallelism_equals_one_device(ranks):
@@ -205,7 +208,7 @@ def sharded(task: Task, schedules: list, how: str, expected: Outcome) -> list[st
 @pytest.mark.parametrize("how", ["zero 1", "zero 2", "fsdp", "tensor"])
 def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
     """Tied embeddings are added before they are reduce-scattered. Mutant: the other way round."""
-    names = {"tied": ["1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe"]}
+    names = {"tied": ["1f1b", "interleaved_zb", "zb_v", "dualpipe"]}
     if how == "fsdp":  # where no weight is on several ranks
         names = {"untied": ["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb"]}
         names |= {"tied": ["zb_v", "dualpipe_v"], "frozen": ["zb_h1"], "frozen layers": ["zb_v"]}
@@ -334,9 +337,10 @@ def crossings(schedule) -> int:
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_sends_what_the_docstring_says(ranks, name):
     p, m = 3, 2
+    task = replace(TASKS[name], build=partial(TASKS[name].build, num_layers=6), steps=1)
     schedules = [make("1f1b", p, m), make("interleaved_zb", p, m), make("zb_v", p, m)]
     for schedule in schedules:
-        outcomes = ranks(p).run(one, TASKS[name], schedule)
+        outcomes = ranks(p).run(one, task, schedule)
         message = 3 * 7 * 16 * 8  # [B, T, D] in float64
         expected = 2 * crossings(schedule) * message
         if name == "tied" and schedule.rank_of[0] != schedule.rank_of[-1]:

@@ -1,5 +1,6 @@
 """Tensor parallelism equals one device: plain, sequence parallel and overlapped; 2, 3, 4 ranks."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -114,27 +115,28 @@ def test_equals_one_device(ranks, mode, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ON_TWO if name not in ("llama", "accumulating")])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name, mode",
+    models.crossed([n for n in ON_TWO if n not in ("llama", "accumulating")], list(MODES), every=2),
+)
 def test_equals_one_device_for_every_model(ranks, mode, name):
     for outcome in train(ranks, {"tp": 2}, TASKS[name], mode):
         assert_parity(outcome, reference(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, name", [*((3, name) for name in ON_THREE), *((4, name) for name in ON_FOUR)]
-)
-@pytest.mark.parametrize("mode", MODES)
-def test_equals_one_device_on_more_ranks(ranks, mode, size, name):
+@pytest.mark.parametrize("name, mode", models.crossed(ON_THREE + ON_FOUR, list(MODES), every=2))
+def test_equals_one_device_on_more_ranks(ranks, mode, name):
     """On 4 ranks, 2 have the same keys and values: T13, and the norm that counts them once (T9)."""
+    size = 3 if name in ON_THREE else 4
     for outcome in train(ranks, {"tp": size}, TASKS[name], mode):
         assert_parity(outcome, reference(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "accumulating", "untied"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name, mode", models.crossed(["llama", "accumulating", "untied"], list(MODES))
+)
 def test_equals_one_device_together_with_data_parallelism(ranks, mode, name):
     for outcome in train(ranks, {"dp": 2, "tp": 2}, TASKS[name], mode):
         assert_parity(outcome, reference(name))
@@ -159,7 +161,7 @@ def promised_bytes(task: Task, size: int, mode: str) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_sends_what_the_docstring_says(ranks, mode, size, name):
     """Mutants: q, k and v that enter one by one (8 L more); logits that are gathered."""
-    for outcome in train(ranks, {"tp": size}, TASKS[name], mode):
+    for outcome in train(ranks, {"tp": size}, replace(TASKS[name], steps=1), mode):
         expected = promised_bytes(TASKS[name], size, mode)
         assert outcome.sent == {"tp": pytest.approx(expected, abs=50)}  # each call rounds down
 
@@ -167,6 +169,6 @@ def test_sends_what_the_docstring_says(ranks, mode, size, name):
 @pytest.mark.parametrize("mode", MODES)
 def test_without_communication_parity_is_violated(ranks, mode):
     """The mutant: what the harness compares must notice that nothing was summed."""
-    for outcome in train(ranks, {"tp": 2}, TASKS["untied"], mode, mute=True):
+    for outcome in train(ranks, {"tp": 2}, replace(TASKS["untied"], steps=1), mode, mute=True):
         with pytest.raises(AssertionError, match="loss of step 0"):
             assert_parity(outcome, reference("untied"))

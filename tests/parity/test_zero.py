@@ -8,24 +8,16 @@ from torch import Tensor, nn
 
 from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
-from minipar.parallel import ddp, zero
+from minipar.parallel import ddp
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.data import share
 from minipar.train.step import train_step
+from tests.parity import models
 from tests.parity.harness import Outcome, assert_parity, make_optimizer, parallel
-from tests.parity.test_ddp import TASKS, reference
+from tests.parity.tasks import TASKS, attach_zero, reference
 
 STAGES = [1, 2]
 IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idle ranks"]
-
-
-def attach(model: nn.Module, mesh: Mesh, stage: int, bucket_mb: float = 0.004):
-    # Buckets small enough that even these models fill several.
-    make = partial(ShardedOptimizer, bucket_mb=bucket_mb)
-    optimizer = make_optimizer(model, make, torch.optim.AdamW, mesh.dp)
-    assert len(optimizer.buckets) >= 3
-    model.zero = zero.apply(model, mesh.dp, optimizer=optimizer, stage=stage, average=False)
-    return [model.zero]
 
 
 def train(ranks, size: int, name: str, mute: bool = False, **options) -> list[Outcome]:
@@ -33,7 +25,7 @@ def train(ranks, size: int, name: str, mute: bool = False, **options) -> list[Ou
         parallel,
         TASKS[name],
         {"dp": size},
-        partial(attach, **options),
+        partial(attach_zero, **options),
         mute=mute,
     )
 
@@ -44,7 +36,7 @@ def _forward(name: str, size: int, stage: int) -> tuple[Tensor, Tensor]:
     model = task.build(mesh.rank).double()
     [(inputs, _)] = task.microbatches_of(0, mesh.rank, size)
     before = model(inputs).detach()
-    attach(model, mesh, stage)
+    attach_zero(model, mesh, stage)
     return before, model(inputs).detach()
 
 
@@ -77,8 +69,7 @@ def test_equals_one_device(ranks, stage, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("name", IN_LARGE)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name, stage", models.crossed(IN_LARGE, list(STAGES), every=2))
 def test_equals_one_device_on_more_ranks(ranks, stage, size, name):
     for outcome in train(ranks, size, name, stage=stage):
         assert_parity(outcome, reference(name))
@@ -112,7 +103,7 @@ def _bytes_of_a_step(name: str, size: int, stage: int) -> int:
     """Sent by the second step, weights that arrive after it included."""
     mesh, task = Mesh(dp=size), TASKS[name]
     model = task.build(0).double()
-    strategies = attach(model, mesh, stage)
+    strategies = attach_zero(model, mesh, stage)
     optimizer = strategies[0].optimizer
     for step in range(2):
         with timeline.record() as recorded:

@@ -34,6 +34,7 @@ with held(Path(sys.argv[1]), Axis("world", 0, 1, (0,))):
 
 
 # ---------------------------------------------------------------------- one job at a time
+@pytest.mark.slow
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeypatch, has_locks):
     """Also where the file system has no locks. Mutants: no lock; a file that outlives kill -9."""

@@ -104,12 +104,14 @@ def test_a_signal_before_the_first_step_is_noted(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending, code", [(">&-", 2), ("| head -n 0", 2)])
-def test_an_output_that_nobody_reads_leaves_the_exit_code_alone(tmp_path, ending, code):
+@pytest.mark.parametrize(
+    "ending", [">&-", pytest.param("| head -n 0", marks=pytest.mark.exhaustive)]
+)
+def test_an_output_that_nobody_reads_leaves_the_exit_code_alone(tmp_path, ending):
     words = f"{sys.executable} -m minipar train --steps 0 {ending}; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", words], capture_output=True, env=environment, cwd=tmp_path)
-    assert done.returncode == code
+    assert done.returncode == 2
     assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
 
 
