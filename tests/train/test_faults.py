@@ -25,7 +25,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from minipar import cli
 from minipar.comm.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -379,9 +378,9 @@ SHORT += ["--batch-size", "4", "--sample-tokens", "0", "--eval-batches", "1"]
 
 
 @contextmanager
-def started(launcher: Sequence[str], text: Path, out: Path, *flags: str):
+def started(text: Path, out: Path, *flags: str):
     """Run `minipar train` in processes of its own, which end with the body; its output in files."""
-    command = [sys.executable, "-m", *launcher, "train", *SHORT, *flags]
+    command = [sys.executable, "-m", "minipar", "train", *SHORT, *flags]
     command += ["--data", str(text), "--out", str(out)]
     out.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -428,7 +427,7 @@ def says_who_was_stopped(text: str, pid: int) -> bool:
 def test_a_rank_that_stalls_is_named_and_the_timeout_ends_the_job(text, tmp_path):
     out = tmp_path / "out"
     flags = "--timeout", str(TIMEOUT), "--stall-seconds", str(STALL), "--steps", "100000"
-    with started(["minipar"], text, out, *flags) as process:
+    with started(text, out, *flags) as process:
         run = Run(None, CONFIG, out / "tiny-dp2")
         wait_until(lambda: run.steps_done > 6, process)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -444,35 +443,3 @@ def test_a_rank_that_stalls_is_named_and_the_timeout_ends_the_job(text, tmp_path
     assert errors.index("minipar: stalled") < gave_up.start()
     assert f"minipar train --resume {run.folder}" in errors
     run.check_what_is_left(save_every=5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_torchrun_takes_up_the_run_again_by_itself(text, tmp_path):
-    """A rank stops, which the watchdog reports; then it is killed. By default two torchruns prove
-    it: tests/hosts/test_two_agents.py."""
-    whole = Run(None, CONFIG, tmp_path / "whole")
-    _, config = cli.parse(["train", *SHORT, "--data", str(text)])
-    with Ranks(2) as pool:
-        pool.run(trainer.train, config, str(whole.folder))
-    out = tmp_path / "out"
-    run = Run(None, CONFIG, out / "tiny-dp2")
-    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    launcher += ["--monitor-interval", "0.1", "-m", "minipar"]
-    with started(launcher, text, out, "--stall-seconds", str(STALL)) as process:
-        wait_until(lambda: run.steps_done > 6, process)
-        victim = a_rank_of(process)
-        victim.suspend()
-        errors = out / "stderr"
-        wait_until(
-            lambda: says_who_was_stopped(errors.read_text(encoding="utf-8"), victim.pid), process
-        )
-        victim.kill()
-        assert process.wait(timeout=2 * PATIENCE * busy()) == 0, errors.read_text(encoding="utf-8")
-    said = (out / "stdout").read_text(encoding="utf-8")
-    assert said.count("Training tiny") == 1
-    assert re.search(rf"^Resuming {run.folder}/checkpoints/step_0000\d\d with", said, re.M)
-    assert [path.name for path in out.iterdir() if path.is_dir()] == ["tiny-dp2"]
-    assert run.curve() == whole.curve()  # to the bit
