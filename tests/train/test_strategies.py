@@ -74,6 +74,11 @@ PLANS = [
 ]
 
 
+def some(values, chosen) -> list:
+    """For `parametrize`: those of `values` that are not `chosen` are left to `make test-all`."""
+    return [v if v in chosen else pytest.param(v, marks=pytest.mark.exhaustive) for v in values]
+
+
 WHOLE_RUN = dict(steps=4, sample_tokens=5, eval_every=3)
 
 
@@ -85,9 +90,8 @@ def on_one_device(text, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "plan", [PLANS[0], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", some(PLANS, [PLANS[i] for i in (0, 2, 4, 6, 7, 8)]))
 def test_any_plan_leaves_what_one_device_would(run, on_one_device, plan):
     """Losses, norms, weights, optimizer state, validation and sample: all as of one device.
 
@@ -152,9 +156,12 @@ def test_a_plan_resumes_to_the_bit(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 0), (3, 0), (0, 3), (3, 2), (1, 3)])
-def test_goes_on_with_another_zero_in_single_precision(run, before, after):
+@pytest.mark.parametrize(
+    "zeros", some([(2, 0), (3, 0), (0, 3), (3, 2), (1, 3)], [(2, 0), (0, 3), (3, 2)])
+)
+def test_goes_on_with_another_zero_in_single_precision(run, zeros):
     """Half on 2 ranks, half on one: to the rounding of float32, which grows by a step's update."""
+    before, after = zeros
     whole = run(2, "whole", dtype="float32", zero=before)
     rest = run(1, "rest", start=whole / "checkpoints/step_000003", dtype="float32", zero=after)
     assert lines_of(rest, "loss")[0] == pytest.approx(lines_of(whole, "loss")[3], rel=1e-6)
@@ -162,7 +169,7 @@ def test_goes_on_with_another_zero_in_single_precision(run, before, after):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", some([1, 2, 3], [1, 3]))
 def test_zero_resumes_to_the_bit(run, zero):
     """In single precision. Mutants: a moment not restored, or the pieces of another rank."""
     changes = dict(zero=zero, dtype="float32", microbatches=2)
@@ -214,8 +221,9 @@ def test_sixteen_bits_with_zero(run, precision):
     for mesh in (plan, f"tp=2,cp=2,sequence_parallel,precision={precision}"):
         found = run(4, mesh[:4], plan=mesh, **changes)
         assert lines_of(found, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
-    half = run(2, "half", zero=3, reduce_dtype="bfloat16", **changes)
-    assert lines_of(half, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
+    if precision == "bf16":
+        half = run(2, "half", zero=3, reduce_dtype="bfloat16", **changes)
+        assert lines_of(half, "loss")[-1] == pytest.approx(full[-1], rel=2e-2)
 
 
 # ---------------------------------------------------------------------- what a report says
@@ -291,13 +299,11 @@ def test_all_agreements_are_counted_and_one_is_shown(run):
 
 
 # ---------------------------------------------------------------------- local methods
-ALL_METHODS = [
-    "diloco delayed",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "diloco delayed"),
-]
-
-
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    some(METHODS, ["local sgd", "diloco delayed", "diloco streaming", "delayed gradients"]),
+)
 def test_a_local_method_resumes_to_the_bit(run, method, capfd):
     """Resumed in the middle of a round. Mutants: rank 0's model, or its moments, handed to all."""
     changes = dict(local_method=method, local_every=4, dtype="float32", steps=8)
@@ -323,7 +329,7 @@ def agreed_after_loading(config: TrainConfig, folder: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["diloco", "local sgd"])
+@pytest.mark.parametrize("method", some(["diloco", "local sgd"], ["diloco"]))
 def test_what_is_validated_is_what_is_saved(run, ranks, method, capfd):
     """The model agreed on; validating it changes nothing. On other ranks a run begins from it.
 
