@@ -169,6 +169,6 @@ def test_sends_what_the_docstring_says(ranks, mode, size, name):
 @pytest.mark.parametrize("mode", MODES)
 def test_without_communication_parity_is_violated(ranks, mode):
     """The mutant: what the harness compares must notice that nothing was summed."""
-    for outcome in train(ranks, {"tp": 2}, replace(TASKS["untied"], steps=1), mode, mute=True):
+    for outcome in train(ranks, {"tp": 2}, TASKS["untied"], mode, mute=True):
         with pytest.raises(AssertionError, match="loss of step 0"):
             assert_parity(outcome, reference("untied"))
