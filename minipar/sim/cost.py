@@ -1,0 +1,310 @@
+"""What does a step cost? The time and the memory of a plan in closed form, by part.
+
+Idea.   A step is its products, attention and elementwise bytes at the speeds of `hardware.py`, the
+        collectives of tensor, context and expert parallelism between them, the pipeline's bubble,
+        what of data parallelism nothing hides, and the optimizer. `planner.py` ranks thousands of
+        plans by it; `validate.py` says how wrong it is.
+Math.   A layer takes, forward or backward, no less than the host needs to launch it:
+
+            t = max(products + attention + passes * bytes / bandwidth + collectives, host)
+
+        A rank of the pipeline takes the t of its layers, the last one the head's as well. With M
+        microbatches, and a schedule that leaves a share b of 1F1B's bubble,
+
+            step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
+
+        ZeRO 0 to 2 reduce once, beside the last backward. ZeRO 3 gathers twice and reduces once per
+        microbatch, beside the computing of each layer; `exposed` is the share that hides nothing.
+Fitted. The numbers of `hardware.Software`, to published runs (`validate.py`).
+Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines; Korthikanti et al. 2022
+        (arXiv 2205.05198), section 4, for activations.
+
+Limits: no stragglers, no other users of a network, no allocator under pressure.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.pipeline import stages
+from minipar.parallel.plan import Plan
+from minipar.sim.hardware import Machine, Software
+
+BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualpipe_v": 1 / 4}
+"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
+V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
+LOGITS = 12
+"""Bytes that the loss keeps of a logit: itself in 16 bits, in float32, its gradient, and between."""
+HEADROOM = 0.78
+"""Of a device's memory, what a plan may fill: fuller ones were two to six times slower than any model."""
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan for a model on a machine; `microbatch` sequences of `seq_len` tokens at a time."""
+
+    config: LlamaConfig
+    plan: Plan
+    machine: Machine
+    software: Software
+    seq_len: int
+    microbatch: int = 1
+    dtype: str = "bf16"
+    gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
+    flash: bool = True  # attention in one kernel
+    ep: int = 1  # ranks among which experts are shared out
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on a rank."""
+        return self.microbatch * self.seq_len / self.plan.cp
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank of the pipeline."""
+        looped = self.plan.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
+        default = 2 if looped or self.plan.schedule in V_SHAPED else 1
+        return self.plan.stages_per_rank or default
+
+    def layers(self) -> list[int]:
+        """Return the number of layers on each rank of the pipeline."""
+        p, v = self.plan.pp, self.chunks
+        counts = [0] * p
+        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
+            back = self.plan.schedule in V_SHAPED and part // p % 2
+            counts[p - 1 - part % p if back else part % p] += count
+        return counts
+
+    def spread(self, inner: int, size: int) -> int:
+        """Return over how many nodes `size` ranks are spread that are `inner` ranks apart."""
+        most = max(1, self.machine.gpus // inner)
+        return size // max(n for n in range(1, min(most, size) + 1) if size % n == 0)
+
+    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
+        """Return the seconds of a collective of `size` ranks that are `inner` ranks apart."""
+        nodes = self.spread(inner, size)
+        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
+
+
+@cache
+def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
+    return stages.balance(stages.estimate_costs(config), parts)
+
+
+# ---------------------------------------------------------------------- time
+def seconds(job: Job) -> dict[str, float]:
+    """Return the seconds of a step by what they go to; their sum is the step's.
+
+    compute, host (waiting for launches), optimizer, fixed, bubble, and the exposed communication
+    of each axis in `AXES`.
+    """
+    plan, software = job.plan, job.software
+    forward, backward = _layer(job, False), _layer(job, True)
+    again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
+    backward = {part: backward[part] + again * forward[part] for part in backward}
+    once = {part: forward[part] + backward[part] for part in forward}
+    group, inner = plan.dp * plan.cp, plan.tp
+    layer, table = parameters(job)
+    if plan.zero == 3 and group > 1:
+        once["dp"] = _gather_and_reduce(job, forward, backward, layer)
+    layers = job.layers()
+    ends = {0: 4 * _touch(job, job.tokens * job.config.hidden_size * 2), plan.pp - 1: _head(job)}
+    each = [n * sum(once.values()) + ends.get(s, 0) * (s in ends) for s, n in enumerate(layers)]
+    if plan.pp == 1:
+        each = [layers[0] * sum(once.values()) + _head(job)]
+    slowest = max(range(plan.pp), key=each.__getitem__)
+    m = plan.microbatches
+    total = {part: m * layers[slowest] * value for part, value in once.items()}
+    total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
+    left = BUBBLE.get(plan.schedule, 1) / job.chunks
+    total |= {"bubble": left * (sum(each) - each[slowest]), "pp": 0.0}
+    if plan.pp > 1:
+        far = 1 + (plan.num_ranks > job.machine.gpus)
+        message = 2 * job.tokens * job.config.hidden_size
+        message /= plan.tp if plan.sequence_parallel else 1
+        one = job.machine.seconds_of_collective("send", message, 2, far)
+        total["pp"] = 2 * one * (m * job.chunks + left * (plan.pp - 1))
+    mine = max(n * layer for n in layers) + table
+    if group > 1 and plan.zero < 3:
+        verb = "reduce_scatter" if plan.zero else "all_reduce"
+        reduce = job.collective(verb, software.gradients * mine, inner, group)
+        hidden = min(reduce, layers[0] * sum(backward.values()))
+        total["dp"] += reduce - (1 - software.exposed) * hidden
+        if plan.zero:
+            total["dp"] += job.collective("all_gather", software.weights * mine, inner, group)
+    # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
+    shard = mine / (group if plan.zero else 1)
+    total["optimizer"] = _touch(job, shard * (2 * software.optimizer + 2 * software.gradients))
+    return total | {"fixed": software.fixed}
+
+
+def _layer(job: Job, backward: bool) -> dict[str, float]:
+    """Return the seconds of a layer in one direction, by part."""
+    c, plan, n = job.config, job.plan, job.tokens
+    device, times = job.machine.device, 2 if backward else 1
+    width, tp = c.hidden_size, plan.tp
+    queries, keys = c.num_heads * c.head_dim / tp, max(c.num_kv_heads / tp, 1) * c.head_dim
+
+    def product(outputs: float, inputs: float, tokens: float = n, batch: float = 1) -> float:
+        return device.seconds_of_matmul(tokens, outputs, inputs, job.dtype, batch=batch)
+
+    compute = product(queries + 2 * keys, width) + product(width, queries)
+    ups = 2 if job.gated else 1
+    hidden, touched = c.intermediate_size / tp, 0.0
+    if c.moe is not None:
+        chosen, held = n * c.moe.top_k, max(1, c.moe.num_experts / job.ep)
+        f = c.moe.expert_size / tp
+        compute += product(ups * f, width, chosen / held, held)
+        compute += product(width, f, chosen / held, held)
+        hidden, touched = c.moe.num_shared * f, 4 * c.moe.top_k * (width + 2 * f)
+    if hidden:
+        compute += product(ups * hidden, width) + product(width, hidden)
+    attention = device.seconds_of_attention(
+        job.microbatch, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len, c.head_dim,
+        "bf16" if job.dtype in ("fp8", "fp4") else job.dtype,
+        backward=backward, kernel="" if job.flash else "unfused",
+    )  # fmt: skip
+    attention *= job.software.attention if job.flash else 1
+    if backward and plan.checkpointing == "selective" and not job.flash:
+        attention *= 1.5
+    # Two norms and two residual sums of the stream, a rotation, and the hidden layer's product.
+    stream = (10 if job.gated else 16) * width / (tp if plan.sequence_parallel else 1)
+    touched += stream + 4 * (queries + keys) + 5 * hidden
+    numbers = n * touched * job.software.passes
+    parts = {"compute": times * (compute + _touch(job, 2 * numbers)) + attention}
+    parts |= dict.fromkeys(AXES, 0.0)
+    if tp > 1:
+        parts["tp"] = 2 * job.collective("all_reduce", 2 * n * width, 1, tp)
+    if plan.cp > 1:
+        parts["cp"] = _context(job, attention, times, queries, keys)
+    if job.ep > 1 and c.moe is not None:
+        num_bytes = 2 * n * c.moe.top_k * width
+        parts["ep"] = 2 * job.collective("all_to_all", num_bytes * job.ep, tp, job.ep)
+    host, doublings = job.software.host, math.log2(tp)
+    far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
+    host += doublings * (job.software.host_tp + job.software.host_across * far)
+    return parts | {"host": max(0.0, host - sum(parts.values()))}
+
+
+def _context(job: Job, attention: float, times: int, queries: float, keys: float) -> float:
+    """Return what a layer waits for on cp: a ring travels beside attention, others do not."""
+    cp, tokens, inner = job.plan.cp, job.tokens, job.plan.tp
+    if job.plan.context == "ring":
+        nodes = 1 + (job.spread(inner, cp) > 1)
+        hop = job.machine.seconds_of_collective("send", 4 * times * tokens * keys, 2, nodes)
+        return (cp - 1) * max(0.0, hop - attention / cp)
+    if job.plan.context == "gather":
+        return times * job.collective("all_gather", 4 * tokens * keys * cp, inner, cp)
+    return job.collective("all_to_all", 4 * tokens * (queries + keys) * cp, inner, cp)
+
+
+def _gather_and_reduce(
+    job: Job, forward: dict[str, float], backward: dict[str, float], layer: float
+) -> float:
+    """Return what ZeRO 3 adds to a layer: what computing does not hide, and a share of the rest."""
+    group, inner = job.plan.dp * job.plan.cp, job.plan.tp
+    gather = job.collective("all_gather", 2 * layer, inner, group)
+    reduce = job.collective("reduce_scatter", 2 * layer, inner, group)
+    waits = 0.0
+    for sent, parts in ((gather, forward), (gather + reduce, backward)):
+        hidden = min(sent, sum(parts.values()))
+        waits += sent - (1 - job.software.exposed) * hidden
+    return waits
+
+
+def _head(job: Job) -> float:
+    """Return the seconds of the head and the loss, both directions."""
+    words, width = job.config.vocab_size / job.plan.tp, job.config.hidden_size
+    product = job.machine.device.seconds_of_matmul(job.tokens, words, width, job.dtype)
+    return 3 * product + _touch(job, 2 * LOGITS * job.tokens * words)
+
+
+def _touch(job: Job, num_bytes: float) -> float:
+    device = job.machine.device
+    return num_bytes / (device.memory_bandwidth * device.memory_efficiency)
+
+
+# ---------------------------------------------------------------------- memory
+def parameters(job: Job) -> tuple[float, float]:
+    """Return the parameters of a layer, and of the embedding, on a rank before ZeRO cuts them."""
+    c = job.config
+    layer = float(c.layer_parameters(c.num_layers - 1))
+    if c.moe is not None:
+        experts = 3 * c.moe.num_experts * c.moe.expert_size * c.hidden_size
+        layer += experts / job.ep - experts
+    elif not job.gated:
+        layer -= c.hidden_size * c.intermediate_size
+    return layer / job.plan.tp, c.vocab_size * c.hidden_size / job.plan.tp
+
+
+def memory(job: Job) -> dict[str, float]:
+    """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
+    return max(
+        (_memory_of(job, s, n) for s, n in enumerate(job.layers())),
+        key=lambda held: sum(held.values()),
+    )
+
+
+def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
+    plan, software, c = job.plan, job.software, job.config
+    layer, table = parameters(job)
+    last = stage == plan.pp - 1 or plan.schedule in V_SHAPED
+    tables = (stage == 0) + last - (plan.pp == 1 and c.tie_embeddings)
+    mine = layers * layer + tables * table
+    if plan.schedule == "dualpipe":
+        mine *= 2
+    group = plan.dp * plan.cp
+    cut = [group if plan.zero >= stage else 1 for stage in (3, 2, 1)]
+    held = {
+        "weights": software.weights * mine / cut[0] + 4 * layer * (plan.zero == 3),
+        "gradients": software.gradients * mine / cut[1],
+        "optimizer": software.optimizer * mine / cut[2],
+    }
+    stored = sum(activations(job).values())
+    if plan.checkpointing == "full":  # and what one layer at a time keeps
+        whole = plan.tp if plan.sequence_parallel else 1
+        inputs = 2 * job.tokens * c.hidden_size / whole
+        held["activations"] = in_flight(job, stage) * layers * inputs + stored
+    else:
+        share = 0.7 if plan.checkpointing == "selective" else 1
+        held["activations"] = in_flight(job, stage) * layers * stored * share
+    held["logits"] = LOGITS * job.tokens * c.vocab_size / plan.tp * last
+    return held
+
+
+def activations(job: Job) -> dict[str, float]:
+    """Return the bytes that backward needs of a layer for one microbatch, by part.
+
+    As `memory.llama_activations`, but as software on GPUs does it: norms keep float32 beside 16
+    bits, and sequence parallelism leaves some of what it gathers whole. Of a GPT layer, dropout's
+    masks; without flash attention, softmax's input and output and its mask, T x T each.
+    """
+    c, plan, tp = job.config, job.plan, job.plan.tp
+    moe, hidden = c.moe, c.intermediate_size
+    if moe is not None:
+        hidden = (moe.top_k + moe.num_shared) * moe.expert_size
+    cut, whole = (6.5, 1.5) if job.gated else (5, 0)
+    heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
+    numbers = {
+        "norms": c.hidden_size * (cut / (tp if plan.sequence_parallel else 1) + whole),
+        "attention": heads * c.head_dim,
+        "mlp": (4 if job.gated else 2) * hidden / tp,
+    }
+    if not job.flash and plan.checkpointing != "selective":
+        numbers["scores"] = 2.5 * c.num_heads / tp * job.seq_len
+    return {part: 2 * job.software.kept * job.tokens * n for part, n in numbers.items()}
+
+
+def in_flight(job: Job, stage: int) -> float:
+    """Return how many microbatches a rank of the pipeline keeps activations of, at most."""
+    p, m, name, v = job.plan.pp, job.plan.microbatches, job.plan.schedule, job.chunks
+    if name in ("gpipe", "looped_bfs"):
+        return m
+    most = {"zb_h2": 2 * p - 1 - 2 * stage, "eager_1f1b": 2 * (p - stage) - 1}.get(name, p - stage)
+    if name in ("interleaved_1f1b", "interleaved_zb"):
+        most = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    if name in V_SHAPED:
+        most = p
+    return min(m, most)

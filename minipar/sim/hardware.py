@@ -1,0 +1,428 @@
+"""How long does it take there? Devices, networks and software as data, and the laws of their times.
+
+Idea.   A simulator asks four things of hardware: the seconds of a matrix product, of attention, of
+        moving bytes through memory, and of a collective. Each answer is a law of a few constants;
+        the constants are in `machines/*.toml`, each beside its source.
+Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the best shapes reach:
+
+            launch + max(2 m' n' k / (0.95 C fill), bytes / memory bandwidth)
+
+        m' and n' are at least one tile; `fill` is the share of the device's processors that have
+        a tile (1 from one whole wave on). A collective that moves T seconds worth of bytes at the
+        bandwidth its algorithm gets, after a latency of A seconds, takes
+
+            A + T + ramp sqrt(A T)        A = launch + steps * latency per step
+
+        which for ramp = 2 is a pipeline with the best number of chunks: (sqrt(A) + sqrt(T))^2. The
+        fastest algorithm of the network is taken: a ring, a tree (all-reduce only), or the switch.
+Units.  Seconds, bytes, FLOP/s, bytes/s in one direction. A tensor's bytes are the whole tensor's,
+        as in `comm.spans.wire_bytes`.
+Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
+        waves); nccl-tests, PERFORMANCE.md (bus bandwidth); Chan et al. 2007, section 7 (pipelines).
+
+Limits: collectives do not slow each other or the products beside them down; a network has no
+distance and no other users, and its switches reduce inside a node alone; no law knows a device's
+clock or power.
+"""
+
+import difflib
+import math
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from minipar.comm.spans import wire_bytes
+
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
+"""Bytes of an element, by the name that peaks and ceilings have in the files."""
+OF_CEILING = 0.95
+"""Of the best shape's rate (the ceiling), what large products of other shapes are held at."""
+_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_TREES = ("broadcast", "reduce", "scatter", "gather", "barrier")
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *_TREES, "send", "recv")
+
+
+# ---------------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or whatever a rank computes on, with the keys of `devices.toml`."""
+
+    name: str
+    processors: float
+    tile: float  # a product is cut into tiles of `tile` x `tile` outputs, one per processor
+    memory: float  # bytes that a process sees; the next three are lost of it:
+    context: float  # bytes of CUDA itself
+    nccl: float  # bytes per process group
+    fragmentation: float  # share of the rest
+    memory_bandwidth: float
+    memory_efficiency: float  # share of the bandwidth that elementwise operations reach
+    launch: float  # seconds of an operation that does nothing
+    peak: dict[str, float]  # FLOP/s by type, as sold
+    ceiling: dict[str, float] = field(default_factory=dict)  # FLOP/s of the best product
+    attention: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By kernel, the default first: `forward` and `backward`, shares of the peak that long
+    sequences reach, and `half_length`, the length at which half of that is reached."""
+
+    def usable_memory(self, num_groups: int = 1) -> float:
+        """Return the bytes left for tensors beside `num_groups` process groups."""
+        left = self.memory - self.context - num_groups * self.nccl
+        return max(0.0, left * (1 - self.fragmentation))
+
+    def ceiling_of(self, dtype: str) -> float:
+        """Return the FLOP/s of the best product: measured, or the peak at the share of bf16.
+
+        Raises `ValueError` for a type that the device does not have.
+        """
+        dtype = _dtype(dtype)
+        if dtype in self.ceiling:
+            return self.ceiling[dtype]
+        known = [t for t in ("bf16", "fp16", "fp32") if t in self.ceiling and t in self.peak]
+        share = self.ceiling[known[0]] / self.peak[known[0]] if known else 1
+        return self._peak(dtype) * share
+
+    def seconds_of_bytes(self, num_bytes: float) -> float:
+        """Return the seconds of an elementwise operation that reads and writes `num_bytes`."""
+        _at_least_0(num_bytes=num_bytes)
+        return self.launch + num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def seconds_of_matmul(
+        self, m: float, n: float, k: float, dtype: str = "bf16", *, batch: float = 1
+    ) -> float:
+        """Return the seconds of `batch` products [m, k] @ [k, n] of one launch."""
+        _at_least_0(m=m, n=n, k=k, batch=batch)
+        dtype = _dtype(dtype)
+        if not m * n * k * batch:
+            return self.launch
+        tiles = batch * max(m / self.tile, 1) * max(n / self.tile, 1)
+        flops = max(tiles, self.processors) * self.tile**2 * 2 * k
+        num_bytes = batch * (m * k + k * n + m * n) * BYTES[dtype]
+        through_memory = num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+        return self.launch + max(flops / (OF_CEILING * self.ceiling_of(dtype)), through_memory)
+
+    def seconds_of_attention(
+        self,
+        batch: float,
+        heads: float,
+        queries: float,
+        keys: float,
+        head_dim: float,
+        dtype: str = "bf16",
+        *,
+        causal: bool = True,
+        backward: bool = False,
+        kernel: str = "",
+    ) -> float:
+        """Return the seconds of softmax(Q Kᵀ) V for Q [batch, heads, queries, head_dim].
+
+        A causal mask halves the FLOPs, and a backward needs 2.5 times those of a forward (both as
+        in the FlashAttention papers). `kernel` is one of `attention`, or "unfused", which writes
+        the scores to memory; the default is the first there is.
+        """
+        choices = [*self.attention, "unfused"]
+        kernel = kernel or choices[0]
+        if kernel not in choices:
+            raise ValueError(f"{self.name} has no attention {kernel!r}; use one of {choices}")
+        dtype, passes = _dtype(dtype), 2 if backward else 1
+        if kernel == "unfused":
+            scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
+            values = self.seconds_of_matmul(queries, head_dim, keys, dtype, batch=batch * heads)
+            # Mask and softmax read and write the scores once each; the backward does as much.
+            between = self.seconds_of_bytes(4 * batch * heads * queries * keys * BYTES[dtype])
+            return passes * (scores + values) + between
+        _at_least_0(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim)
+        law = self.attention[kernel]
+        flops = 4 * batch * heads * queries * keys * head_dim * (0.5 if causal else 1)
+        # At a rate share * peak * keys / (keys + half_length).
+        flops *= (2.5 if backward else 1) * (1 + law["half_length"] / max(keys, 1))
+        share = law["backward" if backward else "forward"]
+        num_bytes = 2 * batch * heads * (queries + keys) * head_dim * BYTES[dtype] * passes
+        compute = self.launch + flops / (share * self._peak(dtype))
+        return max(compute, self.seconds_of_bytes(num_bytes))
+
+    def _peak(self, dtype: str) -> float:
+        if dtype not in self.peak:
+            raise ValueError(f"{self.name} has no {dtype}; it has {', '.join(self.peak)}")
+        return self.peak[dtype]
+
+
+# ---------------------------------------------------------------------- networks
+@dataclass(frozen=True)
+class Network:
+    """What connects the devices of a node, or nodes, with the keys of `networks.toml`."""
+
+    name: str
+    bandwidth: float  # of one port, as sold
+    share: float  # of it, what rings reach with long messages,
+    tree: float  # trees,
+    nvls: float  # and a switch that reduces; 0 if it does not
+    launch: float  # seconds to start a collective
+    latency: float  # seconds of one step of it
+    ramp: float  # how slowly long messages come to their share: the law above
+    shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
+    by_ranks: dict[str, float] = field(default_factory=dict)
+    """Bus bandwidth by number of ranks, where links are no crossbar (V100)."""
+
+    def bus(self, ranks: int) -> float:
+        """Return the bytes/s that the busiest port of a ring of `ranks` carries."""
+        return self.by_ranks.get(str(ranks), self.bandwidth * self.share)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of `gpus` devices each: how long anything takes there. Made by `load`."""
+
+    name: str
+    device: Device
+    gpus: int
+    inside: Network
+    between: Network
+
+    def seconds_of_collective(
+        self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
+    ) -> float:
+        """Return the seconds of `verb` among `ranks` devices, spread evenly over `nodes`.
+
+        `num_bytes` is the whole tensor's. Every rank of a node does the same at the same time (as
+        in a mesh), hence a port that a node's devices share is divided by all of them. Send and
+        recv are between two ranks, of one node or of two.
+        """
+        if verb not in VERBS:
+            near = difflib.get_close_matches(str(verb), VERBS, 1, 0.0)[0]
+            raise ValueError(f"no collective {verb!r}, did you mean {near!r}? There are {VERBS}")
+        _at_least_0(num_bytes=num_bytes)
+        if not 1 <= nodes <= ranks <= nodes * self.gpus:
+            raise ValueError(
+                f"{ranks} ranks on {nodes} nodes of {self.name}: each node has at least 1 and at "
+                f"most {self.gpus}, so use {max(1, math.ceil(ranks / self.gpus))} to {ranks} nodes"
+            )
+        if ranks == 1:
+            return 0.0
+        return min(self.algorithms(verb, num_bytes, ranks, nodes).values())
+
+    def algorithms(self, verb: str, num_bytes: float, ranks: int, nodes: int) -> dict[str, float]:
+        """Return the seconds of `verb` by algorithm, unchecked; the fastest is what is taken."""
+        inside, between, local = self.inside, self.between, ranks / nodes
+        depth = math.ceil(math.log2(ranks))
+        outer, across = (between, math.ceil(math.log2(nodes))) if nodes > 1 else (inside, 0)
+        port = between.bandwidth / (self.gpus if between.shared else 1)
+
+        def bus(share: float) -> float:  # each rank of the node brings its port along
+            if nodes == 1:
+                return inside.bandwidth * share
+            return min(inside.bus(math.ceil(local)), local * port * share)
+
+        def law(inner_steps: float, outer_steps: float, on_wire: float) -> float:
+            wait = outer.launch + inner_steps * inside.latency + outer_steps * between.latency
+            return wait + on_wire + outer.ramp * math.sqrt(wait * on_wire)
+
+        sent = wire_bytes("send" if verb == "recv" else verb, int(num_bytes), ranks)
+        ring = inside.bus(ranks) if nodes == 1 else bus(between.share)
+        if verb in ("send", "recv"):
+            one = inside.bus(2) if nodes == 1 else port * between.share
+            return {"message": law(nodes == 1, nodes > 1, num_bytes / one)}
+        if verb in _TREES:
+            return {"tree": law(depth - across, across, sent / ring)}
+        if verb == "all_to_all":  # all pairs at once: what leaves the node waits for the ports
+            near = num_bytes * (local - 1) / ranks / inside.bus(math.ceil(local))
+            far = num_bytes * (ranks - local) / ranks / (port * between.share)
+            return {"pairs": law(depth - across, across, max(near, far if nodes > 1 else 0))}
+        rounds = 2 if verb == "all_reduce" else 1
+        outer_steps = rounds * (nodes - 1)
+        steps = rounds * (ranks - 1) - outer_steps
+        times = {"ring": law(steps, outer_steps, sent / ring)}
+        if verb == "all_reduce":
+            on_wire = 2 * num_bytes / bus(outer.tree)
+            times["tree"] = law(2 * (depth - across), 2 * across, on_wire)
+            if nodes == 1 and inside.nvls:  # (n + 1) / n of the bytes once, instead of 2 (n - 1)/n
+                on_wire = num_bytes * (1 + 1 / ranks) / (inside.bandwidth * inside.nvls)
+                times["nvls"] = law(2, 0, on_wire)
+        return times
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a family of training software adds to the hardware, with the keys of `software.toml`."""
+
+    name: str
+    host: float  # seconds that the host needs to launch a layer, in one direction,
+    host_tp: float  # more of them per doubling of tp, and
+    host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
+    passes: float  # of the bytes that a layer's elementwise operations must move, how many they do
+    attention: float  # seconds of attention, as a multiple of the kernel's
+    exposed: float  # share of data parallelism's collectives that hides behind nothing
+    fixed: float  # seconds of a step that depend on nothing
+    selective: float  # share of a forward that selective recomputation repeats, unfused scores apart
+    kept: float  # of the activations that backward needs, how many are kept
+    weights: float  # bytes per parameter; with those of
+    gradients: float
+    optimizer: float
+
+
+def _at_least_0(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name}={number} must be a number of 0 or more")
+
+
+def _dtype(dtype: str) -> str:
+    """Return our name of a type; torch's names, and torch's types themselves, are known too."""
+    name = str(dtype).removeprefix("torch.")
+    name = _NAMES.get(name, "fp8" if name.startswith("float8") else name)
+    if name not in BYTES:
+        raise ValueError(f"no type {dtype!r}; use one of {list(BYTES)}")
+    return name
+
+
+# ---------------------------------------------------------------------- files
+_FOLDER = resources.files("minipar.sim") / "machines"
+_PARTS = {"device": Device, "network": Network, "software": Software, "node": Machine}
+_REFERS = {"device": "device", "inside": "network", "between": "network"}
+_POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficiency", "bandwidth"}
+_POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
+_POSITIVE |= {"forward", "backward", "passes", "attention", "kept"}
+_SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
+_SHARES |= {"forward", "backward", "selective"}
+Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
+"""By kind and name: file and name, for errors, and the table."""
+
+
+class HardwareError(ValueError):
+    """Hardware that cannot be used: one line with the file, the key and the rule."""
+
+    def __init__(self, where: str, problem: str):
+        super().__init__(" ".join(f"{where}: {problem}".split()))
+
+
+def load(name: str | Path) -> Machine:
+    """Return the machine of that name, or of a file.
+
+    A name is a node's with a network's, "h100-ndr" say, or a node's alone, which brings its own
+    network (`names` has them all). A file ends in ``.toml``, holds tables like those of
+    ``machines/*.toml``, on top of these, and one ``[node.NAME]``: the machine. Each number is
+    written ``[number, "source"]``; ``like`` takes over what another table has. Raises
+    `HardwareError`, a `ValueError`.
+    """
+    known, node, network = _built_in(), str(name), ""
+    if node.endswith(".toml"):
+        own = _read(Path(name))
+        nodes = [key[1] for key in own if key[0] == "node"]
+        if len(nodes) != 1:
+            raise HardwareError(str(name), f"has {len(nodes)} tables [node.NAME], not 1")
+        known, node = known | own, nodes[0]
+    elif node in names():
+        node, network = names()[node]
+    else:
+        near = difflib.get_close_matches(node, names(), 3, 0.0)
+        raise HardwareError(f"no machine {node!r}", f"the nearest names are {', '.join(near)}")
+    machine = _make("node", node, known, str(name))
+    if network:
+        between = _make("network", network, known, str(name))
+        machine = replace(machine, name=node + _suffix(network), between=between)
+    return replace(machine, gpus=int(machine.gpus))
+
+
+def software(name: str) -> Software:
+    """Return a family of training software. Raises `HardwareError` for an unknown one."""
+    return _make("software", name, _built_in(), "software")
+
+
+@cache
+def names() -> dict[str, tuple[str, str]]:
+    """Return the names that `load` knows: of each, its node and its network between nodes."""
+    nodes = {name: table for (kind, name), (_, table) in _built_in().items() if kind == "node"}
+    inside = {table["inside"] for table in nodes.values()}
+    outside = [name for kind, name in _built_in() if kind == "network" and name not in inside]
+    return {n + _suffix(network): (n, network) for n in nodes for network in ("", *outside)}
+
+
+def _suffix(network: str) -> str:
+    return f"-{network.removeprefix('ib-')}" if network else ""
+
+
+@cache
+def _built_in() -> Known:
+    files = ("devices", "networks", "nodes", "software")
+    return {k: v for name in files for k, v in _read(_FOLDER / f"{name}.toml").items()}
+
+
+def _read(path: Any) -> Known:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
+    _complete(found, {"sources", *_PARTS}, str(path), optional={"sources", *_PARTS})
+    known: Known = {}
+    for kind in _PARTS.keys() & found.keys():
+        for name, table in _table(found[kind], f"{path}: {kind}").items():
+            where = f"{path}: {kind}.{name}"
+            known[kind, name] = where, _table(table, where)
+    return known
+
+
+def _make(kind: str, name: Any, known: Known, asked: str) -> Any:
+    """Return the part of that name, with what it takes from the one that it is like."""
+    table: dict[str, Any] = {}
+    chain: list[str] = []
+    while name is not None:
+        if name in chain or not isinstance(name, str) or (kind, name) not in known:
+            near = difflib.get_close_matches(str(name), [n for k, n in known if k == kind], 1, 0.0)
+            problem = "is like itself" if name in chain else f"no such {kind}; there is {near[0]}"
+            raise HardwareError(asked, f"{name!r}: {problem}")
+        chain.append(name)
+        where, more = known[kind, name]
+        asked, name = f"{where}.like", more.get("like")
+        table = {key: value for key, value in more.items() if key != "like"} | table
+    where, cls = known[kind, chain[0]][0], _PARTS[kind]
+    depth = {f.name: str(f.type).count("dict[") for f in fields(cls)[1:]}
+    _complete(table, set(depth), where, ("ceiling", "attention", "shared", "by_ranks"))
+    made = {}
+    for key, value in table.items():
+        if kind == "node" and key in _REFERS:
+            made[key] = _make(_REFERS[key], value, known, f"{where}.{key}")
+        else:
+            made[key] = _numbers(value, where, key, key, depth[key])
+    for key in {"peak", "ceiling"} & set(made):
+        _complete(made[key], set(BYTES), f"{where}.{key}", BYTES)
+    for kernel, law in made.get("attention", {}).items() if depth.get("attention") else ():
+        _complete(law, {"forward", "backward", "half_length"}, f"{where}.attention.{kernel}")
+    return cls(chain[0], **made)
+
+
+def _complete(
+    table: dict[str, Any], keys: set[str], where: str, optional: Collection[str] = ()
+) -> None:
+    """Raise unless `table` has all of `keys` but the optional ones, and no other."""
+    for key in sorted(set(table) - keys):
+        near = difflib.get_close_matches(key, keys, 1, 0.0)[0]
+        raise HardwareError(f"{where}.{key}", f"is not known here; did you mean {near}?")
+    for key in sorted(keys - set(table) - set(optional)):
+        raise HardwareError(f"{where}.{key}", "is missing")
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise HardwareError(where, f"must be a table, not {str(value)[:60]}")
+    return value
+
+
+def _numbers(value: Any, where: str, rule: str, key: str, depth: int) -> Any:
+    """Return the number of ``[number, "source"]``, or a table of them, within the bounds of `rule`
+    or of `key`, which is what it says."""
+    where = f"{where}.{key}"
+    if depth:
+        return {k: _numbers(v, where, rule, k, depth - 1) for k, v in _table(value, where).items()}
+    match value:
+        case [bool(), str()]:
+            pass
+        case [int() | float() as number, str(source)] if source:
+            lowest = 1e-12 if {rule, key} & _POSITIVE else 0
+            highest, whole = 1 if key in _SHARES else 1e21, key in ("gpus", "shared")
+            if lowest <= number <= highest and not (whole and number % 1):  # NaN is out of bounds
+                return float(number)
+            bounds = f"must be at least {lowest:g} and at most {highest:g}" + ", and whole" * whole
+            raise HardwareError(where, f"{str(number)[:40]} {bounds}")
+    raise HardwareError(where, f'must be [number, "source"], not {str(value)[:60]}')
