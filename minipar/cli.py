@@ -1,8 +1,8 @@
 """The command line, `minipar COMMAND`. `minipar train --help` is worth reading.
 
 Whatever a user got wrong ends in one line on stderr and exit code 2; a rank that failed in exit
-code 1, with that rank's own traceback where one line cannot say why; Ctrl-C in exit code 130. A run
-that was asked to stop by a signal, and has saved, ends with 0.
+code 1, with that rank's own traceback where one line cannot say why; a plan that fits nowhere in exit
+code 3; Ctrl-C in exit code 130. A run that was asked to stop by a signal, and has saved, ends with 0.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -32,6 +33,7 @@ from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
+from minipar.sim import calibrate, planner
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import load_tokenizer, try_out
@@ -74,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
         code = 0
+    except planner.NothingFits as error:
+        _complain(error)
+        code = 3
     except ValueError as error:
         backends.excuse(str(error))
         _complain(error)
@@ -511,6 +516,22 @@ def read_timeline(traces: list[str]) -> Timeline:
     return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
 
 
+def plan(command: planner.PlanConfig) -> None:
+    """Print the plans that would train a model fastest, and why; draw where their time goes."""
+    text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
+    print(text)
+    if command.out and not command.json:
+        inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
+        figure = draw.bars(
+            planner.where_time_goes(plans),
+            unit="s",
+            title=f"{command.model} on {command.gpus} x {command.hardware}: a step's time",
+            note="predicted, in closed form",
+            colours={part: draw.colour(ink) for part, ink in inks.items()},
+        )
+        print(f"\ndrawn into {draw.save(figure, command.out)}")
+
+
 # ---------------------------------------------------------------------- all of them
 class _Command(NamedTuple):
     config: type
@@ -542,4 +563,6 @@ _COMMANDS = {
     ),
     "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _command(overlap, "how much communication do these traces hide?"),
+    "plan": _command(plan, "which plan would train this model fastest there?"),
+    "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
 }

@@ -161,12 +161,16 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         hidden, touched = c.moe.num_shared * f, 4 * c.moe.top_k * (width + 2 * f)
     if hidden:
         compute += product(ups * hidden, width) + product(width, hidden)
+    # A ring computes cp pieces of a square each, and adds up their results in float32.
+    pieces = plan.cp if plan.context == "ring" else 1
     attention = device.seconds_of_attention(
-        job.microbatch, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len, c.head_dim,
+        job.microbatch * pieces, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len / pieces,
+        c.head_dim,
         "bf16" if job.dtype in ("fp8", "fp4") else job.dtype,
         backward=backward, kernel="" if job.flash else "unfused",
     )  # fmt: skip
     attention *= job.software.attention if job.flash else 1
+    attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
     if backward and plan.checkpointing == "selective" and not job.flash:
         attention *= 1.5
     # Two norms and two residual sums of the stream, a rotation, and the hidden layer's product.
@@ -285,10 +289,10 @@ def activations(job: Job) -> dict[str, float]:
     moe, hidden = c.moe, c.intermediate_size
     if moe is not None:
         hidden = (moe.top_k + moe.num_shared) * moe.expert_size
-    cut, whole = (6.5, 1.5) if job.gated else (5, 0)
+    inputs, whole = 8 if job.gated else 5, job.software.gathered * plan.sequence_parallel
     heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
     numbers = {
-        "norms": c.hidden_size * (cut / (tp if plan.sequence_parallel else 1) + whole),
+        "norms": c.hidden_size * ((inputs - whole) / (tp if plan.sequence_parallel else 1) + whole),
         "attention": heads * c.head_dim,
         "mlp": (4 if job.gated else 2) * hidden / tp,
     }

@@ -256,6 +256,7 @@ class Software:
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, unfused scores apart
+    gathered: float  # numbers per width and token of which sequence parallelism keeps all
     kept: float  # of the activations that backward needs, how many are kept
     weights: float  # bytes per parameter; with those of
     gradients: float

@@ -1,0 +1,179 @@
+"""Measure the machine that this runs on, and write it down as a file that `hardware.load` reads.
+
+Every rank measures at the same time, since ranks share cores, memory and links: products in each
+type, attention, an operation that moves bytes and one that does nothing; then collectives of all
+ranks by size, to which the constants of the network are fitted (`fit.py`). The slowest rank counts.
+Of networks between nodes one machine can tell nothing: `between` is a name in the file, to be
+edited, and a pasted output of nccl-tests can take the place of our own collectives.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from minipar.comm import backends, collectives
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Mesh
+from minipar.comm.spans import wire_bytes
+from minipar.sim import fit, hardware
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CPU, GPU = dict(cube=768, bytes=2**26, length=512, most=22), dict(
+    cube=8192, bytes=2**30, length=8192, most=28
+)  # fmt: skip
+"""Sizes to measure with: of products, of what is moved, of sequences, and 2 to the largest message."""
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Measure this machine, in less than three minutes, for `minipar plan --hardware FILE`."""
+
+    out: str = "machine.toml"
+    """Where to write it."""
+    ranks: int = 0
+    """Ranks that measure at the same time; 0: one per GPU, or per core without."""
+    nccl_tests: str = ""
+    """A text file with the output of one of nccl-tests' programs, on one node, instead of our
+    own collectives."""
+
+
+def run(config: CalibrateConfig) -> hardware.Machine:
+    """Measure, write the file, print what was found, and return the machine."""
+    path = Path(config.out)
+    if path.suffix != ".toml" or not path.parent.is_dir():
+        raise ValueError(f"--out {config.out}: name a .toml file in a folder that exists")
+    pasted = parse_nccl(Path(config.nccl_tests), str(path)) if config.nccl_tests else []
+    cores = min(8, psutil.cpu_count(logical=False) or 1)
+    size = config.ranks or torch.cuda.device_count() or cores
+    backend = backends.pick_backend(size)
+    with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
+        found = ranks.run(measure, size)
+    slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
+    points = [fit.Point("", str(path), *row) for row in found[0][1]]
+    machine = write(path, slowest, pasted or points, size)
+    device = machine.device
+    rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in device.peak.items())
+    print(f"{rates}; {device.memory_bandwidth / 1e9:,.1f} GB/s of memory; {size} ranks")
+    print(f"written into {path}; what connects it to others, `between`, is yours to name there")
+    return machine
+
+
+# ---------------------------------------------------------------------- on the ranks
+def measure(size: int) -> tuple[dict[str, float], list[tuple]]:
+    """Return seconds and bytes of this rank, and a row per collective; called on every rank."""
+    axis = Mesh(dp=size).dp
+    device = backends.device_of(axis.rank)
+    sizes = GPU if device.type == "cuda" else CPU
+    n, length = sizes["cube"], sizes["length"]
+    found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
+    for name, dtype in DTYPES.items():
+        if device.type == "cpu" and dtype == torch.float16:
+            continue  # no processor's products
+        a = torch.randn(n, n, device=device).to(dtype)
+        found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
+    a = torch.zeros(sizes["bytes"] // 4, device=device)
+    b = torch.zeros_like(a)
+    found["byte"] = _seconds(lambda: torch.add(a, 1.0, out=b), device) / (2 * sizes["bytes"])
+    heads = torch.randn(3, 1, 8, length, 64, device=device)
+    if device.type == "cuda":
+        heads = heads.bfloat16()
+    q, k, v = heads.requires_grad_()
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    flops = 4 * 8 * length**2 * 64 / 2
+    found["forward"] = _seconds(attend, device) / flops
+    both = _seconds(lambda: torch.autograd.grad(attend().sum(), heads), device) / flops
+    found["backward"] = max(both - found["forward"], found["forward"]) / 2.5
+    memory = psutil.virtual_memory().total / size
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    found["memory"] = -memory  # the smallest counts
+    rows = []
+    for power in range(12, sizes["most"] + 1, 2) if size > 1 else ():
+        tensor = torch.zeros(2**power // 4, device=device)
+        seconds = _seconds(lambda t=tensor: collectives.all_reduce(t, axis), device, count=15)
+        bus = wire_bytes("all_reduce", 2**power, size) / seconds
+        rows.append(("all_reduce", 2**power, size, 1, bus))
+    return found, rows
+
+
+def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
+    """Return the median of `count` calls, or of as many as half a second holds."""
+    times: list[float] = []
+    work()
+    while len(times) < (count or 3) or (not count and sum(times) < 0.5 and len(times) < 1000):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------------- the file
+def write(
+    path: Path, slowest: dict[str, float], points: list[fit.Point], size: int
+) -> hardware.Machine:
+    """Write the file, fit its network to the points, and return the machine."""
+    peaks = {name: 1 / slowest[name] for name in DTYPES if name in slowest}
+    kind = "bf16" if torch.cuda.is_available() else "fp32"
+    share = {way: min(1.0, 1 / slowest[way] / peaks[kind]) for way in ("forward", "backward")}
+    device = {f"peak.{name}": rate for name, rate in peaks.items()}
+    device |= {"memory": -slowest["memory"], "memory_bandwidth": 1 / slowest["byte"]}
+    device |= {"launch": slowest["launch"], "memory_efficiency": 1.0}
+    device |= {f"attention.measured.{way}": value for way, value in share.items()}
+    device |= {"attention.measured.half_length": 1.0}
+    best = max((p.bus for p in points), default=1e9)
+    network = {"bandwidth": 2 * best, "share": 0.5, "tree": 0.25, "nvls": 0, "launch": 1e-4}
+    network |= {"latency": 0, "ramp": 0.3}
+    like = "gpu" if torch.cuda.is_available() else "this-cpu"
+
+    def table(kind: str, values: dict[str, float], *lines: str) -> str:
+        numbers = [f'{key} = [{value:.6g}, "measured here"]' for key, value in values.items()]
+        return "\n".join([f"[{kind}]", *lines, *numbers, ""])
+
+    def text() -> str:
+        parts = [
+            table("node.here", {"gpus": size}, 'device = "here"', 'inside = "here"',
+                  'between = "100gbe"'),
+            table("device.here", device, f'like = "{like}"'),
+            table("network.here", network),
+        ]  # fmt: skip
+        return "\n".join(parts)
+
+    path.write_text(text(), encoding="utf-8")
+    if points:
+        fitted = fit.fit(points, "inside", ("launch", "share", "ramp"))
+        network |= fitted | {"share": min(1.0, fitted["share"])}
+        network["tree"] = network["share"] / 2
+        path.write_text(text(), encoding="utf-8")
+    return hardware.load(path)
+
+
+def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
+    """Return the points of an output of nccl-tests on one node; raise `ValueError` if it is none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
+    ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
+    row = r"^\s*(\d+)\s+\d+\s+\w+\s+\S+\s+(?:-?\d+\s+)?([\d.]+)\s+[\d.]+\s+([\d.]+)"
+    rows = [(int(n), float(bus)) for n, _, bus in re.findall(row, text, re.MULTILINE)]
+    if not verb or ranks < 2 or not any(bus for _, bus in rows):
+        raise ValueError(
+            f"{path}: no output of nccl-tests: it names the program, lists 2 ranks or more as "
+            "'# Rank 0 ...', and has rows of size, count, type, redop, root, time, algbw, busbw"
+        )
+    name = verb[1].replace("alltoall", "all_to_all")
+    return [fit.Point("", machine, name, n, ranks, 1, bus * 1e9) for n, bus in rows if n and bus]
