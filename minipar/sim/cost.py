@@ -90,7 +90,21 @@ class Job:
 
 @cache
 def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
-    return stages.balance(stages.estimate_costs(config), parts)
+    """Return the layers of each stage, for the least time of the slowest: the last has the head.
+
+    As `stages.balance`, of layers that are alike: hundreds of plans want another cut each.
+    """
+    if parts == 1:
+        return (config.num_layers,)
+    *_, layer, head = stages.estimate_costs(config)
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last
+
+    last = min(range(1, config.num_layers - parts + 2), key=slowest)
+    each, more = divmod(config.num_layers - last, parts - 1)
+    # Early stages hold more microbatches: fewer layers there.
+    return (*([each] * (parts - 1 - more)), *([each + 1] * more), last)
 
 
 # ---------------------------------------------------------------------- time

@@ -5,10 +5,10 @@ Idea.   A simulator asks four things of hardware: the seconds of a matrix produc
         the constants are in `machines/*.toml`, each beside its source.
 Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the best shapes reach:
 
-            launch + max(2 m' n' k / (0.95 C fill), bytes / memory bandwidth)
+            launch + max(2 m n k / (0.95 C fill), bytes / memory bandwidth)
 
-        m' and n' are at least one tile; `fill` is the share of the device's processors that have
-        a tile (1 from one whole wave on). A collective that moves T seconds worth of bytes at the
+        `fill` is the share of its waves that a product fills: outputs are cut into whole tiles, and
+        a wave is a tile for each of the device's processors. A collective that moves T seconds worth of bytes at the
         bandwidth its algorithm gets, after a latency of A seconds, takes
 
             A + T + ramp sqrt(A T)        A = launch + steps * latency per step
@@ -97,8 +97,9 @@ class Device:
         dtype = _dtype(dtype)
         if not m * n * k * batch:
             return self.launch
-        tiles = batch * max(m / self.tile, 1) * max(n / self.tile, 1)
-        flops = max(tiles, self.processors) * self.tile**2 * 2 * k
+        tiles = batch * math.ceil(m / self.tile) * math.ceil(n / self.tile)
+        waves = math.ceil(tiles / self.processors)
+        flops = waves * self.processors * self.tile**2 * 2 * k
         num_bytes = batch * (m * k + k * n + m * n) * BYTES[dtype]
         through_memory = num_bytes / (self.memory_bandwidth * self.memory_efficiency)
         return self.launch + max(flops / (OF_CEILING * self.ceiling_of(dtype)), through_memory)
@@ -255,7 +256,9 @@ class Software:
     attention: float  # seconds of attention, as a multiple of the kernel's
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     fixed: float  # seconds of a step that depend on nothing
-    selective: float  # share of a forward that selective recomputation repeats, unfused scores apart
+    selective: (
+        float  # share of a forward that selective recomputation repeats, unfused scores apart
+    )
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
     kept: float  # of the activations that backward needs, how many are kept
     weights: float  # bytes per parameter; with those of

@@ -26,7 +26,7 @@ from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, hardware
 
-ERROR = 0.16
+ERROR = 0.15
 """Relative error of the step time that 90 % of published runs stay within."""
 GB = 1e9
 LARGER = {
@@ -138,7 +138,9 @@ def model_config(name: str) -> LlamaConfig:
     if path.exists():
         return hf.load_config(path.parent if path.is_file() else path)
     near = difflib.get_close_matches(name, [*PRESETS, *LARGER], 3, 0.0)
-    raise ValueError(f"no model {name!r}: no such file, and the nearest names are {', '.join(near)}")
+    raise ValueError(
+        f"no model {name!r}: no such file, and the nearest names are {', '.join(near)}"
+    )
 
 
 def machine_of(config: PlanConfig) -> hardware.Machine:
@@ -482,4 +484,3 @@ def _nothing_fits(config: PlanConfig, base: cost.Job, found: Search) -> str:
             if search(shorter, config.gpus, config.global_batch, fix).best():
                 return f"{needs}; --seq {shorter.seq_len} would do"
     return f"{needs}; no 64 times as many devices would do"
-

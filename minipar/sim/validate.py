@@ -100,7 +100,9 @@ def _run(row: dict[str, str]) -> Run:
     family = next((v for k, v in FAMILIES.items() if row["framework"].startswith(k)), "any")
     moe = None
     if row["experts"]:
-        moe = MoEConfig(whole("experts"), whole("top_k"), whole("moe_ffn"), whole("shared_experts", 0))
+        moe = MoEConfig(
+            whole("experts"), whole("top_k"), whole("moe_ffn"), whole("shared_experts", 0)
+        )
     config = LlamaConfig(
         whole("vocab"), whole("hidden"), whole("ffn"), whole("layers"), whole("heads"),
         whole("kv_heads"), whole("head_dim"), max_seq_len=whole("seq"),
@@ -148,7 +150,9 @@ def constant(runs: Sequence[Run]) -> np.ndarray:
     return ideal / np.median(ideal / [run.seconds for run in runs])
 
 
-def choices(runs: Sequence[Run], headroom: float = cost.HEADROOM) -> list[tuple[float, float, float]]:
+def choices(
+    runs: Sequence[Run], headroom: float = cost.HEADROOM
+) -> list[tuple[float, float, float]]:
     """Return of each cell of 3 runs or more: share of the best measured throughput that the
     prediction's choice and the rule of thumb's have; rank correlation of predicted and measured."""
     found = []
@@ -160,7 +164,10 @@ def choices(runs: Sequence[Run], headroom: float = cost.HEADROOM) -> list[tuple[
         fit = [r for r in cell if r.held < headroom * r.job.machine.device.memory] or cell
         ours = min(fit, key=lambda run: run.predicted)
         thumb = min(fit, key=lambda r: (r.job.plan.tp * r.job.plan.pp, -r.job.microbatch))
-        ranks = [np.argsort(np.argsort(x)) for x in zip(*((r.predicted, r.seconds) for r in cell), strict=True)]
+        ranks = [
+            np.argsort(np.argsort(x))
+            for x in zip(*((r.predicted, r.seconds) for r in cell), strict=True)
+        ]
         found.append((best / ours.seconds, best / thumb.seconds, float(np.corrcoef(*ranks)[0, 1])))
     return found
 

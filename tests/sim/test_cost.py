@@ -1,0 +1,141 @@
+"""The closed form of a step: its parts behave like hardware, and are those of what was published."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.model.moe import MoEConfig
+from minipar.parallel.pipeline import stages
+from minipar.parallel.plan import Plan
+from minipar.sim import cost, hardware
+from minipar.sim.planner import model_config
+
+H100 = hardware.load("h100-ndr")
+ANY = hardware.software("any")
+
+
+def job(plan: str, *, config=PRESETS["llama-3-8b"], machine=H100, software=ANY, **options):
+    return cost.Job(
+        config, Plan.parse(plan), machine, software, options.pop("seq", 8192), **options
+    )
+
+
+def step(a: cost.Job) -> float:
+    return sum(cost.seconds(a).values())
+
+
+def held(a: cost.Job) -> float:
+    return sum(cost.memory(a).values())
+
+
+@pytest.mark.parametrize(
+    ("sequence", "recompute", "forward", "backward"),
+    [(False, "none", 7.7, 11.9), (True, "none", 7.2, 11.8), (False, "full", 7.7, 19.5)],
+)
+def test_a_layer_takes_what_was_published(sequence, recompute, forward, backward):
+    """Korthikanti et al. 2022, table 4, to which one number of the family was fitted."""
+    shape = LlamaConfig(51_200, 6144, 24_576, 48, 64, 64)
+    plan = Plan(tp=8, sequence_parallel=sequence, checkpointing=recompute)
+    family, options = hardware.software("megatron"), dict(dtype="fp16", gated=False, flash=False)
+    one = cost.Job(shape, plan, hardware.load("a100"), family, 2048, 4, **options)
+    times = [sum(cost._layer(one, way).values()) for way in (False, True)]
+    again = times[0] if recompute == "full" else 0
+    assert times[0] == pytest.approx(forward * 1e-3, rel=0.12)
+    assert times[1] + again == pytest.approx(backward * 1e-3, rel=0.12)
+
+
+def test_llama_3_405b_takes_what_was_published():
+    """Grattafiori et al. 2024, table 4: 16,384 H100, tp 8, pp 16, dp 128: 400 TFLOP/s a device.
+
+    Nothing is fitted to it.
+    """
+    plan = "dp=128,tp=8,pp=16,zero=1,sequence_parallel,microbatches=16,schedule=interleaved_1f1b"
+    config, family = model_config("llama-3-405b"), hardware.software("megatron")
+    seconds = step(job(plan, config=config, software=family))
+    flops = config.flops_per_token(8192) * 16 * 128 * 8192
+    assert flops / seconds / 16_384 == pytest.approx(400e12, rel=0.16)
+
+
+PLANS = (
+    "dp=64,zero=3", "dp=8,tp=8,sequence_parallel", "tp=4,pp=16,microbatches=32", "dp=16,zero=1",
+    "dp=8,pp=8,zero=1,microbatches=16,schedule=interleaved_1f1b", "dp=4,cp=16", "dp=2,tp=16,pp=2",
+)  # fmt: skip
+
+
+@given(st.sampled_from(PLANS), st.floats(1, 4))
+def test_a_better_machine_is_never_slower(plan, factor):
+    """Mutants: a part that grows with a bandwidth; one that forgets the network."""
+    for where, key in (
+        ("between", "bandwidth"), ("inside", "bandwidth"), ("device", "memory_bandwidth"),
+    ):  # fmt: skip
+        part = getattr(H100, where)
+        better = replace(H100, **{where: replace(part, **{key: factor * getattr(part, key)})})
+        assert step(job(plan, machine=better)) <= step(job(plan)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_more_work_never_takes_less_time_or_memory(plan):
+    for more in (dict(seq=16_384), dict(microbatch=2), dict(config=model_config("llama-3-70b"))):
+        assert step(job(plan, **more)) > step(job(plan))
+        assert held(job(plan, **more)) > held(job(plan))
+
+
+def test_each_axis_pays_for_itself_alone():
+    """Mutant: communication of an axis that has one rank."""
+    for plan in PLANS:
+        one, parts = job(plan), cost.seconds(job(plan))
+        for axis in cost.AXES:
+            size = one.ep if axis == "ep" else getattr(one.plan, axis)
+            assert (parts[axis] > 0) == (size > 1 or (axis == "dp" and one.plan.cp > 1)), axis
+        assert (parts["bubble"] > 0) == (one.plan.pp > 1)
+        assert all(part >= 0 for part in parts.values())
+
+
+def test_memory_shrinks_with_what_is_cut_and_computed_again():
+    stages = [held(job(f"dp=8,zero={zero}")) for zero in range(4)]
+    kept = [held(job(f"dp=8,checkpointing={how}")) for how in ("none", "selective", "full")]
+    assert stages == sorted(stages, reverse=True) and kept == sorted(kept, reverse=True)
+    state = cost.memory(job("dp=8"))
+    expected = 18 * PRESETS["llama-3-8b"].num_parameters
+    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
+        expected, rel=0.01
+    )
+
+
+def test_schedules_trade_the_bubble_for_memory():
+    by_name = {
+        name: job(f"pp=8,microbatches=16,schedule={name}")
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+    }
+    bubble = {name: cost.seconds(one)["bubble"] for name, one in by_name.items()}
+    assert bubble["zb_h2"] == 0 < bubble["zb_h1"] < bubble["1f1b"] == bubble["gpipe"]
+    assert bubble["interleaved_1f1b"] < bubble["1f1b"]
+    assert held(by_name["gpipe"]) > held(by_name["zb_h2"]) > held(by_name["1f1b"])
+    whole, parts = job("pp=4,microbatches=64"), cost.seconds(job("pp=4,microbatches=64"))
+    assert parts["bubble"] / (sum(parts.values()) - parts["bubble"]) < 3 / 64
+    assert sum(whole.layers()) == 32
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
+def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
+    """Of the slowest stage; `stages.balance` needs seconds for large models."""
+    for name in ("llama-3.2-1b", "llama-3-8b"):
+        costs = stages.estimate_costs(PRESETS[name])
+        slowest = []
+        for cut in (cost._cut(PRESETS[name], parts), stages.balance(costs, parts)):
+            assert sum(cut) == PRESETS[name].num_layers and len(cut) == parts
+            slowest.append(
+                max(n * costs[1] + costs[-1] * (i == parts - 1) for i, n in enumerate(cut))
+            )
+        assert slowest[0] <= slowest[1] * (1 + 1e-9)
+
+
+def test_experts_cost_memory_by_all_and_time_by_those_chosen():
+    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(8, 2, 14_336))
+    dense, sparse = job("dp=8"), job("dp=8", config=moe)
+    assert held(sparse) > 3 * held(dense) and step(sparse) < 3 * step(dense)
+    assert held(replace(sparse, ep=8)) < 0.5 * held(sparse)
+    assert cost.seconds(replace(sparse, ep=8))["ep"] > 0 == cost.seconds(sparse)["ep"]
