@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CPU, GPU = dict(cube=768, bytes=2**26, length=512, most=22), dict(
     cube=8192, bytes=2**30, length=8192, most=28
 )  # fmt: skip
-"""Sizes to measure with: of products, of what is moved, of sequences, and 2 to the largest message."""
+"""Sizes: of products, bytes moved, sequences, and the largest message as a power of 2."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def write(
 
 
 def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
-    """Return the points of an output of nccl-tests on one node; raise `ValueError` if it is none."""
+    """Return the points in the output of nccl-tests on one node; raise `ValueError` if none."""
     text = path.read_text(encoding="utf-8", errors="replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))

@@ -35,9 +35,9 @@ BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualp
 """Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 LOGITS = 12
-"""Bytes that the loss keeps of a logit: itself in 16 bits, in float32, its gradient, and between."""
+"""Bytes that the loss keeps of a logit: in 16 bits, in float32, its gradient, and between."""
 HEADROOM = 0.78
-"""Of a device's memory, what a plan may fill: fuller ones were two to six times slower than any model."""
+"""Share of a device that a plan may fill: fuller ones were two to six times slower than here."""
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 

@@ -8,8 +8,8 @@ Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the be
             launch + max(2 m n k / (0.95 C fill), bytes / memory bandwidth)
 
         `fill` is the share of its waves that a product fills: outputs are cut into whole tiles, and
-        a wave is a tile for each of the device's processors. A collective that moves T seconds worth of bytes at the
-        bandwidth its algorithm gets, after a latency of A seconds, takes
+        a wave is a tile for each of the device's processors. A collective that moves T seconds
+        worth of bytes at the bandwidth its algorithm gets, after a latency of A seconds, takes
 
             A + T + ramp sqrt(A T)        A = launch + steps * latency per step
 
@@ -159,10 +159,10 @@ class Network:
     bandwidth: float  # of one port, as sold
     share: float  # of it, what rings reach with long messages,
     tree: float  # trees,
-    nvls: float  # and a switch that reduces; 0 if it does not
     launch: float  # seconds to start a collective
     latency: float  # seconds of one step of it
     ramp: float  # how slowly long messages come to their share: the law above
+    nvls: float = 0.0  # of it, what a switch that reduces reaches; 0: it does not
     shared: float = 0.0  # 1: all devices of a node use one port (Ethernet); 0: each has its own
     by_ranks: dict[str, float] = field(default_factory=dict)
     """Bus bandwidth by number of ranks, where links are no crossbar (V100)."""
@@ -382,7 +382,7 @@ def _make(kind: str, name: Any, known: Known, asked: str) -> Any:
         table = {key: value for key, value in more.items() if key != "like"} | table
     where, cls = known[kind, chain[0]][0], _PARTS[kind]
     depth = {f.name: str(f.type).count("dict[") for f in fields(cls)[1:]}
-    _complete(table, set(depth), where, ("ceiling", "attention", "shared", "by_ranks"))
+    _complete(table, set(depth), where, ("ceiling", "attention", "nvls", "shared", "by_ranks"))
     made = {}
     for key, value in table.items():
         if kind == "node" and key in _REFERS:

@@ -1,4 +1,4 @@
-"""The closed form of a step: its parts behave like hardware, and are those of what was published."""
+"""The closed form of a step: its parts behave like hardware, and are as published."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`minipar plan`: what it recommends is legal, fits and is the fastest there is; why not, in words."""
+"""`minipar plan`: what it recommends is legal, fits and is the fastest; why not, in words."""
 
 import json
 import shlex
