@@ -5,7 +5,8 @@
 prints for each source in the table the error of the constants in ``networks.toml`` beside that of a
 *constant*, the source's median bus bandwidth for all of its rows, and then the constants that fit
 best, to be copied there. All errors are in-sample: a law that does not beat the constant has shown
-nothing. A row is ``source,machine,verb,bytes,ranks,nodes,busbw``, the last in GB/s as in nccl-tests.
+nothing. A row is ``source,machine,verb,bytes,ranks,nodes,busbw``, the last in GB/s, as nccl-tests
+prints it.
 
 The fit is Gauss-Newton on logarithms with numpy's least squares; rows far off weigh less, so that
 the sum of absolute errors falls, not that of their squares (shared networks have long tails).
@@ -50,10 +51,12 @@ def read(path: str | Path) -> list[Point]:
     """Return the points of a table."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return [
-        Point(r["source"], r["machine"], r["verb"], *(int(r[k]) for k in ("bytes", "ranks", "nodes")),
-              float(r["busbw"]) * 1e9) for r in rows
-    ]  # fmt: skip
+    points = []
+    for row in rows:
+        counts = [int(row[key]) for key in ("bytes", "ranks", "nodes")]
+        bus = float(row["busbw"]) * 1e9
+        points.append(Point(row["source"], row["machine"], row["verb"], *counts, bus))
+    return points
 
 
 def errors(points: Sequence[Point], buses: Iterable[float]) -> np.ndarray:
