@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from minipar.lab import predicted
 from minipar.sim import cost, validate
 
 DATA = Path(__file__).with_name("data")
@@ -86,6 +87,13 @@ def test_the_report_names_the_worst_rows_and_the_simple_rules(runs, capsys):
     printed = capsys.readouterr().out
     for words in ("zero_bubble, public-check: 48 rows", "a constant", "rule of thumb", "measured;"):
         assert words in printed
+
+
+def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predicted, "OUT", str(tmp_path / "predicted.png"))
+    predicted.main([str(DATA / "measured_public_check.csv")])
+    assert (tmp_path / "predicted.png").stat().st_size > 5000
+    assert "drawn into" in capsys.readouterr().out
 
 
 def test_a_bad_table_is_one_line(tmp_path):
