@@ -54,12 +54,22 @@ class Job:
     dtype: str = "bf16"
     gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
     flash: bool = True  # attention in one kernel
-    ep: int = 1  # ranks among which experts are shared out
+    ep: int = 1  # of the ranks of dp, how many share the experts, where no axis of the plan does
 
     @property
     def tokens(self) -> float:
         """Tokens of a microbatch on a rank."""
         return self.microbatch * self.seq_len / self.plan.cp
+
+    @property
+    def dp(self) -> int:
+        """Ranks with sequences of their own: those of an axis of experts have, too."""
+        return self.plan.dp * getattr(self.plan, "ep", 1)
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks among which experts are shared out."""
+        return max(self.ep, getattr(self.plan, "ep", 1))
 
     @property
     def chunks(self) -> int:
@@ -119,8 +129,8 @@ def seconds(job: Job) -> dict[str, float]:
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
     once = {part: forward[part] + backward[part] for part in forward}
-    group, inner = plan.dp * plan.cp, plan.tp
-    layer, table = parameters(job)
+    group, inner = job.dp * plan.cp, plan.tp
+    layer, _, table = parameters(job)
     if plan.zero == 3 and group > 1:
         once["dp"] = _gather_and_reduce(job, forward, backward, layer)
     layers = job.layers()
@@ -168,7 +178,7 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     ups = 2 if job.gated else 1
     hidden, touched = c.intermediate_size / tp, 0.0
     if c.moe is not None:
-        chosen, held = n * c.moe.top_k, max(1, c.moe.num_experts / job.ep)
+        chosen, held = n * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
         f = c.moe.expert_size / tp
         compute += product(ups * f, width, chosen / held, held)
         compute += product(width, f, chosen / held, held)
@@ -197,9 +207,9 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         parts["tp"] = 2 * job.collective("all_reduce", 2 * n * width, 1, tp)
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
-    if job.ep > 1 and c.moe is not None:
+    if (ep := job.experts_over) > 1 and c.moe is not None:
         num_bytes = 2 * n * c.moe.top_k * width
-        parts["ep"] = 2 * job.collective("all_to_all", num_bytes * job.ep, tp, job.ep)
+        parts["ep"] = 2 * job.collective("all_to_all", num_bytes * ep, tp, ep)
     host, doublings = job.software.host, math.log2(tp)
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
     host += doublings * (job.software.host_tp + job.software.host_across * far)
@@ -222,7 +232,7 @@ def _gather_and_reduce(
     job: Job, forward: dict[str, float], backward: dict[str, float], layer: float
 ) -> float:
     """Return what ZeRO 3 adds to a layer: what computing does not hide, and a share of the rest."""
-    group, inner = job.plan.dp * job.plan.cp, job.plan.tp
+    group, inner = job.dp * job.plan.cp, job.plan.tp
     gather = job.collective("all_gather", 2 * layer, inner, group)
     reduce = job.collective("reduce_scatter", 2 * layer, inner, group)
     waits = 0.0
@@ -245,16 +255,20 @@ def _touch(job: Job, num_bytes: float) -> float:
 
 
 # ---------------------------------------------------------------------- memory
-def parameters(job: Job) -> tuple[float, float]:
-    """Return the parameters of a layer, and of the embedding, on a rank before ZeRO cuts them."""
-    c = job.config
-    layer = float(c.layer_parameters(c.num_layers - 1))
+def parameters(job: Job) -> tuple[float, float, float]:
+    """Return a rank's parameters before ZeRO: a layer's, of these experts', and a table's.
+
+    The table is the embedding, or the head.
+    """
+    c, tp = job.config, job.plan.tp
+    layer, experts = float(c.layer_parameters(c.num_layers - 1)), 0.0
     if c.moe is not None:
-        experts = 3 * c.moe.num_experts * c.moe.expert_size * c.hidden_size
-        layer += experts / job.ep - experts
+        experts = 3.0 * c.moe.num_experts * c.moe.expert_size * c.hidden_size
+        layer += experts / job.experts_over - experts
+        experts /= job.experts_over
     elif not job.gated:
         layer -= c.hidden_size * c.intermediate_size
-    return layer / job.plan.tp, c.vocab_size * c.hidden_size / job.plan.tp
+    return layer / tp, experts / tp, c.vocab_size * c.hidden_size / tp
 
 
 def memory(job: Job) -> dict[str, float]:
@@ -267,18 +281,19 @@ def memory(job: Job) -> dict[str, float]:
 
 def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     plan, software, c = job.plan, job.software, job.config
-    layer, table = parameters(job)
+    layer, experts, table = parameters(job)
     last = stage == plan.pp - 1 or plan.schedule in V_SHAPED
     tables = (stage == 0) + last - (plan.pp == 1 and c.tie_embeddings)
-    mine = layers * layer + tables * table
-    if plan.schedule == "dualpipe":
-        mine *= 2
-    group = plan.dp * plan.cp
-    cut = [group if plan.zero >= stage else 1 for stage in (3, 2, 1)]
+    copies = 2 if plan.schedule == "dualpipe" else 1
+    mine, shared = copies * (layers * layer + tables * table), copies * layers * experts
+    # Experts that ranks share out are cut among fewer of them.
+    group = job.dp * plan.cp
+    cut = (mine + (job.experts_over - 1) * shared) / group
     held = {
-        "weights": software.weights * mine / cut[0] + 4 * layer * (plan.zero == 3),
-        "gradients": software.gradients * mine / cut[1],
-        "optimizer": software.optimizer * mine / cut[2],
+        "weights": software.weights * (cut if plan.zero == 3 else mine)
+        + 4 * layer * (plan.zero == 3),
+        "gradients": software.gradients * (cut if plan.zero >= 2 else mine),
+        "optimizer": software.optimizer * (cut if plan.zero else mine),
     }
     stored = sum(activations(job).values())
     if plan.checkpointing == "full":  # and what one layer at a time keeps

@@ -96,7 +96,7 @@ class Ranked:
     def tokens_per_second(self) -> float:
         """Per device."""
         job = self.job
-        tokens = job.plan.dp * job.plan.microbatches * job.microbatch * job.seq_len
+        tokens = job.dp * job.plan.microbatches * job.microbatch * job.seq_len
         return tokens / self.step / job.plan.num_ranks
 
     def mfu(self, causal: bool) -> float:
@@ -181,8 +181,11 @@ def fixed(text: str) -> dict[str, Any]:
 def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Job]:
     """Yield plans for `gpus` devices that share out `global_batch` sequences, legal or not."""
     for sizes in meshes(gpus):
-        dp, pp, tp = sizes["dp"], sizes["pp"], sizes["tp"]
+        pp, tp, ep = sizes["pp"], sizes["tp"], sizes.get("ep", 1)
+        dp, moe = sizes["dp"] * ep, base.config.moe
         if global_batch % dp or pp > base.config.num_layers or tp > base.config.num_heads:
+            continue
+        if ep > 1 and (moe is None or moe.num_experts % ep):
             continue
         mine = global_batch // dp
         group = dp * sizes["cp"]
@@ -274,7 +277,7 @@ def _has(job: cost.Job, fix: dict[str, Any]) -> bool:
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
     """Say of each choice of the best plan what the best plan without it would pay."""
     lines = []
-    for name in ("pp", "cp", "tp", "zero", "checkpointing", "schedule"):
+    for name in (*(axis for axis in MESH if axis != "dp"), "zero", "checkpointing", "schedule"):
         own, plain = getattr(best.job.plan, name), getattr(Plan, name)
         if own != plain and name not in fix:
             wanted = partial(_is, name, plain)
@@ -316,7 +319,7 @@ def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
 def flags(ranked: Ranked) -> dict[str, str]:
     """Return what to paste into the command lines of three projects."""
     job, plan = ranked.job, ranked.job.plan
-    batch = plan.dp * plan.microbatches * job.microbatch
+    batch = job.dp * plan.microbatches * job.microbatch
     ours = f"--plan {plan} --batch-size {batch} --seq-len {job.seq_len}"
     p, names = "--parallelism.", {"1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
     cut = ("replicate", "shard") if plan.zero < 2 else ("shard", "replicate")
@@ -451,13 +454,14 @@ def explain(ranked: Ranked) -> str:
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
     plan = replace(Plan.parse(config.explain), precision=base.plan.precision)
     plan.check(base.config)
-    if plan.num_ranks != config.gpus or config.global_batch % (plan.dp * plan.microbatches):
+    job = replace(base, plan=plan)
+    count = job.dp * plan.microbatches
+    if plan.num_ranks != config.gpus or config.global_batch % count:
         raise ValueError(
-            f"--explain {plan}: it has {plan.num_ranks} ranks and {plan.dp * plan.microbatches} "
-            f"microbatches; use --gpus {plan.num_ranks} and a --global-batch that these divide"
+            f"--explain {plan}: it has {plan.num_ranks} ranks and {count} microbatches; use "
+            f"--gpus {plan.num_ranks} and a --global-batch that these divide"
         )
-    micro = config.global_batch // (plan.dp * plan.microbatches)
-    job = replace(base, plan=plan, microbatch=micro)
+    job = replace(job, microbatch=config.global_batch // count)
     return Ranked(job, cost.seconds(job), cost.memory(job))
 
 
