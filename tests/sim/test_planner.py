@@ -6,10 +6,11 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from minipar import cli
 from minipar.model import hf
-from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig
@@ -127,7 +128,9 @@ def test_one_plan_is_explained_and_json_is_the_same(capsys):
 
 def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     tiny = replace(PRESETS["tiny"], num_layers=1)
-    hf.save(Llama(tiny), tmp_path / "tiny")
+    (tmp_path / "tiny").mkdir()
+    text = json.dumps(hf._config_json(tiny, torch.float32))
+    (tmp_path / "tiny" / "config.json").write_text(text, encoding="utf-8")
     for where in (tmp_path / "tiny", tmp_path / "tiny" / "config.json"):
         assert planner.model_config(str(where)) == tiny
     assert planner.model_config("tiny") == PRESETS["tiny"]
