@@ -15,8 +15,7 @@ Math.   For a product of [m, k] and [k, n], at a ceiling of C FLOP/s that the be
 
         which for ramp = 2 is a pipeline with the best number of chunks: (sqrt(A) + sqrt(T))^2. The
         fastest algorithm of the network is taken: a ring, a tree (all-reduce only), or the switch.
-Units.  Seconds, bytes, FLOP/s, bytes/s in one direction. A tensor's bytes are the whole tensor's,
-        as in `comm.spans.wire_bytes`.
+Units.  Seconds, bytes, FLOP/s, bytes/s in one direction; a tensor's bytes are the whole tensor's.
 Source. Williams et al. 2009 (the roofline); NVIDIA, "Matrix Multiplication Background" (tiles and
         waves); nccl-tests, PERFORMANCE.md (bus bandwidth); Chan et al. 2007, section 7 (pipelines).
 
@@ -105,18 +104,9 @@ class Device:
         return self.launch + max(flops / (OF_CEILING * self.ceiling_of(dtype)), through_memory)
 
     def seconds_of_attention(
-        self,
-        batch: float,
-        heads: float,
-        queries: float,
-        keys: float,
-        head_dim: float,
-        dtype: str = "bf16",
-        *,
-        causal: bool = True,
-        backward: bool = False,
-        kernel: str = "",
-    ) -> float:
+        self, batch: float, heads: float, queries: float, keys: float, head_dim: float,
+        dtype: str = "bf16", *, causal: bool = True, backward: bool = False, kernel: str = "",
+    ) -> float:  # fmt: skip
         """Return the seconds of softmax(Q Kᵀ) V for Q [batch, heads, queries, head_dim].
 
         A causal mask halves the FLOPs, and a backward needs 2.5 times those of a forward (both as

@@ -116,6 +116,13 @@ def test_flags_are_read_by_our_own_training_and_come_in_pairs():
         assert words[0::2] == [w for w in words if w.startswith("--")]
 
 
+def test_a_schedule_that_others_lack_is_said():
+    job = replace(planner.base_of(EIGHT), plan=Plan(pp=8, schedule="zb_h1", microbatches=64))
+    given = planner.flags(planner.Ranked(job, cost.seconds(job), cost.memory(job)))
+    assert given["torchtitan"] == given["Megatron-LM"] == "has no schedule zb_h1"
+    assert "schedule=zb_h1" in given["minipar train"]
+
+
 def test_one_plan_is_explained_and_json_is_the_same(capsys):
     config = replace(EIGHT, explain="dp=8,zero=3,microbatches=8,precision=bf16")
     text, (ranked,) = planner.answer(config)
