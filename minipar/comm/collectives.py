@@ -13,12 +13,13 @@ Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers
 along the axis, not global ranks.
 """
 
+import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,23 @@ _LARGE = 1 << 18
 """Bytes from which messages in the right order gain more than Python's part in them costs."""
 
 
+class Observer(Protocol):
+    """Told of every call that is sent, by number, and when this rank first waits for it."""
+
+    def launched(
+        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int], result: Any
+    ) -> None:
+        """`num_bytes` leave this rank; of messages, `peers` are at the other end."""
+
+    def waited(self, number: int) -> None:
+        """From here on, this rank waits for that call."""
+
+
+observers: list[Observer] = []
+"""Those to be told: a simulator, which knows no clock but the order of calls."""
+_numbers = itertools.count()
+
+
 class Pending:
     """A collective in flight. `wait` blocks until it is done and returns its result."""
 
@@ -50,12 +68,17 @@ class Pending:
         result: Any,
         finish: Callable[[Any], Any] | None = None,
         waiting: AbstractContextManager | None = None,
+        number: int | None = None,
     ) -> None:
-        self._work, self._result, self._finish = work, result, finish
+        self._work, self._result, self._finish, self._number = work, result, finish, number
         self._waiting = waiting or nullcontext()  # entered while this rank waits
 
     def wait(self) -> Any:
         """Return the result; a second call returns the same again."""
+        if self._number is not None:  # the fake backend has no works
+            for observer in observers:
+                observer.waited(self._number)
+            self._number = None
         if self._work is not None:
             recorder = timeline.active()
             with self._waiting, recorder.blocked() if recorder else nullcontext():
@@ -509,11 +532,13 @@ def _launch(
 
     Of messages, `peers` are the ranks at the other end.
     """
-    recorder, waiting = timeline.active(), None
+    recorder, waiting, number = timeline.active(), None, None
     if axis.size == 1:
         work = None
     else:
-        waiting = watchdog.begin(verb, axis, sent, peers)
+        waiting, number = watchdog.begin(verb, axis, sent, peers), next(_numbers)
+        for observer in observers:
+            observer.launched(number, verb, axis, sent, peers or (), result)
         start = time.monotonic()
         with waiting:  # a call that is not asynchronous returns when it is done
             work = call(async_op or recorder is not None)
@@ -526,7 +551,7 @@ def _launch(
             work = _Watched(
                 work, lambda t0, t1: recorder.comm(verb, axis.name, sent, t0, t1), start
             )
-    pending = Pending(work, result, finish, waiting)
+    pending = Pending(work, result, finish, waiting, number)
     return pending if async_op else pending.wait()
 
 

@@ -3,12 +3,15 @@
 Sources: Chen et al. 1604.06174; Korthikanti et al. 2205.05198, section 5.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from minipar.model import casts
 from minipar.model.llama import Block
 
 _KEPT = [  # matrix products and fused attention, as autograd sees them on CPU and CUDA
@@ -37,15 +40,27 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
     """
     runs = {
         "none": None,
-        "full": partial(checkpoint, use_reentrant=False),
-        "selective": partial(
-            checkpoint,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _KEPT),
-        ),
+        "full": partial(checkpoint, use_reentrant=False, context_fn=_keep_nothing),
+        "selective": partial(checkpoint, use_reentrant=False, context_fn=_keep_products),
     }
     if mode not in runs:
         raise ValueError(f"mode={mode!r} is unknown; use {', '.join(map(repr, runs))}")
     for module in model.modules():
         if isinstance(module, Block):
             module.checkpoint = runs[mode]
+
+
+def _keep_nothing() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts of a forward and of its recomputation."""
+    return nullcontext(), casts.same_again()
+
+
+def _keep_products() -> tuple[AbstractContextManager, AbstractContextManager]:
+    forward, recompute = create_selective_checkpoint_contexts(_KEPT)
+    return forward, _both(casts.same_again(), recompute)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -46,7 +46,6 @@ are one axis. One all-reduce over it, hidden behind backward as ever; zero and f
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,6 +54,7 @@ from torch.autograd.function import once_differentiable
 
 from minipar.comm.collectives import Pending, all_gather, exchange, reduce_scatter
 from minipar.comm.mesh import Axis
+from minipar.model import casts
 from minipar.model.llama import Core
 from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
 
@@ -454,7 +454,7 @@ class OnlineSoftmax:
     def add(self, kv: Tensor, blocks: list[Block]) -> None:
         """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
         k, v = _wide(kv)
-        with _as_typed(k):
+        with casts.off(k.device.type):  # autocast would round these back to bf16
             for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
                 new = self.kernel.forward(self.q[:, :, mine], *keys, *who)
@@ -473,7 +473,7 @@ class OnlineGradients:
         """Multiply with one rank's keys and values; return their gradients [2, B, G, T/n, K]."""
         k, v = _wide(kv)
         d_k, d_v = d_kv = torch.zeros_like(kv, dtype=k.dtype)
-        with _as_typed(k):
+        with casts.off(k.device.type):
             for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
                 results = (x[:, :, mine] for x in self.results)
@@ -489,11 +489,6 @@ class OnlineGradients:
 def _wide(x: Tensor) -> Tensor:
     """In fp32, if it is in less."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _as_typed(x: Tensor):
-    """Products in the dtype of their operands: autocast would round these back to bf16."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 # ---------------------------------------------------------------------- the model
@@ -518,6 +513,7 @@ class ContextParallel(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
-        best = "fused" if q.device.type == "cpu" else "math"
+        # On "meta", which stands for any device, a block of scores is not to be held either.
+        best = "fused" if q.device.type in ("cpu", "meta") else "math"
         kernel = KERNELS[self.kernel or best]
         return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)

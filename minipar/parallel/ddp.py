@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
 from minipar.parallel import guard
 from minipar.parallel.strategy import Strategy, replicate
 
@@ -117,7 +118,7 @@ class Naive(Strategy):
 
 def used_elsewhere(users: Tensor) -> bool:
     """Whether others used a parameter that this rank did not; on "meta" all ranks are alike."""
-    return not users.is_meta and bool(users)
+    return bool(look(users, on_meta=0))
 
 
 # ---------------------------------------------------------------------- 2. fewer, larger calls
@@ -282,9 +283,8 @@ class Overlapped(Bucketed):
         unused = [p for p in reversed(self.parameters) if p not in arrived]
         number = {p: i for i, p in enumerate(self.parameters)}
         order = [number[p] for p in [*arrived, *unused]]
-        device = self.parameters[0].device
-        if device.type != "meta":  # where there are no values to tell, all ranks are alike
-            order = broadcast(torch.tensor(order, device=device), self.axis, src=0).tolist()
+        told = torch.tensor(order, device=self.parameters[0].device)
+        order = look(broadcast(told, self.axis, src=0), on_meta=order)
         self.buckets, self.bucket_of = [], {}  # each old one goes when its gradients have moved
         self.buckets = fill_buckets([self.parameters[i] for i in order], self.capacity, self.reduce)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}

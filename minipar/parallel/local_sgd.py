@@ -114,7 +114,7 @@ class Gradients:
         pieces = unflatten(gradients, self.parameters)
         for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
             # Looks at a value only where this rank had no gradient of its own.
-            exists = used or (not count.is_meta and bool(count))
+            exists = used or bool(look(count, on_meta=0))
             p.grad = piece.to(p.dtype) if exists else None
 
 

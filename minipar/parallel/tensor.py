@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
 from minipar.comm.mesh import Axis
+from minipar.model import casts
 from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
 from minipar.parallel.pieces import axes_of, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
@@ -589,7 +590,5 @@ def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
 
 def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast as autocast would for a product: it does not look inside of our functions."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-    return tensors
+    dtype = casts.product_dtype(tensors[0].device.type)
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]

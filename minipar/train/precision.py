@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import Op, Pending, all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
+from minipar.model import casts
 from minipar.parallel import ddp
 from minipar.parallel.strategy import in_order
 
@@ -76,7 +78,7 @@ class Precision:
         """Around forward and loss, not around backward, which repeats the casts by itself."""
         if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return casts.autocast(self.device.type, self.dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what to call `backward` on."""
@@ -221,7 +223,7 @@ class LossScaler:
                 optimizer.step()
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
-        elif not self.found_inf:
+        elif not look(self.found_inf, on_meta=0.0):
             optimizer.step()
 
     def update(self) -> None:
@@ -299,7 +301,7 @@ class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         # x [M, K], weight [N, K] -> [M, N]
-        with torch.autocast(x.device.type, enabled=False):
+        with casts.off(x.device.type):
             qx, qw = quantise(x, torch.float8_e4m3fn), quantise(weight, torch.float8_e4m3fn)
             ctx.save_for_backward(*qx, *qw)
             ctx.dtypes = x.dtype, weight.dtype
@@ -325,8 +327,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N], in the dtype of autocast where it is on, else in that of `x`."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = casts.product_dtype(x.device.type) or x.dtype
         y = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, dtype)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)

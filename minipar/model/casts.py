@@ -1,0 +1,69 @@
+"""Autocast, also on the meta device, for which torch has none.
+
+Where tensors have no values, their dtypes still say how much is computed, moved and kept: a
+simulated step in bf16 must cast where a real one does. Matrix products alone are cast here; torch's
+autocast keeps norms, softmax and losses in float32, and so they are in our models by themselves.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.mm}
+
+
+def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager:
+    """Compute the matrix products of the body in `dtype`; weights are cast once."""
+    return _OnMeta(dtype) if device == "meta" else torch.autocast(device, dtype)
+
+
+def product_dtype(device: str) -> torch.dtype | None:
+    """What products are cast to at this point; None outside of `autocast`."""
+    if device == "meta":
+        return None if _OnMeta.current is None else _OnMeta.current.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def off(device: str) -> AbstractContextManager:
+    """In the body, products keep the dtypes of their operands."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+def same_again() -> AbstractContextManager:
+    """For a recomputation: the `autocast` of now on meta; of others, torch takes care itself."""
+    return nullcontext() if _OnMeta.current is None else _OnMeta(_OnMeta.current.dtype)
+
+
+class _OnMeta(TorchFunctionMode):
+    current: "_OnMeta | None" = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.weights, self.outer = dtype, {}, None
+
+    def __enter__(self) -> "_OnMeta":
+        self.outer, _OnMeta.current = _OnMeta.current, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _OnMeta.current = self.outer
+        self.weights.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            args = [self.cast(arg) for arg in args]
+        return func(*args, **(kwargs or {}))
+
+    def cast(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or not x.is_meta:
+            return x
+        if not isinstance(x, nn.Parameter):
+            return x.to(self.dtype)
+        if x not in self.weights:
+            self.weights[x] = x.to(self.dtype)
+        return self.weights[x]
