@@ -70,7 +70,7 @@ class Recorder:
 
     def open(self, kind: str | None, name: str) -> _Frame | None:
         """Interrupt the running span by another; returns what `close` wants."""
-        if threading.get_ident() != self._thread and not _in_backward():
+        if threading.get_ident() != self._thread and not in_backward():
             return None
         now = time.monotonic()
         if self._stack:
@@ -103,7 +103,8 @@ class Recorder:
             self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd is calling."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -169,7 +170,7 @@ def hook_model(recorder: Recorder, model: nn.Module) -> list[Callable[[], None]]
                 recorder.rename("backward")
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            recomputed = _in_backward()  # activation checkpointing
+            recomputed = in_backward()  # activation checkpointing
             kind, what = ("backward", f"{name} (recompute)") if recomputed else ("forward", name)
             calls.append((module, recorder.open(kind, what)))
             if is_block:

@@ -272,7 +272,7 @@ class Sign(_Scaled):
 
     def encode(self, ratios: Tensor) -> Tensor:
         bits = F.pad(ratios >= 0, (0, -ratios.shape[1] % 8)).unflatten(1, (-1, 8))
-        return (bits << _bit_numbers(bits)).sum(-1).to(torch.uint8)
+        return (bits.to(torch.uint8) << _bit_numbers(bits)).sum(-1).to(torch.uint8)
 
     def decode(self, codes: Tensor, length: int) -> Tensor:
         bits = (codes[..., None] >> _bit_numbers(codes)) & 1

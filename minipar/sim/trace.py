@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.comm import collectives, memory
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.recorder import Recorder, hook_model, hook_optimizers
+from minipar.comm.recorder import Recorder, hook_model, hook_optimizers, in_backward
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
@@ -203,21 +203,19 @@ class Tracer(TorchDispatchMode):
         else:
             result = op(*args, **kwargs)
             known = self.known[key] = _Known(op, result, args, kwargs)
-        if known.is_new:
-            for t in _on_meta(result):
-                self.hold(t.untyped_storage())
-        if known.work is not None:
-            self._computes(*known.work)
-        return result
-
-    def _computes(self, *work: Any) -> None:
-        frame = self.recorder.running()
+        frame, work = self.recorder.running(), known.work
         kind, where = (frame.kind or "compute", frame.name) if frame else ("compute", "step")
-        if kind == "optimizer":
-            if not self.stepped:
-                return
+        if kind == "backward" and torch.is_grad_enabled() and in_backward():
+            where += " (recompute)"
+        for t in _on_meta(result) if known.is_new else ():
+            holding = self.hold(t.untyped_storage())
+            if kind == "optimizer":  # a fused one holds nothing in between
+                holding.category = ""
+        if work is not None and kind == "optimizer":
             work, self.stepped = ("step", "bytes", (), work[3], 0, self.stepped), 0
-        self.segment.events.append(Compute(kind, where, *work))
+        if work is not None and work[-1]:
+            self.segment.events.append(Compute(kind, where, *work))
+        return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -283,9 +281,12 @@ class Tracer(TorchDispatchMode):
         with ExitStack() as stack:
             undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
             with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
-                for p in model.parameters():
-                    hook = p.register_post_accumulate_grad_hook
-                    undo.append(hook(lambda p: self.label("gradients", p.grad)).remove)
+                for p in filter(lambda p: p.requires_grad, model.parameters()):
+                    arrives = p.register_hook(lambda grad: self.label("gradients", grad))
+                    added = p.register_post_accumulate_grad_hook(
+                        lambda p: self.label("gradients", p.grad)
+                    )
+                    undo += [arrives.remove, added.remove]
             for function in undo:
                 stack.callback(function)
             torch.UntypedStorage.resize_ = resize_
@@ -372,7 +373,7 @@ class _Known:
 
 def _work(name: str, given: list[Tensor], made: list[Tensor], causal: bool) -> tuple:
     """The last six entries of a `Compute`."""
-    work, shape, flops = "bytes", (), 0
+    work, shape, flops, a = "bytes", (), 0, made[0]
     if name in _PRODUCTS:
         a, b = given[-2:]
         work, shape = (
@@ -382,11 +383,11 @@ def _work(name: str, given: list[Tensor], made: list[Tensor], causal: bool) -> t
         flops = 2 * math.prod(shape)
     elif name.startswith("_scaled_dot_product_"):
         backward = "backward" in name
-        q, k = given[1:3] if backward else given[:2]
-        work, shape = "attention", (*q.shape[:-1], k.shape[-2], q.shape[-1], int(causal))
-        flops = (10 if backward else 4) * q.numel() * k.shape[-2] // (1 + causal)
-    num_bytes = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
-    dtype = str((given or made)[-1].dtype).removeprefix("torch.")
+        a, k = given[1:3] if backward else given[:2]
+        work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
+        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
+    num_bytes = sum(t.nbytes for t in (*given, *made))
+    dtype = str(a.dtype).removeprefix("torch.")
     return name, work, tuple(shape), dtype, flops, num_bytes
 
 
@@ -398,8 +399,8 @@ def _is_view(op: Any) -> bool:
 
 # ---------------------------------------------------------------------- the rank that is played
 @contextmanager
-def pretend(plan: Plan, place: int = 0) -> Iterator[Mesh]:
-    """Be the first rank of a place on pp, in a group of all ranks of `plan` where nobody answers.
+def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
+    """Be one rank of a group with all ranks of `plan`, of which no other exists.
 
     Raises `ValueError` in a process that is a rank already.
     """
@@ -410,7 +411,7 @@ def pretend(plan: Plan, place: int = 0) -> Iterator[Mesh]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
 
-    label, hook, rank = Mesh.label, sys.excepthook, place * (plan.num_ranks // plan.pp)
+    label, hook = Mesh.label, sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_ranks)
     try:
         yield Mesh(**plan.mesh_sizes())
@@ -470,7 +471,7 @@ def trace(config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int) 
         alike[_kind_of(config, plan, place)].append(place)
     ranks: dict[int, Trace] = {}
     for places in alike.values():
-        with pretend(plan, places[0]) as mesh:
+        with pretend(plan, places[0] * (plan.num_ranks // plan.pp)) as mesh:
             actor = Actor(config, plan, mesh, sequences, seq_len)
             ranks |= _record(actor, places)
             del actor

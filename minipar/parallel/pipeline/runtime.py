@@ -273,7 +273,7 @@ class Pipeline(Strategy):
 
         # NCCL runs the messages of two ranks one after the other, so that none may overtake; and
         # as it is asynchronous to this list, its turn is early enough.
-        ahead = 0 if device.type == "cuda" else AHEAD
+        ahead = AHEAD if device.type == "cpu" else 0
         mail = Mail(self.axis, schedule, row, buffer, ahead)
         for action in row:
             if not action.computes:

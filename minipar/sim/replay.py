@@ -1,0 +1,351 @@
+"""When does it happen? Traces of ranks, played on a machine: a Timeline like a measured one.
+
+Idea.   A rank is a list of events (`trace.py`), a machine says how long each takes (`hardware.py`),
+        and what is left is to let them happen: computing in order, one after the other; a call when
+        all of its ranks have made it; a wait until its call is over.
+Streams. A device computes on one, and has another for each process group, where calls run in the
+        order in which they were launched. Messages of one rank to one other queue up; they leave
+        when both ends have called (rendezvous).
+Host.   It launches kernels ahead of the device, and no layer is over before its host has launched
+        it, in so many seconds for a forward, a recomputation and a backward each.
+Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
+        the same time. Of a slow rank all its pipeline is played, too, and calls wait for the last.
+Steps.  Two are played, and the second is told: what the first leaves to be waited for is in it.
+
+Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from minipar.comm.mesh import coordinates, rank_at
+from minipar.comm.spans import Span, wire_bytes
+from minipar.comm.timeline import Timeline
+from minipar.sim.trace import Compute, Launch, Segment, Trace, Traces, Wait
+
+
+class Device(Protocol):
+    """What a rank computes on, see `hardware.Device`."""
+
+    def seconds_of_matmul(self, m: float, n: float, k: float, dtype: str, *, batch: float) -> float:
+        """Seconds of `batch` products [m, k] @ [k, n]."""
+
+    def seconds_of_attention(
+        self, batch: float, heads: float, queries: float, keys: float, head_dim: float, dtype: str,
+        *, causal: bool, backward: bool,
+    ) -> float:  # fmt: skip
+        """Seconds of softmax(Q Kᵀ) V."""
+
+    def seconds_of_bytes(self, num_bytes: float) -> float:
+        """Seconds of an operation that reads and writes so much."""
+
+
+class Machine(Protocol):
+    """Nodes of `gpus` devices each, see `hardware.Machine`."""
+
+    device: Device
+    gpus: int
+
+    def seconds_of_collective(self, verb: str, num_bytes: float, ranks: int, nodes: int) -> float:
+        """Seconds of a call; `num_bytes` of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A training step that did not happen. Seconds are those of an average rank that was played."""
+
+    traces: Traces
+    seconds: float  # of the step
+    computing: float
+    waited: dict[str, float]  # by axis: for calls that were on their way
+    idle: float  # the rest: for other ranks to make their call (a bubble, a straggler), for hosts
+    timeline: Timeline  # of the step, all ranks that were played
+
+    @property
+    def bubble(self) -> float:
+        """Idle seconds for each second of computing."""
+        return self.idle / self.computing
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of communication, by axis, beside which nothing computes: `Timeline.overlap`."""
+        totals: dict[str, float] = defaultdict(float)
+        for row in self.timeline.overlap():
+            totals[row.axis] += row.exposed / len(self.timeline.ranks)
+        return dict(totals)
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes by category, when the fullest rank is at its fullest."""
+        peaks = [trace.at_peak() for trace in self.traces.ranks.values()]
+        return max(peaks, key=lambda held: sum(held.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that tensors of a rank hold at one moment; allocators need more."""
+        return sum(self.memory.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.traces.tokens / self.seconds
+
+
+def replay(
+    traces: Traces,
+    machine: Machine,
+    *,
+    host: float = 0.0,
+    contention: float = 0.0,
+    slow: Mapping[int, float] | None = None,
+) -> Simulated:
+    """Play a step on `machine`.
+
+    Args:
+        host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
+        contention: how much slower computing is while communication runs beside it: 0.1 for 10 %.
+        slow: ranks that compute slower than the others, and how many times; from 1 up.
+
+    Raises `ValueError` for ranks that there are not, and for factors that would make time run back.
+    """
+    slow = dict(slow or {})
+    size = traces.plan.num_ranks
+    for rank, factor in slow.items():
+        if not 0 <= rank < size or not 1 <= factor < math.inf:
+            raise ValueError(f"slow: rank {rank} x {factor}; use ranks 0 to {size - 1}, from 1 up")
+    for name, value in (("host", host), ("contention", contention)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be a number of 0 or more")
+    stage = _Stage(_Prices(traces, machine, host), contention, slow)
+    stage.play(2)
+    first, last = stage.ends
+    seconds = max(last) - max(first)
+    count = len(stage.players)
+    waited: dict[str, float] = defaultdict(float)
+    for player in stage.players.values():
+        for axis, s in player.waited.items():
+            waited[axis] += s / count
+    computing = sum(player.computing for player in stage.players.values()) / count
+    idle = max(0.0, seconds - computing - sum(waited.values()))
+    timeline = Timeline(stage.spans, f"simulated, {traces.plan}").shifted()
+    return Simulated(traces, seconds, computing, dict(waited), idle, timeline)
+
+
+# ---------------------------------------------------------------------- seconds of events
+class _Prices:
+    """How long events take, asked for once each; segments in the few words that a player needs."""
+
+    def __init__(self, traces: Traces, machine: Machine, host: float) -> None:
+        self.traces, self.machine, self.host = traces, machine, host
+        self.sizes = traces.plan.mesh_sizes()
+        self.known: dict[Any, float] = {}
+        self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.segments: dict[Segment, list[tuple]] = {}
+
+    def words(self, segment: Segment) -> list[tuple]:
+        """Work that follows on each other in one block is one; what takes no time is left out."""
+        if segment not in self.segments:
+            self.segments[segment] = list(self._words(segment))
+        return self.segments[segment]
+
+    def _words(self, segment: Segment) -> Iterator[tuple]:
+        block, seconds = ("", ""), 0.0  # kind and name
+        for event in segment.events:
+            if type(event) is Compute and event[:2] == block:
+                seconds += self.compute(event)
+            elif type(event) in (Compute, Launch, Wait):
+                if seconds:
+                    yield "work", *block, seconds
+                seconds = 0.0
+                if type(event) is Compute:
+                    if ".layers." in block[1]:
+                        yield "host", self.host
+                    block, seconds = event[:2], self.compute(event)
+                elif type(event) is Launch:
+                    yield "launch", event
+                else:
+                    yield "wait", *event
+        if seconds:
+            yield "work", *block, seconds
+        if ".layers." in block[1]:
+            yield "host", self.host
+
+    def compute(self, event: Compute) -> float:
+        """Seconds of an operation."""
+        key = event[2:]
+        if key not in self.known:
+            device, shape = self.machine.device, event.shape
+            if event.work == "product":
+                batch, *mnk = shape
+                seconds = device.seconds_of_matmul(*mnk, event.dtype, batch=batch)
+            elif event.work == "attention":
+                *sizes, causal = shape
+                backward = "backward" in event.op
+                seconds = device.seconds_of_attention(
+                    *sizes, event.dtype, causal=bool(causal), backward=backward
+                )
+            else:
+                seconds = device.seconds_of_bytes(event.num_bytes)
+            self.known[key] = seconds
+        return self.known[key]
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks along an axis, or along several at once, that `rank` is one of."""
+        if (rank, axis) not in self.groups:
+            ranks, own = [()], coordinates(rank, self.sizes)
+            names = axis.split("+")
+            for name, size in self.sizes.items():
+                places = range(size) if name in names else [own[name]]
+                ranks = [(*r, place) for r in ranks for place in places]
+            found = (rank_at(dict(zip(self.sizes, r, strict=True)), self.sizes) for r in ranks)
+            self.groups[rank, axis] = tuple(found)
+        return self.groups[rank, axis]
+
+    def call(self, launch: Launch, ranks: Sequence[int]) -> float:
+        """Seconds of a collective, or of a message, among `ranks`."""
+        key = launch.verb, launch.axis, launch.num_bytes, ranks
+        if key not in self.known:
+            nodes = len({rank // self.machine.gpus for rank in ranks})
+            verb, num_bytes = launch.verb, launch.num_bytes
+            if launch.peers:
+                verb, ranks = "send", ranks[:2]
+                nodes = min(nodes, 2)
+            elif rounds := wire_bytes(verb, len(ranks), len(ranks)):
+                num_bytes = num_bytes * len(ranks) / rounds  # of the whole tensor
+            self.known[key] = self.machine.seconds_of_collective(
+                verb, num_bytes, len(ranks), nodes
+            )
+        return self.known[key]
+
+
+# ---------------------------------------------------------------------- ranks at play
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A collective or a message: over when all that take part have made it."""
+
+    missing: int
+    ready: float = 0.0
+    span: tuple[float, float] | None = None  # once it is known
+    seconds: float = 0.0
+    made_by: list[tuple["_Player", Launch]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Player:
+    """One rank on its way through its events."""
+
+    rank: int
+    trace: Trace
+    slowness: float
+    clock: float = 0.0
+    host: float = 0.0
+    talks_until: float = 0.0
+    computing: float = 0.0
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
+    latest: dict[str, list[_Call]] = field(default_factory=dict)  # calls of a family's last segment
+
+
+class _Stage:
+    """All players, and what is between them."""
+
+    def __init__(self, prices: _Prices, contention: float, slow: Mapping[int, float]) -> None:
+        self.prices, self.contention, traces = prices, contention, prices.traces
+        stride = traces.plan.num_ranks // traces.plan.pp
+        self.players: dict[int, _Player] = {}
+        for place, trace in traces.ranks.items():
+            for column in sorted({0, *(rank % stride for rank in slow)}):
+                rank = place * stride + column
+                self.players[rank] = _Player(rank, trace, slow.get(rank, 1.0))
+        self.calls: dict[Any, _Call] = {}  # by who takes part, and the how-manieth of theirs
+        self.free: dict[Any, float] = defaultdict(float)  # when those who take part are next
+        self.spans: list[Span] = []
+        self.ends: list[list[float]] = []
+        self.is_told = False
+
+    def play(self, steps: int) -> None:
+        """Let all ranks do their step, so many times; the last is told."""
+        for step in range(steps):
+            self.is_told = step == steps - 1
+            runs = [self._run(player) for player in self.players.values()]
+            while runs:
+                before = self.num_moves
+                runs = [run for run in runs if next(run, None) is not None]
+                assert not runs or self.num_moves > before, "all ranks wait for each other"
+            self.ends.append([player.clock for player in self.players.values()])
+
+    num_moves = 0  # events that have happened
+
+    def _run(self, player: _Player) -> Iterator[bool]:
+        """A step of a player; yields where others have to move first."""
+        player.host = player.clock  # it has read the loss of the step before
+        player.computing, player.waited = 0.0, defaultdict(float)
+        for segment in player.trace.segments:
+            calls: list[_Call] = []
+            for what, *word in self.prices.words(segment):
+                self.num_moves += 1
+                if what == "work":
+                    self._work(player, *word)
+                elif what == "host":
+                    player.host += word[0]
+                    player.clock = max(player.clock, player.host)
+                elif what == "launch":
+                    calls.append(self._launch(player, *word))
+                else:
+                    family, index = word
+                    known = player.latest.get(family, []) if family else calls
+                    if index < len(known):  # else of a step before the first
+                        while known[index].span is None:
+                            yield True
+                        self._wait(player, known[index])
+            player.latest[segment.family] = calls
+
+    def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
+        seconds *= player.slowness
+        beside = max(0.0, player.talks_until - player.clock) / (1 + self.contention)
+        seconds += self.contention * min(seconds, beside)
+        start, player.clock = player.clock, player.clock + seconds
+        player.computing += seconds
+        if self.is_told:
+            self.spans.append(Span(kind, block, player.rank, start, player.clock))
+
+    def _launch(self, player: _Player, launch: Launch) -> _Call:
+        group, own = self.prices.group(player.rank, launch.axis), player.rank
+        if launch.verb == "exchange" and launch.axis == "pp":  # of the ranks that share a weight
+            ranks = tuple(sorted({own, *(group[peer] for peer in launch.peers)}))
+        elif launch.peers and launch.verb != "exchange":
+            peer = group[launch.peers[0]]
+            ranks = (peer, own) if launch.verb == "recv" else (own, peer)
+        else:
+            ranks = group
+        key = launch.axis, ranks
+        player.counts[key] += 1
+        call = self.calls.get((key, player.counts[key]))
+        if call is None:
+            missing = sum(rank in self.players for rank in ranks) if len(ranks) > 1 else 1
+            call = self.calls[key, player.counts[key]] = _Call(missing)
+        call.made_by.append((player, launch))
+        call.missing -= 1
+        call.ready = max(call.ready, player.clock)
+        call.seconds = max(call.seconds, self.prices.call(launch, ranks))
+        if not call.missing:
+            start = max(call.ready, self.free[key])
+            call.span = start, start + call.seconds
+            self.free[key] = call.span[1]
+            del self.calls[key, player.counts[key]]
+            for other, made in call.made_by:
+                other.talks_until = max(other.talks_until, call.span[1])
+                if self.is_told:
+                    words = made.verb, other.rank, *call.span, made.axis, made.num_bytes
+                    self.spans.append(Span("comm", *words))
+        return call
+
+    def _wait(self, player: _Player, call: _Call) -> None:
+        end, axis = call.span[1], call.made_by[0][1].axis
+        if end > player.clock:
+            player.waited[axis] += end - max(call.ready, player.clock)  # for those before it, too
+            player.clock = end

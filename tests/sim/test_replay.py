@@ -1,0 +1,154 @@
+"""A replayed step keeps the laws that any step keeps, on a machine whose speeds are round numbers."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.pipeline import simulate
+from minipar.parallel.plan import Plan
+from minipar.sim.replay import replay
+from minipar.sim.trace import Compute, trace
+
+CONFIG = LlamaConfig(64, 64, 128, num_layers=4, num_heads=4, num_kv_heads=2)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A device and a network, each of one speed."""
+
+    bytes_per_second: float = 1e9  # of links
+    latency: float = 0.0
+    flops: float = 1e9
+    gpus: int = 8
+
+    @property
+    def device(self):
+        return self
+
+    def seconds_of_matmul(self, m, n, k, dtype, *, batch):
+        return 2 * batch * m * n * k / self.flops
+
+    def seconds_of_attention(
+        self, batch, heads, queries, keys, head_dim, dtype, *, causal, backward
+    ):
+        return 4 * batch * heads * queries * keys * head_dim * (1 + backward) / self.flops
+
+    def seconds_of_bytes(self, num_bytes):
+        return 0.0
+
+    def seconds_of_collective(self, verb, num_bytes, ranks, nodes):
+        return self.latency + num_bytes / self.bytes_per_second
+
+
+FAST = Round(bytes_per_second=1e18)
+
+
+def traced(text, **sizes):
+    return trace(CONFIG, Plan.parse(text), **{"seq_len": 32, **sizes})
+
+
+def test_a_rank_alone_computes_all_the_time():
+    """Seconds are FLOPs / speed. Mutant: a step counted from the start of the first."""
+    found = traced("dp=1,microbatches=3")
+    products = sum(e.flops for e in found.ranks[0].events() if type(e) is Compute)
+    step = replay(found, FAST)
+    assert step.seconds == pytest.approx(products / 1e9, rel=0.1)
+    assert step.computing == pytest.approx(step.seconds) and not step.waited
+    assert step.idle == pytest.approx(0, abs=1e-9)
+    assert step.timeline.duration == pytest.approx(step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "m"), [("gpipe", 4, 4), ("1f1b", 4, 8), ("1f1b", 2, 3), ("zb_h1", 4, 8)]
+)
+def test_bubble_is_that_of_the_schedule(schedule, stages, m):
+    """Beside `pipeline.simulate`, with its costs set to what a stage of this model takes."""
+    plan = Plan(pp=stages, microbatches=m, schedule=schedule)
+    config = replace(CONFIG, vocab_size=8)  # the head is next to nothing
+    step = replay(trace(config, plan, seq_len=32), FAST)
+    work = [(span.kind, span.duration) for span in step.timeline.select(rank=1)]
+    forward = sum(s for kind, s in work if kind == "forward")
+    weights = sum(s for kind, s in work if kind == "weight_gradient") or forward
+    backward = sum(s for kind, s in work if kind == "backward")
+    inputs = backward if schedule == "zb_h1" else backward - weights
+    costs = simulate.Costs(forward / m, inputs / m, weights / m)
+    expected = simulate.bubble(simulate.simulate(plan.make_schedule(), costs))
+    assert step.bubble == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "tp=4,sequence_parallel"])
+def test_a_slower_network_only_adds_what_it_exposes(text):
+    """Same computing; steps grow with what nothing hides; bytes are those of the trace."""
+    found, before = traced(text), 0.0
+    axis = text[:2]
+    fast = replay(found, FAST)
+    for speed in (1e9, 1e8, 1e7, 1e6):
+        step = replay(found, Round(bytes_per_second=speed))
+        assert step.computing == pytest.approx(fast.computing)
+        assert before < step.seconds or step.seconds == pytest.approx(fast.seconds, rel=0.01)
+        assert step.seconds == pytest.approx(step.computing + step.waited[axis], rel=0.01)
+        assert step.exposed[axis] >= 0.99 * step.waited[axis]
+        before = step.seconds
+    assert step.timeline.bytes_by_axis() == found.ranks[0].sent()
+    # Where the network is all that counts, a step is as long as its calls, one after the other.
+    spans = step.timeline.select(kind="comm")
+    assert step.seconds == pytest.approx(sum(s.duration for s in spans), rel=0.1)
+
+
+def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():
+    """Parameters arrive in the next forward. Mutant: one step played instead of two."""
+    slow = Round(bytes_per_second=1e6)
+    one, none = replay(traced("dp=8,zero=1"), slow), replay(traced("dp=8"), slow)
+    assert one.seconds == pytest.approx(2 * none.seconds, rel=0.1)  # two calls for one
+
+
+def test_all_wait_for_a_slow_rank():
+    """On dp in the collective, on pp for the message; the slow one has nothing to wait for."""
+    for text, rank in (("dp=4", 3), ("pp=2,microbatches=2", 1), ("dp=2,pp=2,microbatches=4", 3)):
+        found = traced(text)
+        even, uneven = replay(found, FAST), replay(found, FAST, slow={rank: 3.0})
+        assert rank in uneven.timeline.ranks
+        assert even.seconds * 1.5 < uneven.seconds <= even.seconds * 3.01
+        busy = sum(s.duration for s in uneven.timeline.select(rank=rank) if s.kind != "comm")
+        assert busy == pytest.approx(uneven.seconds, rel=0.35)
+        assert uneven.idle > even.idle
+
+
+def test_a_host_sets_the_pace_where_kernels_are_short():
+    """A second per layer and direction, and another for a recomputation."""
+    for text, directions in (("dp=2", 2), ("dp=2,checkpointing=full", 3)):
+        step = replay(traced(text), FAST, host=1.0)
+        assert step.seconds == pytest.approx(directions * CONFIG.num_layers, rel=0.01)
+
+
+def test_communication_slows_down_what_it_runs_beside():
+    """By the factor, at most; and not where there is none."""
+    found, machine = traced("dp=8"), Round(bytes_per_second=1e8)
+    alone, beside = (replay(found, machine, contention=c).computing for c in (0.0, 0.5))
+    assert alone < beside < 1.5 * alone
+    alone, beside = (replay(traced("dp=1"), machine, contention=c).computing for c in (0.0, 0.5))
+    assert alone == beside
+
+
+def test_memory_is_that_of_the_fullest_rank():
+    """Of 1F1B the first: it holds the most microbatches."""
+    found = traced("pp=4,microbatches=8", seq_len=512)
+    step = replay(found, FAST)
+    peaks = [sum(rank.at_peak().values()) for rank in found.ranks.values()]
+    assert step.peak_bytes == max(peaks) == peaks[0]
+    assert step.memory["activations"] > step.memory["parameters"]
+    assert step.tokens_per_second == pytest.approx(8 * 512 / step.seconds)
+
+
+def test_bad_input_is_refused():
+    """One line that names the number."""
+    found = traced("dp=2")
+    for options, match in (
+        ({"slow": {2: 2.0}}, "rank 2"),
+        ({"slow": {0: 0.5}}, "x 0.5"),
+        ({"contention": -1.0}, "contention=-1"),
+        ({"host": float("nan")}, "host=nan"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            replay(found, FAST, **options)

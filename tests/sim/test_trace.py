@@ -1,0 +1,228 @@
+"""Traces say what ranks do: beside formulas, beside tracing without any short cut, beside others."""
+
+import itertools
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from minipar.comm import collectives
+from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.parallel.plan import Plan
+from minipar.sim import trace as traces
+from minipar.sim.memory import llama_activations, model_state
+from minipar.sim.trace import Actor, Compute, Launch, Memory, Tracer, pretend, trace
+
+CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=4, num_kv_heads=2)
+
+
+def slow(text):
+    return pytest.param(text, marks=pytest.mark.slow)
+
+
+def events_of(rank, kind):
+    """Launches, or computing of a kind, without names: ranks that are alike have other layers."""
+    if kind is Launch:
+        return [e for e in rank.events() if type(e) is Launch]
+    return [e._replace(name="") for e in rank.events() if type(e) is Compute and e.work == kind]
+
+
+# ---------------------------------------------------------------------- short cuts change nothing
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4,zero=3,microbatches=6,precision=bf16,checkpointing=full",
+        "pp=4,dp=2,zero=1,microbatches=6",
+        slow("dp=4,microbatches=7"),
+        slow("dp=4,zero=2,microbatches=6"),
+        slow("pp=2,dp=2,zero=1,microbatches=6,schedule=interleaved_1f1b"),
+        slow("pp=2,tp=2,sequence_parallel,microbatches=6,schedule=zb_h1,checkpointing=selective"),
+        slow("pp=2,microbatches=8,schedule=dualpipe"),
+    ],
+)
+def test_what_is_repeated_is_what_all_do(text, monkeypatch):
+    """One microbatch for many, one rank for those alike, and shapes from memory: nothing differs.
+
+    Mutants: the second microbatch repeated in the place of the third; ranks alike by layers alone.
+    """
+    config, plan = CONFIG, Plan.parse(text)
+    short = trace(config, plan, seq_len=32)
+    monkeypatch.setattr(traces, "DISTINCT", 1000)
+    monkeypatch.setattr(traces, "_kind_of", lambda config, plan, place: place)
+    monkeypatch.setattr(traces._Known, "again", lambda known, args, kwargs: known.op(*args, **kwargs))
+    whole = trace(config, plan, seq_len=32)
+    for place in range(plan.pp):
+        own, every = (found.ranks[place] for found in (short, whole))
+        for kind in ("product", "attention", Launch):
+            assert events_of(own, kind) == events_of(every, kind), (place, kind)
+        moved = [sum(e.num_bytes for e in events_of(rank, "bytes")) for rank in (own, every)]
+        held = [sum(rank.at_peak().values()) for rank in (own, every)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.01)
+        assert held[0] == pytest.approx(held[1], rel=0.01)
+
+
+def test_a_step_ends_with_the_memory_that_it_began_with():
+    """Nothing is counted that does not go, however often a microbatch is repeated."""
+    for text in ("dp=4,zero=3,microbatches=9", "pp=4,dp=2,zero=1,microbatches=9"):
+        found = trace(CONFIG, Plan.parse(text), seq_len=32)
+        for rank in found.ranks.values():
+            assert sum(e.num_bytes for e in rank.events() if type(e) is Memory) == 0
+
+
+# ---------------------------------------------------------------------- beside closed forms
+def test_flops_are_those_of_the_formula():
+    """6 N per token, and attention, whose backward has five products for the two of a forward."""
+    seq_len = 64
+    found = trace(CONFIG, Plan.parse("dp=4,microbatches=2"), sequences=3, seq_len=seq_len)
+    tokens = 2 * 3 * seq_len
+    norms = 6 * CONFIG.hidden_size * (2 * CONFIG.num_layers + 1)  # parameters, but no product
+    attention = 12 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim * seq_len // 2
+    products = CONFIG.flops_per_token(seq_len, causal=True) - attention - norms
+    assert found.ranks[0].flops == tokens * (products + attention * 14 // 12)
+    assert found.tokens == 4 * tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=64", "dp=64,zero=1", "dp=64,zero=2,microbatches=3", "dp=64,zero=3,microbatches=2"]
+)
+def test_gradients_send_what_the_plan_says(text):
+    """Bytes along dp, beside `Plan.explain` and the formulas of the docstrings."""
+    config, plan = replace(CONFIG, hidden_size=256, head_dim=0), Plan.parse(text)
+    num_bytes, share, m = 4 * config.num_parameters, 63 / 64, plan.microbatches
+    root = 4 * (2 * config.vocab_size * config.hidden_size + config.hidden_size)
+    block = 4 * config.num_layer_parameters
+    expected = {
+        0: 2 * num_bytes,
+        1: 2 * num_bytes,
+        2: (m + 1) * num_bytes,
+        3: m * (3 * num_bytes - root - block),
+    }[plan.zero]
+    sent = trace(config, plan, seq_len=32).ranks[0].sent()
+    assert sent["dp"] == pytest.approx(share * expected, rel=0.002)
+    if plan.zero < 3:
+        promised = plan.explain(config).sent_by(0)["dp"] + (plan.zero > 0) * share * num_bytes
+        assert sent["dp"] == pytest.approx(promised, rel=0.002)
+
+
+@pytest.mark.parametrize("option", ["", ",sequence_parallel"])
+def test_activations_send_what_the_docstrings_say(option):
+    """(8 L + 4) A along tp; B T D per microbatch and neighbour along pp."""
+    tokens, width = 2 * 64, CONFIG.hidden_size
+    found = trace(CONFIG, Plan.parse("tp=2" + option), sequences=2, seq_len=64).ranks[0]
+    share = 4 * tokens * width / 2
+    loss = 6 / 2 * 4 * tokens
+    norms = (2 * CONFIG.num_layers + 1) * width * 4 if option else 0
+    small = 100  # counts of tokens and norms
+    expected = (8 * CONFIG.num_layers + 4) * share + loss + norms
+    assert found.sent()["tp"] == pytest.approx(expected, abs=small)
+    found = trace(CONFIG, Plan.parse("pp=4,microbatches=6"), sequences=2, seq_len=64).ranks
+    for place, messages in ((0, 1), (1, 2), (3, 1)):
+        expected = 6 * messages * 4 * tokens * width
+        assert found[place].sent()["pp"] == pytest.approx(expected, abs=small)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_memory_is_that_of_the_closed_forms(zero):
+    """Model state exactly, but for what shards are padded by; activations within 5 %."""
+    config = replace(PRESETS["llama-3-8b"], num_layers=4, vocab_size=1024)
+    rank = trace(config, Plan(dp=64, zero=zero), seq_len=1024).ranks[0]
+    state = model_state(config.num_parameters, 64, f"zero{zero}" if zero else "ddp").device
+    for part in ("parameters", "gradients", "optimizer"):
+        if part != "gradients" or zero != 1:  # which are whole in backward only
+            assert rank.held[part] == pytest.approx(state[part], rel=0.01), part
+    if zero:
+        return
+    layer = llama_activations(config, 1024, bytes_per_number=4, fused_norm=False)
+    kept = config.num_layers * sum(layer.values())
+    changes = [e.num_bytes for e in rank.events() if e[0] == "activations"]
+    assert max(itertools.accumulate(changes)) == pytest.approx(kept, rel=0.1)
+
+
+# ---------------------------------------------------------------------- beside other ranks
+class Diary:
+    """What a rank launches, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def launched(self, number, verb, axis, num_bytes, peers, result):
+        self.calls.append((verb, axis, num_bytes, [axis.ranks[peer] for peer in peers]))
+
+    def waited(self, number):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=2,dp=2,tp=2,zero=1,microbatches=4,schedule=interleaved_1f1b",
+        slow("dp=2,cp=2,tp=2,zero=2,sequence_parallel,microbatches=2"),
+        slow("dp=4,pp=2,zero=3,microbatches=4,precision=bf16"),
+        slow("pp=4,tp=2,tp_overlap,sequence_parallel,microbatches=4"),
+        slow("pp=4,dp=2,microbatches=8,schedule=dualpipe"),
+        slow("pp=4,dp=2,microbatches=6,schedule=zb_v"),
+    ],
+)
+def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
+    """Of each group the same calls with the same bytes; of two ranks the same messages.
+
+    NCCL runs the calls of a group, and the messages of two ranks, one after the other in the order
+    in which each rank launched them: ranks that disagree wait for ever. Mutant: receives ahead.
+    """
+    config, plan = replace(CONFIG, num_layers=8), Plan.parse(text)
+    groups, pairs = defaultdict(list), defaultdict(list)
+    for rank in range(plan.num_ranks):
+        diary = Diary()
+        with pretend(plan, rank=rank) as mesh, Tracer():
+            actor = Actor(config, plan, mesh, 1, 32)
+            actor.step()
+            monkeypatch.setattr(collectives, "observers", [diary])
+            actor.step()
+            monkeypatch.undo()
+        own, with_peer = defaultdict(list), defaultdict(list)
+        for verb, axis, num_bytes, peers in diary.calls:
+            if not peers:
+                own[axis.name, axis.ranks].append((verb, num_bytes))
+            elif verb == "exchange":  # all at once, both ways
+                for peer in peers:
+                    with_peer[axis.name, frozenset((rank, peer))].append(verb)
+            else:
+                way = (peers[0], rank) if verb == "recv" else (rank, peers[0])
+                with_peer[axis.name, frozenset(way)].append(way)
+        for found, mine in ((groups, own), (pairs, with_peer)):
+            for key, calls in mine.items():
+                found[key].append(calls)
+    assert groups and (pairs or plan.pp == 1)
+    for (_, ranks), every in groups.items():
+        assert len(every) == len(ranks) and all(calls == every[0] for calls in every), ranks
+    for pair, every in pairs.items():
+        assert len(every) == 2 and every[0] == every[1], pair
+
+
+# ---------------------------------------------------------------------- large
+@pytest.mark.slow
+def test_large_models_on_thousands_of_ranks():
+    """8B on 16,384 ranks, and 405B on as many with a pipeline: seconds, and a sane answer."""
+    big = LlamaConfig(
+        128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=8192
+    )
+    for config, text in (
+        (PRESETS["llama-3-8b"], "dp=16384,zero=3,precision=bf16"),
+        (big, "dp=128,tp=8,pp=16,zero=1,sequence_parallel,microbatches=16,precision=bf16"),
+    ):
+        plan = Plan.parse(text)
+        found = trace(config, plan, seq_len=8192)
+        total = sum(rank.flops for rank in found.ranks.values()) * plan.num_ranks / plan.pp
+        assert total == pytest.approx(
+            found.tokens * config.flops_per_token(8192, causal=True), rel=0.05
+        )
+        assert math.prod(plan.mesh_sizes().values()) == 16_384
+
+
+def test_bad_sizes_are_refused():
+    """One line that names the numbers."""
+    with pytest.raises(ValueError, match="seq_len=0"):
+        trace(CONFIG, Plan(dp=2), seq_len=0)
+    with pytest.raises(ValueError, match="nearest plan"):
+        trace(CONFIG, Plan(tp=3), seq_len=32)

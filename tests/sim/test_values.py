@@ -1,0 +1,121 @@
+"""Nothing looks at a value: every strategy trains on tensors that have none, on many ranks.
+
+What only a GPU would punish fails here on any machine: on the meta device `.item()`, `.tolist()`,
+`.cpu()` and `bool(tensor)` raise, and this file adds two more: a tensor of another device in a
+collective, and one that is pickled.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from minipar.comm import collectives
+from minipar.comm.values import look
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.parallel.plan import Plan, meshes
+from minipar.sim.trace import Actor, Tracer, pretend, trace
+
+CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=8, num_kv_heads=8)
+
+EIGHT_RANKS = [
+    "dp=8",
+    *(f"dp=8,compression={name}" for name in COMPRESSORS),
+    *(f"dp=8,zero={stage},microbatches=2" for stage in (1, 2, 3)),
+    "dp=8,zero=3,precision=bf16,checkpointing=full",
+    "dp=8,zero=2,precision=fp16",
+    "tp=8",
+    "tp=8,sequence_parallel,precision=bf16,checkpointing=selective",
+    "tp=8,sequence_parallel,tp_overlap,precision=fp16",
+    "cp=8",
+    "cp=8,context=gather,precision=bf16",
+    "cp=8,context=ulysses,zero=3",
+    *(f"dp=4,pp=2,microbatches=4,schedule={name}" for name in SCHEDULES),
+    "dp=2,pp=2,tp=2,zero=3,microbatches=2,precision=bf16",
+    "dp=2,cp=2,tp=2,zero=1,sequence_parallel",
+]
+
+
+def legal_plans(num_ranks: int, count: int) -> list[str]:
+    """Plans out of all that `Plan.problem` lets pass, always the same ones."""
+    draw, found = random.Random(0), []
+    sizes = [mesh for mesh in meshes(num_ranks) if mesh["cp"] < 8]  # long rings take long
+    while len(found) < count:
+        plan = Plan(
+            **draw.choice(sizes),
+            zero=draw.randrange(4),
+            sequence_parallel=draw.random() < 0.5,
+            tp_overlap=draw.random() < 0.3,
+            context=draw.choice(["ring", "gather", "ulysses"]),
+            microbatches=draw.choice([1, 2, 4]),
+            precision=draw.choice(["float32", "bf16", "fp16"]),
+            checkpointing=draw.choice(["none", "selective", "full"]),
+        )
+        if plan.problem(CONFIG) is None and str(plan) not in found:
+            found.append(str(plan))
+    return found
+
+
+def slow(text: str):
+    return pytest.param(text, marks=pytest.mark.slow)
+
+
+class Strict:
+    """An observer that wants meta tensors, and them alone."""
+
+    def launched(self, number, verb, axis, num_bytes, peers, result):
+        for tensor in tree_leaves(result):
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, f"{verb} along {axis.name}"
+
+    def waited(self, number):
+        pass
+
+
+def refuse_to_pickle(tensor, protocol):
+    raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} is pickled")
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setattr(collectives, "observers", [Strict()])
+    monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
+
+
+@pytest.mark.parametrize("text", [*EIGHT_RANKS, *legal_plans(64, 3), *map(slow, legal_plans(64, 12)[3:])])
+def test_trains_and_is_saved_without_values(text, strict):
+    """Two whole steps, clipping and loss scaling, and the weights out and in again."""
+    plan = Plan.parse(text)
+    with pretend(plan, rank=plan.num_ranks - 1) as mesh, Tracer():  # which remembers shapes: faster
+        actor = Actor(CONFIG, plan, mesh, sequences=1, seq_len=64)
+        for _ in range(2):
+            actor.step()
+        whole = actor.strategy.full_state_dict()
+        shapes = {name: tuple(t.shape) for name, t in whole.items() if t is not None}
+        assert shapes and shapes.items() <= actor.strategy.shapes.items()
+        actor.strategy.load_full_state_dict(whole)
+
+
+def test_the_harness_sees_what_it_is_for(strict):
+    """Each way to look at a value, or to move one, fails."""
+    tensor = torch.empty(2, device="meta")
+    for see in (Tensor.tolist, Tensor.cpu, bool, lambda t: t[0].item()):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            see(tensor if see is not bool else tensor[0])
+    assert look(tensor, on_meta="nothing") == "nothing"
+    with pretend(Plan(dp=8)) as mesh:
+        with pytest.raises(AssertionError, match="pickled"):
+            collectives.all_gather_object(tensor, mesh.dp)
+        with pytest.raises(AssertionError, match="all_reduce along dp"):
+            collectives.all_reduce(torch.zeros(2), mesh.dp)
+
+
+def test_a_rank_of_a_group_plays_no_other():
+    """The group that there is would be gone. Mutant: no question asked."""
+    with pretend(Plan(dp=2)), pytest.raises(ValueError, match="process of its own"):
+        trace(CONFIG, Plan(dp=4), seq_len=64)
+    assert not dist.is_initialized()
