@@ -57,6 +57,7 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import Op, Pending, all_reduce
 from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.values import look
 from minipar.parallel.strategy import Strategy, replicate
 
 

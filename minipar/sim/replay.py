@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.comm.spans import Span, wire_bytes
 from minipar.comm.timeline import Timeline
-from minipar.sim.trace import Compute, Launch, Segment, Trace, Traces, Wait
+from minipar.sim.trace import Trace, Traces
+from minipar.sim.tracer import Compute, Launch, Segment, Wait
 
 
 class Device(Protocol):
@@ -216,9 +217,7 @@ class _Prices:
                 nodes = min(nodes, 2)
             elif rounds := wire_bytes(verb, len(ranks), len(ranks)):
                 num_bytes = num_bytes * len(ranks) / rounds  # of the whole tensor
-            self.known[key] = self.machine.seconds_of_collective(
-                verb, num_bytes, len(ranks), nodes
-            )
+            self.known[key] = self.machine.seconds_of_collective(verb, num_bytes, len(ranks), nodes)
         return self.known[key]
 
 

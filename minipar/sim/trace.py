@@ -4,13 +4,7 @@ Idea.   On the meta device tensors have shapes and no values, and torch's "fake"
         of every collective that it is done. So one process runs the training step of any rank of
         any mesh: `compose.apply`, `train_step`, clipping and optimizer are those of a real run, and
         what passes by is written down. No strategy is modelled a second time.
-Trace.  A list of segments, each a list of events in their order:
-
-          Compute     a product, an attention, or an operation that moves bytes: FLOPs, bytes
-          Launch      a collective or message begins: verb, axis, bytes that this rank sends
-          Wait        this rank needs the result of a launch
-          Memory      bytes that come (or, negative, go), by category
-
+Trace.  A list of segments, each a list of events in their order: see `tracer.py`.
 Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
         pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
         their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
@@ -24,26 +18,20 @@ fused. Loaders, checkpoints and what Python does between operations take no part
 
 import copy
 import gc
-import itertools
-import math
 import sys
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from minipar.comm import collectives, memory
-from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.recorder import Recorder, hook_model, hook_optimizers, in_backward
+from minipar.comm import collectives
+from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
@@ -51,63 +39,13 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
+from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import forward_backward, train_step
 
 
-# ---------------------------------------------------------------------- what is recorded
-class Compute(NamedTuple):
-    """One operation of `kind` forward, backward, weight_gradient, optimizer or compute."""
-
-    kind: str
-    name: str  # the block that it is of
-    op: str
-    work: str  # "product", "attention", or "bytes": what its time depends on
-    shape: tuple[
-        int, ...
-    ]  # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
-    dtype: str
-    flops: int
-    num_bytes: int  # read and written
-
-
-class Launch(NamedTuple):
-    """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it."""
-
-    verb: str
-    axis: str
-    size: int
-    num_bytes: int
-    peers: tuple[int, ...] = ()
-
-
-class Wait(NamedTuple):
-    """For the `index`-th launch of the latest segment called `family`; "": of this very segment."""
-
-    family: str
-    index: int
-
-
-class Memory(NamedTuple):
-    """Bytes that are allocated, or freed where negative."""
-
-    category: str
-    num_bytes: int
-
-
-Event = Compute | Launch | Wait | Memory
-
-
-@dataclass(eq=False)
-class Segment:
-    """A stretch of a step that may be repeated, such as the forward of a microbatch."""
-
-    family: str
-    events: list[Event] = field(default_factory=list)
-    num_launches: int = 0
-
-
+# ---------------------------------------------------------------------- what is found
 @dataclass(frozen=True)
 class Trace:
     """The step of one rank: segments, some of them several times, and what it holds before."""
@@ -155,246 +93,6 @@ class Traces:
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
-
-
-# ---------------------------------------------------------------------- the recorder
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
-_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
-
-
-@dataclass(eq=False, slots=True)
-class _Holding:
-    """One storage, for as long as it lives: it counts as what it turns out to be."""
-
-    num_bytes: int
-    category: str = "activations"
-
-
-class Tracer(TorchDispatchMode):
-    """Writes down every operation, collective and storage that passes by, into `segment`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorder = Recorder()  # knows which block is at work, and in which phase
-        self.segments: list[Segment] = []
-        self.segment = self.begin("before")
-        self.launches: dict[int, tuple[Segment, int]] = {}  # by number: where, the how-manieth
-        self.unawaited: set[int] = set()
-        self.holdings: weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]
-        self.holdings = weakref.WeakKeyDictionary()
-        self.known: dict[Any, _Known] = {}
-        self.stepped = 0  # bytes that the optimizer will read and write
-        self.is_counting = False  # memory
-
-    def begin(self, family: str) -> Segment:
-        """What follows belongs to a new segment."""
-        self.segment = Segment(family)
-        self.segments.append(self.segment)
-        return self.segment
-
-    # operations
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if op.namespace == "c10d" or _is_view(op):
-            return op(*args, **kwargs)
-        key = op, _key(args), _key(tuple(kwargs.items()))
-        if known := self.known.get(key):
-            result = known.again(args, kwargs)
-        else:
-            result = op(*args, **kwargs)
-            known = self.known[key] = _Known(op, result, args, kwargs)
-        frame, work = self.recorder.running(), known.work
-        kind, where = (frame.kind or "compute", frame.name) if frame else ("compute", "step")
-        if kind == "backward" and torch.is_grad_enabled() and in_backward():
-            where += " (recompute)"
-        for t in _on_meta(result) if known.is_new else ():
-            holding = self.hold(t.untyped_storage())
-            if kind == "optimizer":  # a fused one holds nothing in between
-                holding.category = ""
-        if work is not None and kind == "optimizer":
-            work, self.stepped = ("step", "bytes", (), work[3], 0, self.stepped), 0
-        if work is not None and work[-1]:
-            self.segment.events.append(Compute(kind, where, *work))
-        return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around each operation, which nothing here needs
-
-    # collectives
-    def launched(
-        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int], result: Any
-    ) -> None:
-        self.unawaited.add(number)
-        self.launches[number] = self.segment, self.segment.num_launches
-        self.segment.num_launches += 1
-        self.segment.events.append(Launch(verb, axis.name, axis.size, num_bytes, tuple(peers)))
-
-    def waited(self, number: int) -> None:
-        self.unawaited.discard(number)
-        segment, index = self.launches.get(number, (None, 0))
-        if segment is not None:
-            family = "" if segment is self.segment else segment.family
-            self.segment.events.append(Wait(family, index))
-
-    # memory
-    def hold(self, storage: torch.UntypedStorage) -> _Holding:
-        """Count a storage from now until its last owner lets go."""
-        holding = self.holdings.get(storage)
-        if holding is None:
-            holding = self.holdings[storage] = _Holding(0)
-            weakref.finalize(storage, self._resized, holding, 0)
-        self._resized(holding, storage.nbytes())
-        return holding
-
-    def _resized(self, holding: _Holding, num_bytes: int) -> None:
-        more, holding.num_bytes = num_bytes - holding.num_bytes, num_bytes
-        if more and self.is_counting:
-            self.segment.events.append((holding, more))  # what it is for is known at the end
-
-    def label(self, category: str, *tensors: Tensor | None) -> None:
-        """Say what tensors are for; of "" nothing is told."""
-        for tensor in _on_meta(tensors):
-            self.hold(tensor.untyped_storage()).category = category
-
-    def tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
-        """Take what the code itself says."""
-        self.hold(storage).category = word.category
-
-    def held(self) -> dict[str, int]:
-        """Bytes by category, now."""
-        totals: dict[str, int] = defaultdict(int)
-        for holding in self.holdings.values():
-            totals[holding.category] += holding.num_bytes
-        return dict(totals)
-
-    @contextmanager
-    def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Record all of the body; what there is at its start is told by `held`."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resize(storage, size)
-            self.hold(storage)
-            return storage
-
-        with ExitStack() as stack:
-            undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
-            with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
-                for p in filter(lambda p: p.requires_grad, model.parameters()):
-                    arrives = p.register_hook(lambda grad: self.label("gradients", grad))
-                    added = p.register_post_accumulate_grad_hook(
-                        lambda p: self.label("gradients", p.grad)
-                    )
-                    undo += [arrives.remove, added.remove]
-            for function in undo:
-                stack.callback(function)
-            torch.UntypedStorage.resize_ = resize_
-            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
-            memory.watchers.append(self.tag)
-            stack.callback(memory.watchers.remove, self.tag)
-            stack.enter_context(self)
-            self.look_at(model, optimizer)
-            self.is_counting = True
-            yield
-            self.is_counting = False
-
-    def look_at(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say what weights, gradients and the state of `optimizer` are."""
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        with torch._C.DisableTorchFunctionSubclass():
-            for p in (*model.parameters(), *stepped):
-                self.label("parameters", p, *getattr(p, "homes", ()))
-                self.label("gradients", p.grad)
-        state = _on_meta([list(entries.values()) for entries in optimizer.state.values()])
-        self.label("optimizer", *state)
-        state_bytes = sum(t.nbytes for t in state)
-        # Reads weights, gradients and state; writes weights and state.
-        self.stepped = 3 * sum(p.nbytes for p in stepped) + 2 * state_bytes
-
-    def close(self) -> None:
-        """Now that it is known what memory was for, let the events tell."""
-        for segment in self.segments:
-            segment.events = [
-                Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
-                for e in segment.events
-                if type(e[0]) is not _Holding or e[0].category
-            ]
-
-
-def _on_meta(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
-def _key(value: Any) -> Any:
-    """What the shape of a result depends on."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    return type(value), value
-
-
-class _Known:
-    """An operation on tensors of such shapes: its result, and what it costs.
-
-    `again` makes as empty a result without asking torch, which takes ten times as long.
-    """
-
-    def __init__(self, op: Any, result: Any, args: Any, kwargs: Any) -> None:
-        self.op, given, made = op, _on_meta((args, kwargs)), _on_meta(result)
-        self.is_new = bool(made) and not any(t is g for t in made for g in given)
-        self.is_first = bool(made) and bool(args) and result is args[0]
-        self.is_one = isinstance(result, Tensor)
-        self.parts = [
-            (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t
-            for t in ([result] if self.is_one else result if self.is_new else [])
-        ]
-        if not made and op._schema.is_mutable:
-            made = _on_meta(args[:1])
-        has_work = made and op._opname not in _FREE
-        causal = any(arg is True for arg in args)
-        self.work = _work(op._opname, given, made, causal) if has_work else None
-
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """A result like that of the first call."""
-        if self.is_first:
-            return args[0]
-        if not self.is_new:
-            return self.op(*args, **kwargs)
-        made = [
-            torch.empty_strided(*part[:2], dtype=part[2], device="meta")
-            if isinstance(part, tuple)
-            else part
-            for part in self.parts
-        ]
-        return made[0] if self.is_one else tuple(made)
-
-
-def _work(name: str, given: list[Tensor], made: list[Tensor], causal: bool) -> tuple:
-    """The last six entries of a `Compute`."""
-    work, shape, flops, a = "bytes", (), 0, made[0]
-    if name in _PRODUCTS:
-        a, b = given[-2:]
-        work, shape = (
-            "product",
-            (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1]),
-        )
-        flops = 2 * math.prod(shape)
-    elif name.startswith("_scaled_dot_product_"):
-        backward = "backward" in name
-        a, k = given[1:3] if backward else given[:2]
-        work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
-        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
-    num_bytes = sum(t.nbytes for t in (*given, *made))
-    dtype = str(a.dtype).removeprefix("torch.")
-    return name, work, tuple(shape), dtype, flops, num_bytes
-
-
-@cache
-def _is_view(op: Any) -> bool:
-    returns = [value.alias_info for value in op._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returns)
 
 
 # ---------------------------------------------------------------------- the rank that is played
@@ -559,7 +257,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
             role = roles[at].get(action.microbatch)
             if role is None:
                 return hidden() if makes(action) else None
-            segment = done[at, action.kind, role] = tracer.begin(f"{at}{action.kind}")
+            done[at, action.kind, role] = tracer.begin(f"{at}{action.kind}")
             frame = tracer.recorder.open(SPAN_KIND[action.kind], str(action))
             made = work(action, given)
             tracer.recorder.close(frame)

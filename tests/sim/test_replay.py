@@ -1,4 +1,4 @@
-"""A replayed step keeps the laws that any step keeps, on a machine whose speeds are round numbers."""
+"""A replayed step keeps the laws of all steps, on a machine whose speeds are round numbers."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,8 @@ from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.plan import Plan
 from minipar.sim.replay import replay
-from minipar.sim.trace import Compute, trace
+from minipar.sim.trace import trace
+from minipar.sim.tracer import Compute
 
 CONFIG = LlamaConfig(64, 64, 128, num_layers=4, num_heads=4, num_kv_heads=2)
 

@@ -1,4 +1,4 @@
-"""Traces say what ranks do: beside formulas, beside tracing without any short cut, beside others."""
+"""Traces beside formulas, beside those without any short cut, and rank beside rank."""
 
 import itertools
 import math
@@ -11,8 +11,10 @@ from minipar.comm import collectives
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import trace as traces
+from minipar.sim import tracer
 from minipar.sim.memory import llama_activations, model_state
-from minipar.sim.trace import Actor, Compute, Launch, Memory, Tracer, pretend, trace
+from minipar.sim.trace import Actor, pretend, trace
+from minipar.sim.tracer import Compute, Launch, Memory, Tracer
 
 CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=4, num_kv_heads=2)
 
@@ -50,7 +52,9 @@ def test_what_is_repeated_is_what_all_do(text, monkeypatch):
     short = trace(config, plan, seq_len=32)
     monkeypatch.setattr(traces, "DISTINCT", 1000)
     monkeypatch.setattr(traces, "_kind_of", lambda config, plan, place: place)
-    monkeypatch.setattr(traces._Known, "again", lambda known, args, kwargs: known.op(*args, **kwargs))
+    monkeypatch.setattr(
+        tracer._Known, "again", lambda known, args, kwargs: known.op(*args, **kwargs)
+    )
     whole = trace(config, plan, seq_len=32)
     for place in range(plan.pp):
         own, every = (found.ranks[place] for found in (short, whole))

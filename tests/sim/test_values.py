@@ -19,7 +19,8 @@ from minipar.model.llama import LlamaConfig
 from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
-from minipar.sim.trace import Actor, Tracer, pretend, trace
+from minipar.sim.trace import Actor, pretend, trace
+from minipar.sim.tracer import Tracer
 
 CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=8, num_kv_heads=8)
 
@@ -86,7 +87,9 @@ def strict(monkeypatch):
     monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
 
 
-@pytest.mark.parametrize("text", [*EIGHT_RANKS, *legal_plans(64, 3), *map(slow, legal_plans(64, 12)[3:])])
+@pytest.mark.parametrize(
+    "text", [*EIGHT_RANKS, *legal_plans(64, 3), *map(slow, legal_plans(64, 12)[3:])]
+)
 def test_trains_and_is_saved_without_values(text, strict):
     """Two whole steps, clipping and loss scaling, and the weights out and in again."""
     plan = Plan.parse(text)
