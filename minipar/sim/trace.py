@@ -133,19 +133,16 @@ class Actor:
         self.microbatch = self.strategy.shard((tokens, tokens))
         self.plan = plan
 
-    def step(self, run: Callable[..., Tensor] | None = None, microbatches: int = 0) -> None:
+    def step(self, microbatches: int = 0) -> None:
         """One training step, of as many microbatches as the plan says."""
-        strategy = self.strategy
         train_step(
             self.model,
-            [strategy],
-            strategy.optimizer,
+            [self.strategy],
+            self.strategy.optimizer,
             [self.microbatch] * (microbatches or self.plan.microbatches),
-            strategy.axis,
+            self.strategy.axis,
             max_norm=1.0,
-            shard_axes=strategy.shard_axes,
             precision=self.precision,
-            run=run or strategy.run or forward_backward,
         )
 
 
@@ -230,7 +227,8 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
         done.append(tracer.begin("after"))
         return total
 
-    actor.step(run, min(count, distinct))
+    actor.strategy.run = run
+    actor.step(min(count, distinct))
     repeated = [done[3]] * (count - distinct) if count > distinct == DISTINCT else []
     return {place: [*done[:3], *repeated, *done[3:]] for place in places}
 
@@ -258,9 +256,10 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
             if role is None:
                 return hidden() if makes(action) else None
             done[at, action.kind, role] = tracer.begin(f"{at}{action.kind}")
-            frame = tracer.recorder.open(SPAN_KIND[action.kind], str(action))
+            recorder = tracer.recorder
+            frame = recorder.open(SPAN_KIND[action.kind], str(action))
             made = work(action, given)
-            tracer.recorder.close(frame)
+            recorder.close(frame)
             tracer.label("", given, made)  # counted where they are handed over
             tracer.begin("messages")
             return made
