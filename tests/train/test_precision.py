@@ -712,5 +712,5 @@ def test_a_run_on_two_ranks_in_16_bits_throughout(run, ranks, monkeypatch):
 def test_master_weights_are_in_float32(name, dtype):
     TrainConfig(precision=name).check()
     TrainConfig(dtype=dtype).check()
-    with pytest.raises(ValueError, match=f"--precision {name} .* in float32, not {dtype}"):
+    with pytest.raises(ValueError, match=f"--precision {name} .* in float32, and --dtype {dtype}"):
         TrainConfig(precision=name, dtype=dtype).check()
