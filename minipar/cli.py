@@ -521,7 +521,9 @@ def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
     print(text)
-    if command.out and not command.json:
+    if command.explain and not command.json:
+        _simulated(command, plans[0])
+    elif command.out and not command.json:
         inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
         figure = draw.bars(
             planner.where_time_goes(plans),
@@ -530,6 +532,21 @@ def plan(command: planner.PlanConfig) -> None:
             note="predicted, in closed form",
             colours={part: draw.colour(ink) for part, ink in inks.items()},
         )
+        print(f"\ndrawn into {draw.save(figure, command.out)}")
+
+
+def _simulated(command: planner.PlanConfig, plan: planner.Ranked) -> None:
+    """Print and draw what becomes of the plan when minipar's own code runs it."""
+    simulated = planner.simulate(plan)
+    exposed = [f"{axis} {s:.2f} s" for axis, s in simulated.exposed.items() if s > 5e-3]
+    print(
+        f"\nminipar's own code, traced and replayed: {simulated.seconds:.2f} s a step, "
+        f"{simulated.peak_bytes / 1e9:.0f} GB of tensors at the peak; exposed: "
+        f"{', '.join(exposed) or 'nothing'}"
+    )
+    if command.out:
+        title = f"{command.model} on {command.gpus} x {command.hardware}"
+        figure = draw.timeline(simulated.timeline, title=title)
         print(f"\ndrawn into {draw.save(figure, command.out)}")
 
 

@@ -25,6 +25,8 @@ from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, hardware
+from minipar.sim.replay import Simulated, replay
+from minipar.sim.trace import trace
 
 ERROR = 0.15
 """Relative error of the step time that 90 % of published runs stay within."""
@@ -460,6 +462,13 @@ def explain(ranked: Ranked) -> str:
         text += f"\n  It does not fit: {held / GB:.0f} of {limit / GB:.0f} GB, most of it "
         text += ranked.largest
     return text
+
+
+def simulate(ranked: Ranked) -> Simulated:
+    """Trace minipar's own code under a plan, and replay it on the machine: no closed form."""
+    job = ranked.job
+    traces = trace(job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len)
+    return replay(traces, job.machine, host=job.software.host)
 
 
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:

@@ -20,39 +20,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.comm.spans import Span, wire_bytes
 from minipar.comm.timeline import Timeline
+from minipar.sim.hardware import Machine
 from minipar.sim.trace import Trace, Traces
 from minipar.sim.tracer import Compute, Launch, Segment, Wait
-
-
-class Device(Protocol):
-    """What a rank computes on, see `hardware.Device`."""
-
-    def seconds_of_matmul(self, m: float, n: float, k: float, dtype: str, *, batch: float) -> float:
-        """Seconds of `batch` products [m, k] @ [k, n]."""
-
-    def seconds_of_attention(
-        self, batch: float, heads: float, queries: float, keys: float, head_dim: float, dtype: str,
-        *, causal: bool, backward: bool,
-    ) -> float:  # fmt: skip
-        """Seconds of softmax(Q Kᵀ) V."""
-
-    def seconds_of_bytes(self, num_bytes: float) -> float:
-        """Seconds of an operation that reads and writes so much."""
-
-
-class Machine(Protocol):
-    """Nodes of `gpus` devices each, see `hardware.Machine`."""
-
-    device: Device
-    gpus: int
-
-    def seconds_of_collective(self, verb: str, num_bytes: float, ranks: int, nodes: int) -> float:
-        """Seconds of a call; `num_bytes` of the whole tensor."""
 
 
 @dataclass(frozen=True)

@@ -216,3 +216,17 @@ def test_the_machine_can_be_changed():
     assert (machine.between.bandwidth, machine.inside.bandwidth) == (25e9, 900e9)
     assert (machine.device.memory, machine.gpus) == (141e9, 72)
     assert hardware.load("h100-ndr").gpus == 8
+
+
+def test_the_simulator_and_the_closed_form_know_of_each_other(capsys, tmp_path):
+    """Mutant: microseconds for milliseconds in one of them. minipar's own code sends more."""
+    picture = tmp_path / "timeline.png"
+    asked = "--model llama-3-8b --gpus 8 --global-batch 8 --seq 2048"
+    plan = "dp=4,tp=2,zero=1,sequence_parallel,microbatches=2"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["plan", *asked.split(), "--explain", plan, "--out", str(picture)])
+    said = capsys.readouterr().out
+    closed = float(said.split("\n")[1].split()[1])
+    replayed = float(said.partition("traced and replayed: ")[2].split()[0])
+    assert 0.75 < replayed / closed < 1.35, said
+    assert picture.stat().st_size > 10_000
