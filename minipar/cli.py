@@ -33,7 +33,16 @@ from minipar.comm.mesh import Mesh, check_fits_here
 from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
+from minipar.lab.bench import (
+    collectives,
+    compression,
+    context,
+    ddp,
+    expert,
+    fsdp,
+    pipeline,
+    tensor,
+)
 from minipar.sim import calibrate, planner
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -448,6 +457,11 @@ def summary(report: Report) -> str:
         )
         rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
+    if report.experts:
+        rows["experts"] = (
+            f"the busiest had {report.experts['expert_load']:.2f} times the mean load, "
+            f"{report.experts['dropped_slots']:,} slots were dropped, in the last step"
+        )
     if report.hidden_fraction is not None:
         rows["communication"] = (
             f"{report.sent_bytes / megabyte:,.0f} MB sent by each rank; "
@@ -575,6 +589,9 @@ _COMMANDS = {
     "bench tensor": _command(tensor.run, "our tensor parallelism beside PyTorch's own"),
     "bench context": _command(
         context.run, "our context parallelism beside PyTorch's; zigzag or not"
+    ),
+    "bench expert": _command(
+        expert.run, "our expert parallelism beside plain torch, balanced or not"
     ),
     "bench pipeline": _command(
         pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"

@@ -1,7 +1,9 @@
 """Hugging Face checkpoints: a folder with `config.json` and the weights as safetensors.
 
 Weights lie in one file, `model.safetensors`, or in shards `model-00001-of-00003.safetensors` that
-`model.safetensors.index.json` maps names to. Our parameter names are theirs, so nothing is renamed.
+`model.safetensors.index.json` maps names to. Our parameter names are theirs, but for experts: files
+mostly hold the matrices of each expert apart (`_stored_as`). Known are Llama, and with experts
+Mixtral, Qwen3-MoE and OLMoE, whose balancing loss is not taken over: set it in `MoEConfig`.
 A safetensors file starts with a table of contents: whoever needs a few tensors reads only these.
 
 Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
@@ -13,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -21,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minipar.model.llama import Llama, LlamaConfig, RopeScaling
+from minipar.model.moe import MoEConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -36,12 +40,14 @@ def load_config(path: str | Path) -> LlamaConfig:
     """
     file = Path(path) / CONFIG
     raw = _read_json(file)
-    if raw.get("model_type") != "llama":
-        raise ValueError(
-            f"{file}: model_type={raw.get('model_type')!r}; only 'llama' is known here"
-        )
+    model_type = raw.get("model_type")
+    if model_type not in ("llama", *_EXPERTS):
+        known = ", ".join(map(repr, _EXPERTS))
+        raise ValueError(f"{file}: model_type={model_type!r}; only 'llama', {known} are known here")
     _refuse_what_would_be_ignored(file, raw)
     try:
+        moe = _mixture(raw, model_type) if model_type in _EXPERTS else None
+        qk_norm = {"qwen3_moe": "head", "olmoe": "all"}.get(model_type, "")
         rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
         if any(isinstance(value, dict) for value in rope.values()):
             raise ValueError("RoPE that differs from layer to layer is not supported")
@@ -75,11 +81,53 @@ def load_config(path: str | Path) -> LlamaConfig:
             rope_scaling=scaling,
             max_seq_len=max_seq_len,
             tie_embeddings=tied,
+            moe=moe,
+            qk_norm=qk_norm,
         )
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+_EXPERTS = {  # model type -> what it calls E, F and the normalised weights, and their defaults
+    "mixtral": (("num_local_experts", 8), ("intermediate_size", None), 2, True),
+    "qwen3_moe": (("num_experts", 128), ("moe_intermediate_size", 768), 8, False),
+    "olmoe": (("num_experts", 64), ("intermediate_size", None), 8, False),
+}
+
+
+def _mixture(raw: dict, kind: str) -> MoEConfig:
+    (experts, num_experts), (size, expert_size), top_k, normalise = _EXPERTS[kind]
+    experts = experts if experts in raw else "num_local_experts"  # as transformers 5 writes it
+    dense = raw.get("mlp_only_layers") or []
+    if dense != list(range(len(dense))):
+        raise ValueError(f"mlp_only_layers={dense!r}: dense layers are the first ones or none")
+    return MoEConfig(
+        num_experts=_size(raw, experts, num_experts),
+        top_k=_size(raw, "num_experts_per_tok", top_k),
+        expert_size=_size(raw, size, expert_size),
+        first_dense=len(dense),
+        every=_size(raw, "decoder_sparse_step", 1),
+        normalise=normalise if kind == "mixtral" else bool(raw.get("norm_topk_prob", normalise)),
+    )
+
+
+def _kind_of(config: LlamaConfig) -> str:
+    """The model type that stands for `config`. Raises `ValueError` where there is none."""
+    moe = config.moe
+    if moe is None and not config.qk_norm:
+        return "llama"
+    kind = {"": "mixtral", "head": "qwen3_moe", "all": "olmoe"}[config.qk_norm]
+    plain = MoEConfig(1, 1, 1)
+    names = ("num_shared", "score", "scale", "num_groups", "bias_speed", "capacity_factor")
+    names += () if kind == "qwen3_moe" else ("first_dense", "every")
+    for name in names if moe is not None else ():
+        if getattr(moe, name) != getattr(plain, name):
+            raise ValueError(f"{name}={getattr(moe, name)!r}: no {kind} has experts like these")
+    if moe is None or (kind == "mixtral" and not moe.normalise):
+        raise ValueError(f"qk_norm={config.qk_norm!r}, moe={moe}: no known model type has these")
+    return kind
 
 
 _SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -88,6 +136,7 @@ _ALTERS = re.compile(
     r"|alibi|chunk_size|layer_types|per_layer|norm_(type|before|after)|residual|attn_temperature"
 )
 _READ = {"rope_scaling", "rope_parameters", "rope_theta", *_SUPPORTED}
+_READ_OF_EXPERTS = {"num_local_experts", "num_experts", "num_experts_per_tok"}
 
 
 def _refuse_what_would_be_ignored(file: Path, raw: dict) -> None:
@@ -100,11 +149,12 @@ def _refuse_what_would_be_ignored(file: Path, raw: dict) -> None:
     for name, known in _SUPPORTED.items():
         if raw.get(name, known) != known:
             raise ValueError(f"{file}: {name}={raw[name]!r} is not supported, only {known!r} is")
+    read = _READ | (_READ_OF_EXPERTS if raw["model_type"] in _EXPERTS else set())
     for name, value in raw.items():
         off = value in (None, False, 0, 1, "", [], {}) and value is not True
         off |= isinstance(value, list) and all(layer == "full_attention" for layer in value)
         off |= "window" in name and raw.get("use_sliding_window") is False
-        if not off and name not in _READ and _ALTERS.search(name):
+        if not off and name not in read and _ALTERS.search(name):
             raise ValueError(
                 f"{file}: {name}={value!r} is not supported: it would be ignored, and the model be "
                 "another one; if it means nothing, take the line out"
@@ -138,9 +188,23 @@ def _config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_seq_len,
     }
+    kind, moe, experts = _kind_of(config), config.moe, {}
+    if moe is not None:
+        (num_experts, _), (size, _), *_ = _EXPERTS[kind]
+        experts = {
+            num_experts: moe.num_experts,
+            size: moe.expert_size,
+            "num_experts_per_tok": moe.top_k,
+        }
+        if kind != "mixtral":
+            experts["norm_topk_prob"] = moe.normalise
+        if kind == "qwen3_moe":
+            experts["decoder_sparse_step"] = moe.every
+            experts["mlp_only_layers"] = list(range(moe.first_dense))
+    names = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{names.get(kind, 'Llama')}ForCausalLM"],
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -158,6 +222,7 @@ def _config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": _short(dtype),
+        **experts,
     }
 
 
@@ -180,8 +245,12 @@ def load(
     with torch.device("meta"):
         model = Llama(load_config(path))
     for name, tensor in weights.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        owner.weight = nn.Parameter(tensor)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor))
+    for name, buffer in model.named_buffers():  # of routers: counts
+        owner, _, attribute = name.rpartition(".")
+        zeros = torch.zeros_like(buffer, device=device or "cpu")
+        setattr(model.get_submodule(owner), attribute, zeros)
     model.tie_weights()
     return model
 
@@ -206,8 +275,11 @@ def read_tensors(
             f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are no weights for "
             f"so many: {len(files)} tensors in all"
         )
-    expected = _expected_shapes(config, path / CONFIG)
-    wanted = {name for name in expected if names is None or names(name)}
+    shapes = _expected_shapes(config, path / CONFIG)
+    stored = {name: _stored_as(config, name, shapes[name], files) for name in shapes}
+    expected = {part: shape for parts in stored.values() for part, (_, shape) in parts.items()}
+    asked = [name for name in shapes if names is None or names(name)]
+    wanted = {part for name in asked for part in stored[name]}
     missing = sorted(wanted - files.keys())
     if missing:
         raise ValueError(f"{path}: no weights for {_some(missing)}, which {CONFIG} asks for")
@@ -242,7 +314,44 @@ def read_tensors(
             f"{files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they are tied; "
             "write tie_word_embeddings: false if the head is one of its own"
         )
-    return tensors
+    return {name: _assembled(stored[name], tensors, shapes[name]) for name in asked}
+
+
+Parts = dict[str, tuple[tuple, tuple[int, ...]]]  # name in a file -> where in the tensor, its shape
+
+
+def _stored_as(
+    config: LlamaConfig, name: str, shape: tuple[int, ...], files: Mapping[str, Any] | None = None
+) -> Parts:
+    """Under which names a parameter of ours is in files: experts apart, unless `files` say not."""
+    kind, is_mixtral = "whole", config.moe is not None and not config.qk_norm
+    theirs = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if is_mixtral else name
+    if ".mlp.experts." in name:
+        kind = name.rpartition(".")[2]
+    if kind == "whole" or (files is not None and name in files):
+        there = name if files is not None and name in files else theirs
+        return {there: ((), shape)}
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = names[2:] if kind == "down_proj" else names[:2]
+    prefix = theirs.rpartition(".")[0]
+    prefix = prefix.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else prefix
+    rows = shape[1] // len(names)
+    return {
+        f"{prefix}.{e}.{part}.weight": ((e, slice(i * rows, (i + 1) * rows)), (rows, shape[2]))
+        for e in range(shape[0])
+        for i, part in enumerate(names)
+    }
+
+
+def _assembled(parts: Parts, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """One tensor of those that files have; each of them is freed."""
+    first = tensors[next(iter(parts))]
+    if len(parts) == 1 and first.shape == shape:
+        return first
+    whole = first.new_empty(shape)
+    for name, (place, _) in parts.items():
+        whole[place] = tensors.pop(name)
+    return whole
 
 
 def _read(file: Path, contents: safe_open, name: str, expected: tuple[int, ...]) -> Tensor:
@@ -373,7 +482,11 @@ def _checked(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tens
             raise ValueError(
                 f"{name} has shape {tuple(state[name].shape)}{where}, but the config says {shape}"
             )
-    return {name: state[name].detach().contiguous() for name in expected}
+    return {
+        part: state[name].detach()[place].contiguous().clone() if place else state[name].detach()
+        for name, shape in expected.items()
+        for part, (place, _) in _stored_as(config, name, shape).items()
+    }
 
 
 def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -395,6 +508,7 @@ def _write(folder: Path, shards: list[dict[str, Tensor]], config: LlamaConfig) -
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        shard = {name: tensor.contiguous() for name, tensor in shard.items()}
         save_file(shard, folder / file, metadata={"format": "pt"})  # transformers wants the format
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -19,9 +19,10 @@ Sennrich 1910.07467 (RMSNorm); Su et al. 2104.09864 (RoPE); Ainslie et al. 2305.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,26 @@ PRESETS: dict[str, LlamaConfig] = {
     "small": LlamaConfig(
         256, 256, 688, num_layers=6, num_heads=8, num_kv_heads=4, tie_embeddings=True
     ),
+    "tiny-moe": LlamaConfig(  # as many active parameters as "tiny", but for the routers
+        256,
+        128,
+        344,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        tie_embeddings=True,
+        moe=MoEConfig(8, 2, 172, balance="microbatch"),
+    ),
+    "small-moe": LlamaConfig(
+        256,
+        256,
+        688,
+        num_layers=6,
+        num_heads=8,
+        num_kv_heads=4,
+        tie_embeddings=True,
+        moe=MoEConfig(16, 2, 344, balance="microbatch"),
+    ),
     "medium": LlamaConfig(256, 512, 1376, num_layers=8, num_heads=8, num_kv_heads=4),
     "large": LlamaConfig(32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4),
     "llama-3.2-1b": LlamaConfig(
@@ -196,6 +217,31 @@ PRESETS: dict[str, LlamaConfig] = {
         num_heads=32,
         max_seq_len=8192,
         **_LLAMA_3,
+    ),
+    "mixtral-8x7b": LlamaConfig(
+        32_000,
+        4096,
+        14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        rope_theta=1e6,
+        max_seq_len=32_768,
+        moe=MoEConfig(8, 2, 14_336, balance="microbatch", balance_weight=0.02),
+    ),
+    "qwen3-30b-a3b": LlamaConfig(
+        151_936,
+        2048,
+        6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        max_seq_len=40_960,
+        qk_norm="head",
+        moe=MoEConfig(128, 8, 768, balance="batch", balance_weight=0.001),
     ),
 }
 
@@ -331,14 +377,14 @@ class Block(nn.Module):
         self.mlp = _mlp(config, layer)
         self.checkpoint: Callable | None = None  # set by recompute.py
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, *valid: Tensor) -> Tensor:
         if self.checkpoint is not None and torch.is_grad_enabled():
-            return self.checkpoint(self._layer, x, rope, mask)
-        return self._layer(x, rope, mask)
+            return self.checkpoint(self._layer, x, rope, mask, *valid)
+        return self._layer(x, rope, mask, *valid)
 
-    def _layer(self, x: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+    def _layer(self, x: Tensor, rope: Rope, mask: Tensor | None, *valid: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), *valid)
 
 
 def _mlp(config: LlamaConfig, layer: int) -> nn.Module:
@@ -360,11 +406,16 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> Tensor:
         """Tokens [B, T] (hidden states [B, T, D] if there is no embedding) -> [B, T, D].
 
-        `positions`, [T] or [B, T], default to 0, 1, ... T-1; `mask` as in `dense_core`.
+        `positions`, [T] or [B, T], default to 0, 1, ... T-1; `mask` as in `dense_core`; `valid`
+        [B, T] says which tokens count in the balance of experts (default: all).
         """
         if positions is None:
             seq_len = x.shape[1]
@@ -379,7 +430,8 @@ class LlamaModel(nn.Module):
         rope = rope_tables(self.config, positions, x.dtype)
         for layer in self.layers:
             if layer is not None:
-                x = layer(x, rope, mask)
+                sparse = valid is not None and isinstance(layer.mlp, MoE)
+                x = layer(x, rope, mask, valid) if sparse else layer(x, rope, mask)
         return x if self.norm is None else self.norm(x)
 
 
@@ -413,10 +465,14 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> Tensor:
         """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head)."""
-        hidden = self.model(tokens, positions, mask)
+        hidden = self.model(tokens, positions, mask, valid)
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 
@@ -485,6 +541,16 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     A strategy that changes what the model returns sets the attribute on it.
     """
     return getattr(model, "token_loss", token_loss)
+
+
+def beside(model: nn.Module, targets: Tensor, context: Sequence[Tensor]) -> Sequence[Any]:
+    """What `model` is given beside its tokens: `context`, and with experts which tokens count.
+
+    These are the ones that have a target; so padding takes no part in the balance.
+    """
+    if getattr(getattr(model, "config", None), "moe", None) is None:
+        return context
+    return *(*context, None, None)[:2], targets != IGNORE_INDEX
 
 
 # ------------------------------------------------------------------------------------- generation

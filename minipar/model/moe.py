@@ -22,7 +22,7 @@ Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, lo
 Proved by tests/model/test_moe.py, against transformers.
 
 This file knows nothing of ranks: `MoE.core` is an attribute, any function of (tokens, routing) may
-take its place, and so may `Router.sum_counts`, which adds up counts over who shares a batch.
+take its place, and so may `Router.sum_counts` and `sum_pieces`, which add up counts.
 """
 
 import math
@@ -157,6 +157,7 @@ class Router(nn.Module):
             tokens of the whole batch, as for the summed loss of the tokens. None stands for one
             over the tokens of the call, which suits a mean loss of one microbatch.
         sum_counts: adds up counts [..., E] over the ranks that share a batch; identity alone.
+        sum_pieces: the same over the ranks that share each sequence.
     """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
@@ -169,6 +170,7 @@ class Router(nn.Module):
         self.register_buffer("counts", zeros.long(), persistent=False)
         self.loss_weight: Tensor | None = None
         self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.sum_pieces: Callable[[Tensor], Tensor] = lambda counts: counts
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Route tokens x [B, T, D] -> [B T, k]. `valid` [B, T] says which of them count.
@@ -232,17 +234,11 @@ class Router(nn.Module):
         config = self.config
         shares = scores / scores.sum(-1, keepdim=True)  # sigmoids as shares; a softmax stays
         sums = (shares * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
-        if config.balance == "sequence":
-            num_tokens = valid.sum(1, keepdim=True)  # [B, 1]
+        if config.balance == "batch":  # as far as it is known: microbatches before this one, too
+            counts = self.sum_counts(counts.sum(0) + self.counts)  # [E]
         else:
-            counts, num_tokens = counts.sum(0), valid.sum()
-            if config.balance == "batch":
-                both = torch.cat([counts, num_tokens[None].to(counts.dtype)])
-                both = self.sum_counts(both)
-                # Microbatches before this one: each token was counted k times.
-                before = self.sum_counts(self.counts).to(counts.dtype)
-                counts = both[:-1] + before
-                num_tokens = both[-1] + before.sum() / config.top_k
+            counts = self.sum_pieces(counts if config.balance == "sequence" else counts.sum(0))
+        num_tokens = counts.sum(-1, keepdim=True) / config.top_k  # each was counted k times
         shares_chosen = counts / num_tokens.clamp(min=1)  # f_e
         return config.num_experts / config.top_k * (shares_chosen * sums).sum()
 
@@ -286,13 +282,6 @@ class _Attach(torch.autograd.Function):
         )
 
 
-def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """Yield the routers of `model` with their names, from the bottom up."""
-    for name, module in model.named_modules():
-        if isinstance(module, Router):
-            yield name, module
-
-
 # ---------------------------------------------------------------------------------- the experts
 
 
@@ -324,7 +313,7 @@ class Experts(nn.Module):
                 for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)
             ]
             return torch.cat(outs)
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = counts.cumsum(0).to(rows.device, torch.int32)
         hidden = _swiglu(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
         return torch._grouped_mm(hidden, self.down_proj.mT, offs=ends)
 
@@ -372,20 +361,30 @@ class MoE(nn.Module):
         self.core: Callable[[Tensor, Routing], Tensor] = self.compute
         self.how = "auto"  # of `Experts.forward`
         self.dropped: Tensor | None = None  # how many slots the last forward dropped, a scalar
+        self.num_dropped = 0  # since `start_step`, forwards that recomputation repeats left out
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`valid` [B, T] says which tokens count in the balance; default: all."""
-        out = self.core(x.flatten(0, -2), self.gate(x, valid)).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return self.core(x.flatten(0, -2), self.gate(x, valid)).view_as(x)
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
         if self.config.capacity_factor is not None:
-            return self._with_capacity(x, routing)
+            return self.add_shared(self._with_capacity(x, routing), x)
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
         tokens = order // routing.experts.shape[1]
         rows = self.experts(x[tokens], counts, self.how)
-        return combine(rows, order, routing, x)
+        return self.add_shared(combine(rows, order, routing, x), x)
+
+    def note_dropped(self, dropped: Tensor) -> None:
+        """Count slots for which there was no room."""
+        self.dropped = dropped
+        if torch._C._current_graph_task_id() == -1:  # else this is a forward inside of backward
+            self.num_dropped = self.num_dropped + dropped
+
+    def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add what the shared experts, if there are any, make of tokens x [N, D]."""
+        return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def _with_capacity(self, x: Tensor, routing: Routing) -> Tensor:
         """The same with C rows for each expert: full ones drop, others compute zeros."""
@@ -395,11 +394,44 @@ class MoE(nn.Module):
         expert = routing.experts.flatten()[order]
         place = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[expert]
         row = torch.where(place < capacity, expert * capacity + place, num_experts * capacity)
-        self.dropped = (place >= capacity).sum()
+        self.note_dropped((place >= capacity).sum())
         padded = x.new_zeros(num_experts * capacity + 1, width)  # the last row: what is dropped
         padded = padded.index_put((row,), x[order // top_k])
         out = self.experts.padded(padded[:-1].view(num_experts, capacity, width)).flatten(0, 1)
         return combine(torch.cat([out, out.new_zeros(1, width)])[row], order, routing, x)
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """Yield the mixtures of `model` with their names, from the bottom up."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, MoE))
+
+
+def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Yield the routers of `model` with their names, from the bottom up."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+def start_step(model: nn.Module, loss_weight: Tensor) -> None:
+    """Begin to count anew, and weigh the balancing losses of `model` by `loss_weight`."""
+    for _, moe in mixtures(model):
+        moe.gate.loss_weight, moe.num_dropped = loss_weight, 0
+        moe.gate.reset_counts()
+
+
+def load_of(model: nn.Module) -> dict[str, tuple[list[int], int]]:
+    """Slots of each expert, and dropped ones, by the names of mixtures, since `start_step`.
+
+    Of the whole batch: a collective over the ranks that share it, in one call.
+    """
+    found = dict(mixtures(model))
+    if not found:
+        return {}
+    own = [
+        torch.cat([m.gate.counts, m.gate.counts.new_full((1,), int(m.num_dropped))])
+        for m in found.values()
+    ]
+    totals = next(iter(found.values())).gate.sum_counts(torch.stack(own)).tolist()
+    return {name: (slots, dropped) for name, (*slots, dropped) in zip(found, totals, strict=True)}
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.parallel.flat import FLATS, Flat, Options
+from minipar.parallel.pieces import copies_axis
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
 Slot = tuple[nn.Module, str, str, nn.Parameter]  # a module's attribute, its name, what it holds
@@ -72,7 +73,8 @@ class Unit:
         self.module = module
         kinds: dict[Any, dict[nn.Parameter, str]] = {}
         for _, _, name, p in slots:
-            kinds.setdefault((p.dtype, p.device, p.requires_grad), {}).setdefault(p, name)
+            alike = p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
+            kinds.setdefault(alike, {}).setdefault(p, name)
         kind = FLATS[options.accumulate, options.replicate_axis is not None]
         self.flats: list[Flat] = []
         pieces: dict[nn.Parameter, nn.Parameter] = {}

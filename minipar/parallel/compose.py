@@ -3,12 +3,13 @@
 Idea.   Every strategy works along an axis of its own and leaves names and values of parameters as
         they are. So they stack, if each is applied to what the one before it left, and if every
         gradient is summed over every axis along which ranks compute a part of it.
-Order.  See `apply`: tensor and sequence, context, pipeline, data. Backward goes the other way: data
-        (ddp, zero or fsdp) first, then what tensor parallelism has yet to add up.
+Order.  See `apply`: experts, tensor and sequence, context, pipeline, data. Backward goes the other
+        way: data (ddp, zero or fsdp) first, then what tensor parallelism has yet to add up.
 Sums.   Which axes a gradient is summed over, by what a rank has computed of it:
 
           axis      what ranks have         the gradient of a parameter is summed
           dp, cp    other tokens            over both at once, for every parameter
+          ep        other tokens, experts   as over dp, but for experts: each is on one rank of ep
           tp        other heads, words      for norms under sequence parallelism, which see T/n
                                             tokens, and keys and values that several ranks share
           pp        other layers            for what two stages have: tied embeddings, or all
@@ -16,7 +17,7 @@ Sums.   Which axes a gradient is summed over, by what a rank has computed of it:
 
         `Plan.explain` prints this for each parameter, with bytes.
 Whole.  Weights, gradients and the state of the optimizer have one shape: that of a parameter. What
-        puts weights together puts all of them together: along dp and cp, then tp, then pp.
+        puts weights together puts all of them together: along dp and cp, then ep, tp, pp.
 Refused before any process starts, with the nearest plan that works: see plan.py.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
@@ -49,7 +50,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import context, ddp, fsdp, guard, tensor, ulysses, zero
+from minipar.parallel import context, ddp, expert, fsdp, guard, tensor, ulysses, zero
 from minipar.parallel.compression import COMPRESSORS, Compressed
 from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.pipeline import runtime
@@ -90,24 +91,37 @@ def apply(
     sizes = {axis: mesh[axis].size for axis in AXES}
     if any(size != getattr(plan, axis, 1) for axis, size in sizes.items()):
         raise ValueError(f"plan {plan} is for the mesh {plan.mesh_sizes()}, not {mesh.sizes}")
-    data_axis = mesh.joint("dp", "cp") if plan.cp > 1 else mesh.dp
+    data_axis = mesh.joint(*plan.data_axes)
     checkpoint_activations(model, plan.checkpointing)
     parts = Parts()
 
-    # 1. Tensor: cuts matrices by their names and shapes, so before data parallelism flattens
+    # 1. Experts: while all ranks still have whole ones. Ranks of ep hold other tokens, as those of
+    #    dp do; over cp, experts may be apart as well. What the balance counts is known here.
+    if model.config.moe is not None:
+        cut = ("cp", "tp") if plan.sequence_parallel else ("cp",)  # over these, sequences are
+        over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
+        parts.expert = expert.apply(
+            model,
+            mesh.joint(*over),
+            copies=mesh.joint(*(name for name in plan.data_axes if name not in over)),
+            dispatch=plan.dispatch,
+            batch=mesh.joint(*dict.fromkeys((*plan.data_axes, *cut))),
+            pieces=mesh.joint(*cut),
+        )
+    # 2. Tensor: cuts matrices by their names and shapes, so before data parallelism flattens
     #    them; and before the pipeline, whose stages then are parts of a model that is cut already.
     if plan.tp > 1:
         parts.tensor = tensor.apply(
             model, mesh.tp, sequence=plan.sequence_parallel, overlap=plan.tp_overlap
         )
-    # 2. Context: wraps attention as it is now, with the heads of this rank; on the whole model,
+    # 3. Context: wraps attention as it is now, with the heads of this rank; on the whole model,
     #    because every stage of a pipeline has to know positions.
     if plan.cp > 1:
         if plan.context == "ulysses":
             parts.context = ulysses.apply(model, mesh.cp)
         else:
             parts.context = context.apply(model, mesh.cp, exchange=plan.context)
-    # 3. Pipeline: keeps the layers of this rank. From here on, parameters are those that stay.
+    # 4. Pipeline: keeps the layers of this rank. From here on, parameters are those that stay.
     if plan.pp > 1:
         parts.pipeline = runtime.apply(
             model,
@@ -115,7 +129,7 @@ def apply(
             plan.make_schedule(),
             token_shards=plan.tp if plan.sequence_parallel else 1,
         )
-    # 4. Data last: it sums gradients of the parameters that are left, and may cut them once more.
+    # 5. Data last: it sums gradients of the parameters that are left, and may cut them once more.
     #    Ranks of cp hold other tokens, as those of dp do: to gradients, both are one axis.
     if plan.zero == 3:
         dtype = COMPUTE_DTYPES[plan.precision] if plan.pp == 1 else None  # stages send their dtype
@@ -159,6 +173,7 @@ class Parts:
     """The strategies of a plan; None where an axis has one rank."""
 
     data: Strategy | None = None
+    expert: "expert.ExpertParallel | None" = None
     tensor: "tensor.TensorParallel | None" = None
     context: Strategy | None = None
     pipeline: runtime.Pipeline | None = None
@@ -189,12 +204,12 @@ class Composed(Strategy):
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
         # In the order in which they finish a backward: what tensor parallelism adds up must not be
         # on its way elsewhere.
-        every = (parts.data, parts.tensor, parts.context, parts.pipeline)
+        every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
-        cut = {"pp": mesh.pp, "data": data_axis, "tp": mesh.tp}
-        if not plan.zero:
-            del cut["data"]
-        self.shard_axes = tuple(axis for axis in cut.values() if axis.size > 1)
+        cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
+        if parts.expert is not None:
+            cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
+        self.shard_axes = tuple(dict.fromkeys(axis for axis in cut if axis.size > 1))
         with torch.device("meta"):
             serial = Llama(model.config)
         self.shapes = {name: tuple(p.shape) for name, p in serial.state_dict().items()}
@@ -255,6 +270,8 @@ class Composed(Strategy):
 
         Weights, gradients, moments: whatever has the shape of a parameter before `axis` cuts it.
         """
+        if self.parts.expert is not None:
+            own = self.parts.expert.join(own)
         if self.parts.tensor is not None:
             own = self.parts.tensor.join(own)
         return dict(own) if self.parts.pipeline is None else self.parts.pipeline.join(own)
@@ -263,6 +280,8 @@ class Composed(Strategy):
         """The inverse of `join`: what this rank of tp and pp has."""
         if self.parts.pipeline is not None:
             whole = self.parts.pipeline.own(whole)
+        if self.parts.expert is not None:
+            whole = self.parts.expert.own(whole)
         return dict(whole) if self.parts.tensor is None else self.parts.tensor.own(whole)
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -314,9 +333,11 @@ class Composed(Strategy):
 
     def _own_piece(self, name: str, whole: Any) -> Any:
         """Of an entry of the state: cut as the parameter is, unless it is a number."""
-        if self.parts.tensor is None or not isinstance(whole, Tensor) or not whole.ndim:
-            return whole
-        return self.parts.tensor.own({name: whole})[name]
+        own = {name: whole}
+        for part in (self.parts.expert, self.parts.tensor):
+            if part is not None and isinstance(whole, Tensor) and whole.ndim:
+                own = part.own(own)
+        return own[name]
 
     def _own_names(self) -> list[list[str]]:
         """What this rank's parameters are called, by the groups of the optimizer."""

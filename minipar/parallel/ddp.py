@@ -31,6 +31,7 @@ from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel import guard
+from minipar.parallel.pieces import copies_axis
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped"]
@@ -73,7 +74,7 @@ def apply(
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
     guard.claim(model, "ddp", axis)
-    replicate(model, axis)
+    replicate(model, axis, is_data=True)
     if version == "naive":
         return Naive(model, axis, average)
     return VERSIONS[version](model, axis, average, bucket_mb, reduce)
@@ -111,7 +112,10 @@ class Naive(Strategy):
             unused_here = p.grad is None
             if unused_here:
                 p.grad = torch.zeros_like(p)
-            all_reduce(p.grad, self.axis, self.op, out=p.grad)
+            axis = copies_axis(p, self.axis)
+            if self.op == "avg":  # over all ranks, also where few have copies
+                p.grad.mul_(axis.size / self.axis.size)
+            all_reduce(p.grad, axis, self.op, out=p.grad)
             if unused_here and not used_elsewhere(users):
                 p.grad = None
 
@@ -159,7 +163,10 @@ class Bucket:
                 self.users[i] = 0
             else:
                 self.take(p)
-        self.pending = self.reduce(self, axis, op)
+        copies = copies_axis(self.parameters[0], axis)
+        if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
+            self.flat.mul_(copies.size / axis.size)
+        self.pending = self.reduce(self, copies, op)
 
     def finish(self) -> None:
         """Wait for that; hand the gradients out."""
@@ -183,12 +190,13 @@ def fill_buckets(
 
     The first is a quarter of that and the second a half, so that the link has something to do early
     and never waits long for more; the last is a quarter, as no computation is left to hide it. A
-    parameter larger than a bucket has one to itself. Different dtypes or devices do not mix.
+    parameter larger than a bucket has one to itself. Different dtypes, devices or ranks with copies
+    do not mix.
     """
     groups: list[list[nn.Parameter]] = []
     room: dict[tuple, tuple[list[nn.Parameter] | None, float]] = {}
     for p in parameters:
-        key = p.dtype, p.device
+        key = p.dtype, p.device, copies_axis(p, None)
         group, left = room.get(key, (None, 0.0))
         if group is None or p.nbytes > left:
             group, left = [], capacity * min(1, 2 ** len(groups) / 4)

@@ -26,7 +26,7 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.pieces import Layout, Row
+from minipar.parallel.pieces import Layout, Row, copies_axis
 
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
 Reduce = Callable[[Tensor, Axis], tuple[Tensor, Tensor]]  # rows [n, S] -> sum [S], what was lost
@@ -121,8 +121,9 @@ class Flat(Row):
 
     def __init__(self, members: dict[nn.Parameter, str], block: str, options: Options) -> None:
         self.options, self.block, self.home = options, block, Home()
-        layout = Layout([p.numel() for p in members], options.axis)
-        super().__init__(list(members), layout, options.axis, _initial(members, layout, options))
+        axis = copies_axis(next(iter(members)), options.axis)
+        layout = Layout([p.numel() for p in members], axis)
+        super().__init__(list(members), layout, axis, _initial(members, layout, options, axis))
         for (p, name), piece in zip(members.items(), self.pieces, strict=True):
             piece.is_flat = True
             piece.on_use = partial(_refuse_use, name, block)
@@ -192,6 +193,8 @@ class Flat(Row):
         """Start to reduce-scatter the gradients `flat` [n S]; `is_last`: not under `no_sync`."""
         options = self.options
         options.ledger.note(f"reduce {self.block}")
+        if options.average and self.axis.size < options.axis.size:  # it is over all ranks anyway
+            flat.mul_(self.axis.size / options.axis.size)
         if options.reduce is None:
             self.reducing = reduce_scatter(flat, self.axis, op=options.op, async_op=True)
         else:
@@ -233,11 +236,13 @@ class Flat(Row):
 
 
 @torch.no_grad()
-def _initial(members: dict[nn.Parameter, str], layout: Layout, options: Options) -> Tensor:
+def _initial(
+    members: dict[nn.Parameter, str], layout: Layout, options: Options, axis: Axis
+) -> Tensor:
     """Return this rank's shard [S] of the first weights."""
     if options.init is None or not next(iter(members)).is_meta:
         whole = F.pad(torch.cat([p.flatten() for p in members]), (0, layout.splits[-1]))
-        shard = scatter(whole, options.axis)
+        shard = scatter(whole, axis)
         replicas = options.replicate_axis
         return shard if replicas is None else broadcast(shard, replicas)
     pieces = [

@@ -42,6 +42,15 @@ def axes_of(p: Tensor) -> tuple[Axis, ...]:
     return getattr(p, "shard_axes", ())
 
 
+def copies_axis(p: Tensor, axis: Axis) -> Axis:
+    """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
+
+    All of them, unless the strategy that cut `p` says otherwise in `p.copies`: ranks of expert
+    parallelism share a batch, and yet each has experts of its own.
+    """
+    return getattr(p, "copies", axis)
+
+
 def full_shape(p: Tensor) -> torch.Size:
     """Return the shape of `p` in the serial model."""
     return getattr(p, "full_shape", p.shape)

@@ -27,13 +27,13 @@ from torch import nn
 
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel import tensor
+from minipar.parallel import expert, tensor
 from minipar.parallel.compression import COMPRESSORS
-from minipar.parallel.pieces import axes_of, full_shape
+from minipar.parallel.pieces import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, schedules, simulate, stages
 from minipar.parallel.pipeline.actions import Schedule
 
-MESH = ("pp", "dp", "cp", "tp")  # from the axis that needs the least of a link to the one in a node
+MESH = ("pp", "dp", "cp", "ep", "tp")  # from what needs the least of a link to what is in a node
 EACH_NUMBER_ALONE = ("none", "fp16", "bf16")
 """Compression that rounds a number without a look at its neighbours in the bucket."""
 MOST_MICROBATCHES = 10_000  # of a plan: a schedule is a list of all that is done with them
@@ -52,14 +52,20 @@ class Plan:
     """Ranks with layers of their own."""
     cp: int = 1
     """Ranks among which every sequence is cut."""
+    ep: int = 1
+    """Ranks with experts, and sequences, of their own."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Cut over dp and cp: nothing (ddp), optimizer state, also gradients, also weights (fsdp)."""
+    """Cut over dp, cp, ep: nothing (ddp), optimizer state, also gradients, also weights (fsdp)."""
     sequence_parallel: bool = False
     """Over tp, cut norms and residual stream along the tokens."""
     tp_overlap: bool = False
     """Over tp, send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp, how attention sees all tokens."""
+    dispatch: Literal["all_to_all", "gather", "overlapped", "halves"] = "all_to_all"
+    """Over ep, how tokens meet their experts."""
+    experts_over_cp: bool = False
+    """Ranks of cp have experts of their own, too: cp times ep of them share the experts."""
     schedule: str = "1f1b"
     """Over pp, who runs forward and backward of which microbatch when: see `schedules.py`."""
     stages_per_rank: int = 0
@@ -108,12 +114,26 @@ class Plan:
 
     def mesh_sizes(self) -> dict[str, int]:
         """Return the axes of a `Mesh` with more than one rank; those of tp are neighbours."""
-        sizes = {axis: getattr(self, axis) for axis in MESH if getattr(self, axis) != 1}
-        return sizes or {"dp": 1}
+        sizes = {axis: getattr(self, axis) for axis in MESH}
+        # With ep there is a dp, so that sums over "dp+ep" are told from what goes to experts.
+        seen = {a: n for a, n in sizes.items() if n != 1 or (a == "dp" and self.ep > 1)}
+        return seen or {"dp": 1}
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different tokens: over them, gradients are summed."""
+        return tuple(a for a in ("dp", "cp", "ep") if a == "dp" or getattr(self, a) > 1)
 
     def make_schedule(self) -> Schedule:
         """The schedule of the pipeline. Raises `ValueError` where there is none."""
         return _schedule(self.schedule, self.pp, self.microbatches, self.stages_per_rank or None)
+
+    def axis(self, *names: str) -> Axis:
+        """The joint axis of `names` on the plan's mesh, as its first rank sees it: on paper."""
+        sizes = self.mesh_sizes()
+        names = tuple(name for name in sizes if name in names)
+        size = math.prod(sizes[name] for name in names)
+        return Axis("+".join(names) or "none", 0, size, tuple(range(size)))
 
     # ------------------------------------------------------------------ what cannot be
     def check(self, config: LlamaConfig) -> None:
@@ -162,6 +182,7 @@ class Plan:
                 f"ulysses hands whole heads around: cp={self.cp} does not divide the "
                 f"num_heads={config.num_heads} / tp={self.tp} of a rank"
             )
+        yield from self._problems_of_experts(config)
         if self.pp == 1:
             if self.schedule != "1f1b" or self.stages_per_rank:
                 yield f"schedule={self.schedule} is for a pipeline of several ranks, and pp=1"
@@ -174,6 +195,24 @@ class Plan:
             yield (
                 f"schedule={self.schedule} on pp={self.pp} cuts the model into {num_stages} "
                 f"stages, each with a layer, and there are num_layers={config.num_layers}"
+            )
+
+    def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
+        if self.experts_over_cp and self.cp == 1:
+            yield "experts_over_cp spreads experts over ranks that share sequences; cp=1 has none"
+        over = {"ep": self.ep} | ({"cp": self.cp} if self.experts_over_cp else {})
+        name, n = " x ".join(over), math.prod(over.values())
+        if config.moe is None:
+            if n > 1:
+                yield f"{name}={n} spreads experts, and this Llama has none (moe=None)"
+        else:
+            expert.check_sizes(config.moe, n, name)
+        if self.dispatch != "all_to_all" and n == 1:
+            yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
+        if config.moe is not None and self.pp > 1 and self.make_schedule().copies > 1:
+            yield (
+                f"schedule={self.schedule} has two copies of every router, and each would count "
+                f"its own tokens alone for the balance"
             )
 
     def _problems_of_gradients(self, config: LlamaConfig) -> Iterator[str]:
@@ -378,6 +417,10 @@ def _cut_without_values(
 ) -> tuple[tensor.TensorParallel | None, runtime.Pipeline | None]:
     """Tensor and pipeline parallelism on a model on "meta", as on one of the ranks."""
     by_tensor = pipeline = None
+    if model.config.moe is not None:
+        over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
+        axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
+        expert.ExpertParallel(model, axis, copies, plan.dispatch, axis, None)
     if plan.tp > 1:
         axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
         border = tensor.Border(axis, plan.sequence_parallel)
@@ -397,8 +440,8 @@ def _row(
     name: str,
     p: nn.Parameter,
 ) -> Row:
-    n, t, num_bytes = plan.dp * plan.cp, plan.tp, p.nbytes
-    data = "dp+cp" if plan.dp > 1 and plan.cp > 1 else "cp" if plan.cp > 1 else "dp"
+    copies, t, num_bytes = copies_axis(p, plan.axis(*plan.data_axes)), plan.tp, p.nbytes
+    n, data = copies.size, copies.name
     cut = [axis.name for axis in axes_of(p)]
     stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
     summed, sent = {}, {}

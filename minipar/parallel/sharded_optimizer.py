@@ -22,7 +22,7 @@ from minipar.parallel.optimizer_state import (
     labelled,
     pack,
 )
-from minipar.parallel.pieces import Layout, Row
+from minipar.parallel.pieces import Layout, Row, copies_axis
 
 
 class Bucket(Row):
@@ -31,7 +31,9 @@ class Bucket(Row):
     The buffer holds the parameters themselves: they become views of it.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], axis: Axis) -> None:
+    def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
+        axis = copies_axis(parameters[0], data_axis)
+        self.share = axis.size / data_axis.size
         layout = Layout([p.numel() for p in parameters], axis)
         self.parameters = parameters
         self.weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
@@ -94,6 +96,8 @@ class Bucket(Row):
             for p in set(self.parameters) - set(used):
                 self.gradients[p].zero_()
         self.whole[sum(self.layout.splits[:-1]) :] = 0
+        if op == "avg" and self.share < 1:  # the average is over all ranks all the same
+            self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.gradients = None, {}  # the pending collective holds the buffer
         self.is_sent = True
@@ -277,7 +281,7 @@ def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[l
     """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
+        kinds.setdefault((p.dtype, p.device, copies_axis(p, None)), []).append(p)
     for members in kinds.values():
         bucket, room = [], capacity
         for p in members:

@@ -13,7 +13,7 @@ from minipar.comm.mesh import Axis
 from minipar.parallel import guard
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.pieces import Row, axes_of, piece_of
+from minipar.parallel.pieces import Row, axes_of, copies_axis, piece_of
 
 
 class Strategy:
@@ -150,7 +150,11 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
     )
 
 
-def replicate(model: nn.Module, axis: Axis) -> None:
-    """Give all ranks of `axis` the parameters and buffers of its rank 0, in place."""
+def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
+    """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
+
+    If it `is_data`, those that have copies of them.
+    """
     for tensor in [*model.parameters(), *model.buffers()]:
-        broadcast(tensor.data, axis, src=0, out=tensor.data)
+        over = copies_axis(tensor, axis) if is_data else axis
+        broadcast(tensor.data, over, src=0, out=tensor.data)

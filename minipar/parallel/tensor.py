@@ -51,6 +51,7 @@ from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatte
 from minipar.comm.mesh import Axis
 from minipar.model import casts
 from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
+from minipar.model.moe import MoE
 from minipar.parallel.pieces import axes_of, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
 
@@ -100,8 +101,8 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
 
 def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     """Raise `ValueError` unless n ranks can share the matrices of such a Llama."""
-    if config.moe is not None or config.qk_norm == "all":
-        what = "experts" if config.moe is not None else "a norm over all heads (qk_norm='all')"
+    if n > 1 and config.qk_norm == "all":
+        what = "a norm over all heads (qk_norm='all')"
         raise ValueError(f"{name}={n}: tensor parallelism does not cut {what}; use {name}=1")
     limits = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     kv_heads = config.num_kv_heads
@@ -286,7 +287,10 @@ class TensorParallel(Strategy):
         for i, layer in enumerate(model.model.layers):
             if layer is not None:
                 self._cut_attention(layer.self_attn, f"model.layers.{i}.self_attn")
-                self._cut_mlp(layer.mlp, f"model.layers.{i}.mlp")
+                if not isinstance(layer.mlp, MoE):
+                    self._cut_mlp(layer.mlp, f"model.layers.{i}.mlp")
+                elif border.sequence:
+                    layer.mlp.register_forward_pre_hook(self._own_tokens)
         self._cut_vocabulary(z_loss)
         if border.sequence:
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
@@ -308,6 +312,14 @@ class TensorParallel(Strategy):
             self._columns(f"{name}.{linear}", evenly(0, hidden, n))
         self._rows(mlp, f"{name}.down_proj", evenly(1, hidden, n))
         self._enter(mlp, "gate_proj", "up_proj")
+
+    def _own_tokens(self, _: nn.Module, args: tuple) -> tuple:
+        """A mixture stays whole: each rank computes its tokens, without sequence cuts all of them.
+
+        Which tokens count, [B, T], is cut as the tokens are.
+        """
+        x, *valid = args
+        return x, *(v.chunk(self.axis.size, 1)[self.axis.rank] for v in valid)
 
     def _cut_vocabulary(self, z_loss: float) -> None:
         model, (start, _) = self.model, self.words.spans[self.axis.rank]
@@ -434,13 +446,14 @@ def _pad_and_cut(model: Llama, n: int) -> None:
     added = [0]
 
     def pad(module: Llama, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-        call = {**dict(zip(("tokens", "positions", "mask"), args, strict=False)), **kwargs}
-        x, positions, mask = (call.get(name) for name in ("tokens", "positions", "mask"))
+        names = "tokens", "positions", "mask", "valid"
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, positions, mask, valid = (call.get(name) for name in names)
         added[0] = 0
         if x.ndim == 3:  # hidden states [B, T/n, D] V, for a pipeline stage: cut along the tokens
             if positions is None:
                 positions = torch.arange(n * x.shape[1], device=x.device)
-            return (x, positions, mask), {}
+            return (x, positions, mask, valid), {}
         seq_len = x.shape[1]
         missing = -seq_len % n
         if not missing:
@@ -451,7 +464,8 @@ def _pad_and_cut(model: Llama, n: int) -> None:
                 f"multiple of {n} tokens, not {seq_len}; pad to {seq_len + missing}"
             )
         added[0] = missing
-        return (F.pad(x, (0, missing)),), {}
+        valid = None if valid is None else F.pad(valid, (0, missing))
+        return (F.pad(x, (0, missing)), None, None, valid), {}
 
     def cut(module: Llama, args: tuple, output: Tensor) -> Tensor:
         return output[:, : output.shape[1] - added[0]] if added[0] else output

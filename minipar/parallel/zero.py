@@ -97,7 +97,7 @@ def apply(
             f"optimizer; hand it over, or freeze it with requires_grad_(False)"
         )
     guard.claim(model, f"zero {stage}", axis)
-    replicate(model, axis)
+    replicate(model, axis, is_data=True)
     return STAGES[stage](model, axis, optimizer, average)
 
 

@@ -32,6 +32,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
+from minipar.model.moe import MoEConfig
 from minipar.parallel.pieces import full_shape
 
 FORMAT = 2  # of the layout above
@@ -239,6 +240,8 @@ def export(checkpoint: Path, folder: Path) -> LlamaConfig:
         shape = dict(state["model"])
         if shape["rope_scaling"] is not None:
             shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+        if shape.get("moe") is not None:
+            shape["moe"] = MoEConfig(**shape["moe"])
         config = LlamaConfig(**shape)
     hf.save(weights, folder, config)
     return config

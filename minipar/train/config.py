@@ -36,6 +36,8 @@ _IN_A_PLAN = {
     "compress": "compression",
     "precision": "precision",
     "recompute": "checkpointing",
+    "dispatch": "dispatch",
+    "experts_over_cp": "experts_over_cp",
 }
 """Flags, and the words of a `Plan` for them."""
 
@@ -92,12 +94,13 @@ class TrainConfig:
 
     mesh: str = "dp=4"
     """Ranks along each axis, such as dp=2,tp=2,pp=2: dp shares out sequences, cp tokens, pp layers,
-    tp matrices. Ranks of the last axis are neighbours."""
+    tp matrices, ep sequences and experts. Ranks of the last axis are neighbours."""
     plan: str = ""
     """All in one, such as dp=2,tp=2,zero=1,sequence_parallel,microbatches=4: takes the place of
     --mesh and of the flags that have a word of it. Not named means: as usual."""
     preset: str = "tiny"
-    """The model: tiny, small, medium, large, llama-3.2-1b, llama-3.2-3b or llama-3-8b."""
+    """The model: tiny, small, medium, large, llama-3.2-1b, llama-3.2-3b or llama-3-8b; with experts
+    tiny-moe, small-moe, mixtral-8x7b or qwen3-30b-a3b."""
     init: str = ""
     """Start from the model in this Hugging Face folder, instead of a fresh one of --preset."""
     data: str = "stdlib"
@@ -143,14 +146,19 @@ class TrainConfig:
     bucket_mb: float = 0.0
     """Megabytes per all-reduce; 0 chooses a quarter of the gradients, at most 25."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Cut over dp and cp: 0 nothing (ddp), 1 the optimizer state, 2 also gradients, 3 also weights,
-    which are gathered where they are used (fsdp). A run may be resumed with another one."""
+    """Cut over dp, cp, ep: 0 nothing (ddp), 1 the optimizer state, 2 also gradients, 3 also
+    weights, gathered where they are used (fsdp). A run may be resumed with another one."""
     sequence_parallel: bool = False
     """Over tp: cut norms and the residual stream along the tokens."""
     tp_overlap: bool = False
     """Over tp, with --sequence-parallel: send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp: how attention sees all tokens."""
+    dispatch: Literal["all_to_all", "gather", "overlapped", "halves"] = "all_to_all"
+    """Over ep: how tokens meet their experts. gather suits ep up to the experts per token;
+    overlapped and halves compute while tokens travel."""
+    experts_over_cp: bool = False
+    """Ranks of cp have experts of their own as well."""
     pipeline_schedule: str = "1f1b"
     """Over pp: naive, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2,
     interleaved_zb, zb_v, dualpipe or dualpipe_v; of as many microbatches as --microbatches."""
@@ -225,11 +233,6 @@ class TrainConfig:
         """Return how the ranks work together. Raises `ValueError` for a mesh that no plan has."""
         words = {word: getattr(self, name) for name, word in _IN_A_PLAN.items()}
         sizes = self.mesh_sizes()
-        if sizes.get("ep", 1) > 1:
-            raise ValueError(
-                f"--mesh {self.mesh}: a Llama has no experts to spread over ep; "
-                f"use {', '.join(MESH)}"
-            )
         return Plan(**{axis: sizes.get(axis, 1) for axis in MESH}, **words)
 
     def check(self) -> None:
@@ -287,12 +290,12 @@ class TrainConfig:
             if getattr(self, name) > LARGEST_BATCH:
                 asked = f"--{_flag(name)} {getattr(self, name)}"
                 raise ValueError(f"{asked} must be at most {LARGEST_BATCH:,} sequences")
-        dp = self.mesh_sizes().get("dp", 1)
+        dp = self.data_ranks()
         most = -(-self.batch_size // dp)
         if self.microbatches > most:
             raise ValueError(
                 f"--microbatches {self.microbatches} would be empty, all but {most}: of "
-                f"--batch-size {self.batch_size}, each of dp={dp} ranks has no more sequences; "
+                f"--batch-size {self.batch_size}, each of {dp} ranks with sequences has no more; "
                 f"use up to {most}"
             )
 
@@ -393,7 +396,13 @@ class TrainConfig:
                     f"{', '.join(AXES)} and a size from 1 to {MOST_RANKS:,}; try dp=4"
                 )
             sizes[axis] = size
-        return sizes
+        # With ep there is a dp, as in a Plan.
+        return {"dp": 1, **sizes} if sizes.get("ep", 1) > 1 else sizes
+
+    def data_ranks(self) -> int:
+        """How many ranks have sequences of their own."""
+        sizes = self.mesh_sizes()
+        return sizes.get("dp", 1) * sizes.get("ep", 1)
 
     @property
     def num_ranks(self) -> int:

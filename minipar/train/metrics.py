@@ -4,7 +4,8 @@ Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted
 tokens_per_second, mfu (see peak.py), peak_memory (bytes, of rank 0 so far). And where there is
 something to tell: hidden_fraction (of rank 0's communication, in steps that are recorded),
 save_seconds (that training has waited for checkpoints since the line before), validation_loss, and
-what loss scaling and the sharing out of work report.
+what loss scaling and the sharing out of work report. With experts: expert_load, dropped_slots and
+tokens_per_expert, see `report.expert_figures`.
 """
 
 import json

@@ -18,6 +18,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.recorder import Recorder
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
+from minipar.model.moe import load_of
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Report:
     sent_bytes: float
     communication_seconds: float
     hidden_fraction: float | None  # None without communication
+    experts: dict[str, Any]  # of the last step: `expert_figures`, if there are experts
     peak_memory: list[int]  # bytes, per rank
     sample: str
 
@@ -165,6 +167,24 @@ def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]
         "last_loss": lines[-1]["loss"],
         "tokens_per_second": sum(line["tokens"] for line in lines) / sum(seconds),
         "step_seconds": statistics.median(seconds),
+    }
+
+
+def expert_figures(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """What metrics tell of experts: nothing where `model` has none. A collective.
+
+    expert_load: slots of the busiest expert over the mean, in the layer where that is most;
+    dropped_slots, over all layers; tokens_per_expert, by the names of mixtures.
+    """
+    if model.config.moe is None:
+        return {}
+    loads: dict[str, tuple[list[int], int]] = {}
+    for theirs in all_gather_object(load_of(model), mesh.pp):
+        loads |= theirs
+    return {
+        "expert_load": max(max(s) * len(s) / max(sum(s), 1) for s, _ in loads.values()),
+        "dropped_slots": sum(dropped for _, dropped in loads.values()),
+        "tokens_per_expert": {name: slots for name, (slots, _) in loads.items()},
     }
 
 

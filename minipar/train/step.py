@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.model.llama import loss_of
+from minipar.model.llama import beside, loss_of
+from minipar.model.moe import routers, start_step
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import Strategy, device_of, in_order
 from minipar.train.batch_size import NoiseScale
@@ -61,7 +62,7 @@ def forward_backward(
                 for strategy in strategies:
                     stack.enter_context(strategy.no_sync())
             with autocast():
-                loss = loss_of(model)(model(inputs, *context), targets)
+                loss = loss_of(model)(model(inputs, *beside(model, targets, context)), targets)
             weigh(loss).backward()
             total += loss.detach()
     return total
@@ -100,6 +101,9 @@ def train_step(
     def weigh(loss: Tensor) -> Tensor:
         return precision.scale(loss / counting.wait().clamp(min=1))
 
+    if next(routers(model), None) is not None:  # whose balancing losses are sums over tokens, too
+        one = torch.ones((), dtype=torch.float64, device=device)
+        start_step(model, weigh(one))
     own_loss = run(model, strategies, microbatches, weigh=weigh, autocast=precision.autocast)
     num_tokens = counting.wait().clamp(min=1)
     for strategy in strategies:
@@ -115,6 +119,8 @@ def train_step(
     precision.unscale(parameters, shard_axes)
     grad_norm = clip_grad_norm(parameters, max_norm, shard_axes, device)
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
+    for _, router in routers(model):
+        router.update_bias()
     sums = adding.wait()
     return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])
 

@@ -29,7 +29,13 @@ from minipar.train.folder import held
 from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.precision import COMPUTE_DTYPES, Precision
-from minipar.train.report import Report, StepRecorder, peak_memory, training_figures
+from minipar.train.report import (
+    Report,
+    StepRecorder,
+    expert_figures,
+    peak_memory,
+    training_figures,
+)
 from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, train_step
 from minipar.train.stop import StopRequest
@@ -81,12 +87,12 @@ class Trainer:
         return model.to(self.device, getattr(torch, self.config.dtype))
 
     def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
-        sequences = Sequences(tokens, self.config.seq_len)
+        sequences, axis = Sequences(tokens, self.config.seq_len), self.mesh.joint("dp", "ep")
         return Batches(
             sequences,
             self.config.batch_size,
-            self.mesh.dp.rank,
-            self.mesh.dp.size,
+            axis.rank,
+            axis.size,
             seed=seed,
             microbatches=microbatches,
         )
@@ -155,6 +161,7 @@ class Trainer:
                 **self.precision.report(),
                 **self.workload.learn(result, self.batches),
                 **recorder.figures(self.step - 1),
+                **expert_figures(self.model, self.mesh),
             }
             line |= self._speed(line["tokens"], line["seconds"])
             is_last = self.step == config.steps
@@ -323,6 +330,7 @@ class Trainer:
             sent_bytes=sent_bytes,
             communication_seconds=communication_seconds,
             hidden_fraction=hidden_fraction,
+            experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
             sample=self.sample(),
         )

@@ -1,11 +1,13 @@
 """A mixture of experts is the published one, for each way to route, and counts what it should."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
@@ -21,6 +23,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, init_weights, token_loss
 from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers, why_not_grouped
 from minipar.model.recompute import checkpoint_activations
@@ -452,3 +455,46 @@ def test_routing_is_what_a_function_in_the_place_of_core_gets():
     shape, routing = seen[0]
     assert shape == (40, 16) and isinstance(routing, Routing)
     assert routing.experts.shape == routing.weights.shape == (40, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
+    """Apart and fused; catches a matrix of another expert, gate for up, a converter that drops."""
+    config, cls, *_ = MODELS[name]
+    model = randomised(config, torch.float32)
+    ours, theirs, fused = (tmp_path / where for where in ("ours", "theirs", "fused"))
+    hf.save(model, ours, max_shard_bytes=50_000)
+    twin, report = cls.from_pretrained(ours, output_loading_info=True)
+    assert not any(report.values()), report
+    twin.save_pretrained(theirs)
+    shutil.copytree(theirs, fused)
+    save_file(model.state_dict(), fused / "model.safetensors")
+    for folder in (ours, theirs, fused):
+        found = hf.load(folder)
+        assert found.config.moe == replace(config.moe, every=found.config.moe.every)
+        for parameter, value in found.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[parameter], rtol=0, atol=0)
+        tokens = some_tokens(config)
+        torch.testing.assert_close(found(tokens), model(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(score="sigmoid"), dict(num_shared=1), dict(capacity_factor=1.0)]
+)
+def test_what_no_model_type_has_is_not_saved(change, tmp_path):
+    config = MODELS["mixtral"][0]
+    model = Llama(replace(config, moe=replace(config.moe, **change)))
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*no mixtral has experts like"):
+        hf.save(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_trap_39_utilisation_counts_the_experts_that_compute():
+    """FLOPs of a token are those of its k experts and of the router, however many there are."""
+    moe, dense = PRESETS["tiny-moe"], PRESETS["tiny"]
+    per_token = [
+        replace(moe, moe=replace(moe.moe, num_experts=e)).flops_per_token(64) for e in (8, 64)
+    ]
+    routers_of = [6 * dense.num_layers * e * dense.hidden_size for e in (8, 64)]
+    for flops, router in zip(per_token, routers_of, strict=True):
+        assert flops == dense.flops_per_token(64) + router  # 2 x 172 = 344 hidden units

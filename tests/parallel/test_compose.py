@@ -43,8 +43,8 @@ def test_what_is_no_plan_is_refused_and_named(text):
 
 
 def test_meshes_are_all_there_are():
-    assert len(list(meshes(4))) == 10 and len(list(meshes(8))) == 20
-    assert {"pp": 1, "dp": 2, "cp": 1, "tp": 3} in list(meshes(6))
+    assert len(list(meshes(4))) == 15 and len(list(meshes(8))) == 35
+    assert {"pp": 1, "dp": 2, "cp": 1, "ep": 1, "tp": 3} in list(meshes(6))
     assert Plan(tp=2, pp=2).mesh_sizes() == {"pp": 2, "tp": 2}  # ranks of tp are neighbours
     assert Plan().mesh_sizes() == {"dp": 1}
 

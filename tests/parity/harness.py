@@ -108,7 +108,7 @@ def parallel(
     """Train on the ranks of a mesh; called on each of them, with a seed of its own.
 
     `gradients` collects them where the last strategy cannot. `cut` takes this rank's tokens out of
-    whole sequences. Ranks of `dp` and of `cp` hold different tokens.
+    whole sequences. Ranks of `dp`, `cp` and `ep` hold different tokens.
     """
     mesh = Mesh(**sizes)
     torch.manual_seed(1000 + mesh.rank)
@@ -135,10 +135,10 @@ def _train(
 
     own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
     optimizer = own[0] if own else make_optimizer(model)
-    outcome = Outcome(before=weights(), after={})
+    outcome, whose = Outcome(before=weights(), after={}), mesh.joint("dp", "ep")
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
-            whole = task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)
+            whole = task.microbatches_of(step, whose.rank, whose.size)
             microbatches = [cut(microbatch, mesh) for microbatch in whole]
             for strategy in strategies:
                 microbatches = [strategy.shard(microbatch) for microbatch in microbatches]
@@ -148,7 +148,7 @@ def _train(
                     strategies,
                     optimizer,
                     microbatches,
-                    mesh.joint("dp", "cp"),
+                    mesh.joint("dp", "cp", "ep"),
                     max_norm=task.max_norm,
                 )
             outcome.losses.append(result.loss.item())

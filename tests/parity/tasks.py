@@ -108,6 +108,5 @@ def attach_plan(model: Llama, mesh: Mesh, plan: Plan) -> list[Composed]:
 def gradients_of_plan(model: Llama) -> dict[str, Tensor | None]:
     """Of all ranks together, by their names in the serial model; a collective."""
     whole = model.composed.full_gradients()
-    if model.config.tie_embeddings:
-        whole.pop("lm_head.weight", None)
-    return whole
+    named = dict.fromkeys(itertools.chain(*model.composed.names))  # a tied head, buffers are not
+    return {name: gradient for name, gradient in whole.items() if name in named}

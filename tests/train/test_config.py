@@ -40,7 +40,8 @@ def test_a_wrong_mesh_is_refused(mesh):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(mesh="ep=2"), "no experts to spread over ep; use pp, dp, cp, tp"),
+        (dict(mesh="ep=2"), "ep=2 spreads experts, and this Llama has none"),
+        (dict(mesh="ep=3", preset="tiny-moe"), "ep=3 does not divide num_experts=8"),
         (dict(mesh="tp=3"), "plan tp=3: .* num_heads=4.* nearest plan that works is dp=3"),
         (dict(mesh="pp=2", zero=3, microbatches=4), "zero=3 .* nearest .* pp=2,zero=2,microb"),
         (dict(pipeline_schedule="zb_v"), "schedule=zb_v is for a pipeline"),

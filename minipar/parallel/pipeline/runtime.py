@@ -40,7 +40,7 @@ from minipar.comm.collectives import (
     exchange,
 )
 from minipar.comm.mesh import Axis
-from minipar.model.llama import Llama, LlamaConfig, loss_of
+from minipar.model.llama import Llama, LlamaConfig, beside, loss_of
 from minipar.parallel.pieces import mark
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import validate
@@ -212,6 +212,7 @@ class Pipeline(Strategy):
 
             if action.kind == "F":
                 x = inputs if stage.first else given
+                context = beside(model, targets, context)
                 return stage.forward(i, x, context, autocast, finish)
             if action.kind == "W":
                 return stage.weight_gradient(i)

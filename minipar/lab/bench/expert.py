@@ -1,0 +1,213 @@
+"""`minipar bench expert`: our expert parallelism beside plain torch, on the same model and link.
+
+How the race is run and what is counted: see `race.py`. A step is forward, loss, backward and AdamW
+of a mixture whose experts are spread over all ranks; the dense part is summed by our ddp for all
+contenders, which differ in how tokens meet experts alone.
+
+torchtitan's expert parallelism wants a GPU's grouped product, and PyTorch itself has none. So ours
+is compared with what its users write by hand: `all_to_all_single` with counts exchanged before, and
+the form that gathers all tokens; the faster one counts. Routing is forced to an *imbalance*: slots
+of the busiest expert over the mean. 1 is perfect; at E/k every token chooses the same expert first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minipar.comm import backends
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Axis, Mesh
+from minipar.lab.bench import race
+from minipar.lab.bench.race import StepConfig
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
+from minipar.model.moe import MoE, Routing, mixtures
+from minipar.parallel import ddp, expert
+
+OURS = ("gather", "all_to_all", "halves")
+THEIRS = ("all_to_all_single by hand", "all_gather by hand")
+COLUMNS = (
+    ("imbalance", "{imbalance:g}"),
+    *race.STEPS,
+    ("tokens/s", "{tokens_per_second:,.0f}"),
+    *race.SENT,
+)
+
+
+@dataclass(frozen=True)
+class ExpertConfig(StepConfig):
+    """Compare our expert parallelism with plain torch: time of a training step, and bytes."""
+
+    preset: str = "tiny-moe"
+    """The model: tiny-moe or small-moe."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    imbalance: tuple[int, ...] = (1, 2, 4)
+    """Slots of the busiest expert, over the mean."""
+
+    def check(self) -> None:
+        super().check()
+        moe = PRESETS[self.preset].moe
+        if moe is None:
+            good = [name for name, shape in PRESETS.items() if shape.moe is not None]
+            raise ValueError(f"--preset {self.preset} has no experts; use {' or '.join(good)}")
+        if self.ranks < 2:
+            raise ValueError(f"--ranks {self.ranks}: it takes 2 to share experts")
+        expert.check_sizes(moe, self.ranks, "--ranks")
+        for one in self.imbalance:
+            if not 1 <= one <= moe.num_experts // moe.top_k:
+                raise ValueError(
+                    f"--imbalance {one}: with {moe.num_experts} experts, {moe.top_k} for a token, "
+                    f"the busiest has 1 to {moe.num_experts // moe.top_k} times the mean"
+                )
+
+
+def run(config: ExpertConfig) -> list[dict[str, Any]]:
+    """Run the comparison, print its table, and return a row for each of ours on each link."""
+    config.check()
+    rows = []
+    for name in config.links:
+        backend = "gloo" if name == "gloo" else "link"
+        for imbalance in config.imbalance:
+            with Ranks(config.ranks, backend=backend, sink=None) as ranks:
+                measured = ranks.run(measure, config, name, imbalance)[0]
+            found = [race.row(config, "expert", name, ours, THEIRS, measured) for ours in OURS]
+            num_tokens = config.ranks * config.batch_size * config.seq_len
+            for row in found:
+                row |= {"imbalance": imbalance}
+                row |= {"tokens_per_second": num_tokens / row["ours_ms"] * 1e3}
+            race.announce(found, f", imbalance {imbalance}")
+            rows += found
+    print("\n" + race.table(rows, COLUMNS))
+    race.save(rows, config.json)
+    return rows
+
+
+def measure(config: ExpertConfig, link_name: str, imbalance: int) -> dict[str, race.Measured]:
+    """Let all contenders take turns; called on every rank."""
+    mesh, shape = Mesh(dp=1, ep=config.ranks), PRESETS[config.preset]
+    steps = {n: contender(config, mesh, n, shape, imbalance) for n in (*OURS, *THEIRS)}
+    return race.race(steps, mesh.ep, link_name, config.rounds)
+
+
+def contender(
+    config: ExpertConfig, mesh: Mesh, name: str, shape: LlamaConfig, imbalance: int
+) -> Callable[[], Tensor]:
+    """The training step of the contender called `name`; it returns the loss in nats per token."""
+    device = backends.device_of(mesh.rank)
+    # A router that is forced learns no balance.
+    model = Llama(replace(shape, moe=replace(shape.moe, balance="none")), seed=0).to(device)
+    expert.apply(model, mesh.ep, dispatch=name if name in OURS else "all_to_all")
+    for _, moe in mixtures(model):
+        moe.gate._choose = partial(skewed, shape.moe.num_experts, shape.moe.top_k, imbalance)
+        if name in THEIRS:
+            by_hand = exchange_by_hand if name == THEIRS[0] else gather_by_hand
+            moe.core = partial(by_hand, moe, mesh.ep)
+    strategy = ddp.apply(model, mesh.joint("dp", "ep"), average=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs, targets = config.tokens(shape, device, seed=mesh.rank)
+    num_tokens = targets.numel() * config.ranks
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model)(model(inputs), targets) / num_tokens
+        loss.backward()
+        strategy.finish_backward()
+        optimizer.step()
+        return loss.detach() * config.ranks
+
+    return step
+
+
+def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:
+    """Choose for scores [N, E] so that expert 0 has `imbalance` times the mean load -> [N, k]."""
+    num_tokens = len(scores)
+    token = torch.arange(num_tokens, device=scores.device)[:, None]
+    turn = (token * top_k + torch.arange(top_k, device=scores.device)) % (num_experts - 1)
+    experts = 1 + turn  # everybody but expert 0, in turn
+    chosen = token[:, 0] % num_experts < imbalance * top_k  # of as many tokens, the first choice
+    experts[:, 0] = torch.where(chosen, 0, experts[:, 0])
+    return experts
+
+
+# ---------------------------------------------------------------------- written by hand
+class _Swap(torch.autograd.Function):
+    """`all_to_all_single` of rows; its backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
+        ctx.lengths, ctx.group = (there, here), group
+        arrived = rows.new_empty(sum(here), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), here, there, group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        there, here = ctx.lengths
+        return _Swap.apply(grad, here, there, ctx.group), None, None, None
+
+
+def exchange_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Sort by expert, exchange counts, exchange rows, sort by local expert; and back."""
+    num_experts, top_k = moe.config.num_experts, moe.config.top_k
+    order = routing.experts.flatten().argsort(stable=True)
+    counts = routing.experts.flatten().bincount(minlength=num_experts)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=axis.group)
+    there, here = (c.view(axis.size, -1).sum(1).tolist() for c in (counts, theirs))
+    arrived = _Swap.apply(x[order // top_k], there, here, axis.group)
+    local = torch.arange(len(theirs) // axis.size).repeat(axis.size).repeat_interleave(theirs)
+    by_expert = local.argsort(stable=True)
+    computed = moe.experts(arrived[by_expert], theirs.view(axis.size, -1).sum(0))
+    unsorted = torch.empty_like(computed).index_copy(0, by_expert, computed)
+    back = _Swap.apply(unsorted, here, there, axis.group)
+    weighed = back * routing.weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // top_k, weighed.to(x.dtype))
+
+
+class _Gather(torch.autograd.Function):
+    """`all_gather_single` along the first dim; its backward is `_Scatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+        dist.all_gather_single(whole, x.contiguous(), axis.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Scatter.apply(grad, ctx.axis), None
+
+
+class _Scatter(torch.autograd.Function):
+    """`reduce_scatter_single` along the first dim; its backward is `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        own = x.new_empty(len(x) // axis.size, *x.shape[1:])
+        dist.reduce_scatter_single(own, x.contiguous(), group=axis.group)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(grad, ctx.axis), None
+
+
+def gather_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Gather tokens, choices and weights; compute the own experts; reduce-scatter the results."""
+    per_rank = moe.config.num_experts // axis.size
+    tokens, weights = _Gather.apply(x, axis), _Gather.apply(routing.weights, axis)
+    experts = _Gather.apply(routing.experts, axis).flatten() - axis.rank * per_rank
+    slots = torch.nonzero((experts >= 0) & (experts < per_rank))[:, 0]
+    order = slots[experts[slots].argsort(stable=True)]
+    counts = experts[slots].bincount(minlength=per_rank)
+    computed = moe.experts(tokens[order // moe.config.top_k], counts)
+    weighed = (computed * weights.flatten()[order, None]).to(x.dtype)
+    sums = torch.zeros_like(tokens).index_add(0, order // moe.config.top_k, weighed)
+    return _Scatter.apply(sums, axis)

@@ -1,0 +1,378 @@
+"""Expert parallelism: each rank keeps some of the experts, and tokens travel to theirs and back.
+
+Idea.   Of E experts a token passes k. So the n ranks of an axis keep E/n of them each, and hold
+        different tokens, as under data parallelism: a layer sends each token to the ranks of its
+        experts (*dispatch*), which compute, and send the results back (*combine*).
+Math.   That of moe.py. An expert sees the tokens of all n ranks, and backward brings it the
+        gradients of all of them: its gradient is complete along this axis, and must neither be
+        summed nor averaged there again. A router, like all that is dense, has seen the tokens of
+        its own rank: its gradient is a part of the sum over the data axis, which contains this one.
+Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
+
+          rank                      0      1      2      3
+          dense: copies on          all four: the data axis "dp+ep"
+          experts: which            0..3   4..7   0..3   4..7     of 8, along "ep"
+          experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
+
+        `p.copies` of an expert names these, and ddp, zero and fsdp heed it (`copies_axis`).
+Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
+        after dispatch [R, D] V@ep, R as many as the data wants; experts [E/n, ...] V@ep.
+Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
+        on average. Rows of D numbers of e bytes.
+
+          gather      forward and backward: 2 (n-1) N D e each; routing, 3 (n-1) N k numbers in all
+          all-to-all  forward: M D e there, M' D e back, for M' rows of others; backward the
+                      same; and once (n-1) 8 E bytes of counts
+
+        Balanced, gathering sends fewer bytes where n < k: use it there.
+Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
+        times the N k D of a balanced router.
+Costs you. Counts are read by the host once per layer and pass, because sizes of messages are the
+        host's business: on a GPU it waits there for all that is queued. The slowest rank is the one
+        with the most rows. With a capacity, C counts the tokens of all ranks of the axis, and the
+        first come are served in the order of the ranks: as on one device with all of these tokens.
+Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
+        "DeepSpeed-MoE" (arXiv 2201.05596); Liu et al. 2025, "MoE Parallel Folding" (arXiv
+        2504.14960), for the two views of the same ranks.
+In torch: none; `torchtitan` has `ExpertParallel`.
+Proved by tests/parallel/test_expert.py and tests/parity/test_expert.py; taught in
+notebooks/11_expert_parallel.ipynb.
+
+Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
+
+    expert.apply(model, mesh.ep, copies=mesh.dp)
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import collectives
+from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
+from minipar.comm.mesh import Axis
+from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
+from minipar.parallel.pieces import mark
+from minipar.parallel.strategy import Strategy, replicate
+
+Dispatch = Literal["gather", "all_to_all", "overlapped", "halves"]
+
+
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    copies: Axis | None = None,
+    dispatch: Dispatch = "all_to_all",
+    batch: Axis | None = None,
+    pieces: Axis | None = None,
+) -> "ExpertParallel":
+    """Cut the experts of `model` along `axis`, in place; the values are those of its rank 0.
+
+    Parameters keep their names, and hold this rank's experts (`full_shape`, `shard_axes`). Apply
+    it before ddp, zero or fsdp, over an axis that contains `axis` and `copies`.
+
+    Args:
+        copies: the ranks with the same experts; by default, none.
+        dispatch: how tokens meet experts: "gather", "all_to_all"; "overlapped" with the shared
+            experts, which compute while tokens travel; or in "halves", of which one computes while
+            the other travels.
+        batch: the ranks that share a batch, over which the bias and the balance of the "batch"
+            count; by default `axis`.
+        pieces: the ranks that share each sequence, which the other balances need; by default, none.
+
+    Raises `ValueError` for a model without experts, an axis that does not divide them, a bias of
+    another shape or an unknown `dispatch`, before the first collective.
+    """
+    found = dict(mixtures(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts to spread over {axis.name}")
+    if dispatch not in get_args(Dispatch):
+        raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
+    for name, moe in found.items():
+        check_sizes(moe.config, axis.size, axis.name)
+        bias, num_experts = moe.gate.e_score_correction_bias, moe.config.num_experts
+        if bias is not None and tuple(bias.shape) != (num_experts,):
+            raise ValueError(
+                f"{name}.gate.e_score_correction_bias has shape {tuple(bias.shape)}; a router to "
+                f"num_experts={num_experts} needs ({num_experts},)"
+            )
+    replicate(model, axis)
+    copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
+    return ExpertParallel(model, axis, copies, dispatch, batch or axis, pieces)
+
+
+def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
+    """Raise `ValueError` unless n ranks can share the experts."""
+    if config.num_experts % n:
+        good = [k for k in range(1, config.num_experts + 1) if config.num_experts % k == 0]
+        raise ValueError(
+            f"{name}={n} does not divide num_experts={config.num_experts}; "
+            f"use one of {', '.join(map(str, good))}"
+        )
+
+
+# ---------------------------------------------------------------------- 1. all ranks see all tokens
+def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """The reference: every rank gathers all tokens, computes its experts', and results are added.
+
+    Tokens [N, D], as many on each rank -> the same.
+    """
+    config, n = moe.config, axis.size
+    every = Routing(
+        collectives.all_gather(routing.experts, axis),  # [n N, k]
+        all_gather(routing.weights, axis, to="R"),
+    )
+    tokens = all_gather(x, axis, to="R")  # [n N, D] R@ep
+    counts = [sort_by_expert(part, config.num_experts)[1] for part in every.experts.chunk(n)]
+    table = on_host(torch.stack(counts), [routing.experts.numel()])
+    kept = admit(moe, table, slice(axis.rank, axis.rank + 1))
+    order, _ = sort_by_expert(every.experts, config.num_experts)
+    order, kept = first_of_each(order, table.sum(0), kept.sum(0)), kept.sum(0)
+    own = experts_of(axis, config.num_experts)
+    order = order[kept[: own.start].sum() : kept[: own.stop].sum()]
+    rows = moe.experts(tokens[order // config.top_k], kept[own], moe.how)
+    summands = combine(rows, order, every, tokens)  # [n N, D] P@ep
+    return moe.add_shared(reduce_scatter(summands, axis), x)  # [N, D] V@ep
+
+
+# ---------------------------------------------------------------------- 2. tokens go to theirs
+def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Each row goes to the rank of its expert, and back: tokens [N, D] -> the same."""
+    (trip,) = plan_trips(moe, axis, [routing])
+    rows = x[trip.order // moe.config.top_k]  # by expert, so by rank
+    arrived = all_to_all(rows, axis, send_counts=trip.there, recv_counts=trip.here)  # [R, D]
+    computed = trip.compute(moe, arrived)
+    back = all_to_all(computed, axis, send_counts=trip.here, recv_counts=trip.there)
+    return moe.add_shared(combine(back, trip.order, routing, x), x)
+
+
+class Trip:
+    """Who sends how many rows to whom: from a `table` [n, E], slots of each rank by expert."""
+
+    def __init__(self, order: Tensor, table: Tensor, axis: Axis) -> None:
+        self.order = order  # of the slots of this rank that travel
+        by_rank = table.view(axis.size, axis.size, -1)  # [from, to, E/n]
+        self.there: list[int] = by_rank[axis.rank].sum(-1).tolist()  # rows to each rank
+        self.here: list[int] = by_rank[:, axis.rank].sum(-1).tolist()  # rows from each rank
+        self.parts = by_rank[:, axis.rank]  # [n, E/n]: in this order they arrive
+
+    def compute(self, moe: MoE, arrived: Tensor) -> Tensor:
+        """Rows [R, D], by rank and then by expert -> what the experts make of them, as they lay."""
+        n, num_own = self.parts.shape
+        expert = torch.arange(num_own).repeat(n).repeat_interleave(self.parts.flatten())
+        by_expert = expert.argsort(stable=True).to(arrived.device)
+        out = moe.experts(arrived.index_select(0, by_expert), self.parts.sum(0), moe.how)
+        return torch.zeros_like(out).index_copy(0, by_expert, out)
+
+
+def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> list[Trip]:
+    """Let all ranks know all counts, and plan the trips of several parts of the tokens.
+
+    A collective: (n-1) times 8 E bytes for each part.
+    """
+    config, parts = moe.config, len(routings)
+    orders, counts = zip(
+        *(sort_by_expert(routing.experts, config.num_experts) for routing in routings), strict=True
+    )
+    table = collectives.all_gather(torch.stack(counts), axis)  # [n parts, E]
+    table = on_host(table, [len(order) for order in orders])
+    mine = slice(axis.rank * parts, (axis.rank + 1) * parts)
+    kept = admit(moe, table, mine)
+    stay = map(first_of_each, orders, table[mine], kept[mine])
+    by_part = kept.view(axis.size, parts, -1).unbind(1)
+    return [Trip(order, theirs, axis) for order, theirs in zip(stay, by_part, strict=True)]
+
+
+def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
+    """Counts where sizes of messages are decided: the one place that waits for the device.
+
+    On "meta" there are none: all experts are used alike, by `num_slots` in each part of a rank.
+    """
+    if not table.is_meta:
+        return table.cpu()
+    even = [evenly(num, table.shape[1]) for num in num_slots]
+    return torch.tensor(even, device="cpu").repeat(len(table) // len(num_slots), 1)
+
+
+def evenly(num: int, parts: int) -> list[int]:
+    """7 in 3 parts is 3, 2, 2."""
+    return [num // parts + (part < num % parts) for part in range(parts)]
+
+
+def admit(moe: MoE, table: Tensor, own: slice) -> Tensor:
+    """Of `table` [..., E], slots in the order in which they come, what capacity leaves of each.
+
+    Every rank computes the same from the same table, so ranks cannot disagree. `own` are the rows
+    of this rank, whose losses are noted.
+    """
+    if moe.config.capacity_factor is None:
+        return table
+    capacity = moe.config.capacity(int(table.sum()) // moe.config.top_k)
+    before = table.cumsum(0) - table
+    kept = table.minimum((capacity - before).clamp(min=0))
+    moe.note_dropped((table - kept)[own].sum())
+    return kept
+
+
+def first_of_each(order: Tensor, asked: Tensor, granted: Tensor) -> Tensor:
+    """Of slots in the order of their experts, `asked` [E] of each, the first `granted` [E]."""
+    place = torch.arange(len(order)) - (asked.cumsum(0) - asked).repeat_interleave(asked)
+    stays = place < granted.repeat_interleave(asked)
+    return order if bool(stays.all()) else order[stays.to(order.device)]
+
+
+def experts_of(axis: Axis, num_experts: int) -> slice:
+    """The experts of this rank."""
+    per_rank = num_experts // axis.size
+    return slice(axis.rank * per_rank, (axis.rank + 1) * per_rank)
+
+
+# ---------------------------------------------------------------------- 3. while others compute
+def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1) -> Tensor:
+    """As `exchanged`; what does not wait for rows computes while they travel.
+
+    The shared experts do so. With two `parts` of the tokens, the experts do so too: for one part
+    while the other is on its way. Backward runs all of it in reverse, with the same overlap.
+    """
+    cut = [Routing(*pair) for pair in zip(*(t.tensor_split(parts) for t in routing), strict=True)]
+    trips, tokens = plan_trips(moe, axis, cut), x.tensor_split(parts)
+    there = [
+        Flight(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
+        for trip, part in zip(trips, tokens, strict=True)
+    ]
+    beside = moe.shared_experts(x) if moe.shared_experts is not None else None
+    back = [
+        Flight(axis, trip.compute(moe, flight.land()), trip.here, trip.there)
+        for trip, flight in zip(trips, there, strict=True)
+    ]
+    outs = [
+        combine(flight.land(), trip.order, own, part)
+        for flight, trip, own, part in zip(back, trips, cut, tokens, strict=True)
+    ]
+    return torch.cat(outs) if beside is None else torch.cat(outs) + beside
+
+
+class Flight:
+    """An all-to-all of rows between its start and `land`, forward; in reverse, backward."""
+
+    def __init__(self, axis: Axis, rows: Tensor, there: list[int], here: list[int]) -> None:
+        self.axis, self.there, self.here = axis, there, here
+        self.pending: collectives.Pending | None = None
+        self.ticket = _Start.apply(rows, self)
+
+    def launch(self, rows: Tensor, send: list[int], receive: list[int]) -> None:
+        """Start to send."""
+        self.pending = collectives.all_to_all(
+            rows, self.axis, send_counts=send, recv_counts=receive, async_op=True
+        )
+
+    def arrive(self) -> Tensor:
+        """Wait for what was started."""
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+    def land(self) -> Tensor:
+        """Return the rows that have arrived."""
+        return _Land.apply(self.ticket, self)
+
+
+class _Start(torch.autograd.Function):
+    """Rows leave; in backward, this is where gradients must have come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.launch(rows, flight.there, flight.here)
+        return rows.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.arrive(), None
+
+
+class _Land(torch.autograd.Function):
+    """Rows arrive; in backward, gradients leave.
+
+    Autograd goes backward in the reverse order of forward, so what was computed between the two
+    runs between them again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.launch(grad, ctx.flight.here, ctx.flight.there)
+        return grad.new_zeros(()), None
+
+
+CORES: dict[str, Callable[..., Tensor]] = {
+    "gather": gathered,
+    "all_to_all": exchanged,
+    "overlapped": overlapped,
+    "halves": partial(overlapped, parts=2),
+}
+
+
+# ---------------------------------------------------------------------- 4. the model
+class ExpertParallel(Strategy):
+    """A model whose experts are spread over an axis; made by `apply`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        copies: Axis,
+        dispatch: Dispatch,
+        batch: Axis,
+        pieces: Axis | None,
+    ) -> None:
+        super().__init__(model, axis)
+        self.shard_axes, self.copies = (axis,), copies
+        self.names: dict[str, slice] = {}  # of the parameters that are cut
+        for path, moe in mixtures(model):
+            moe.gate.sum_counts = partial(collectives.all_reduce, axis=batch)
+            if pieces is not None:
+                moe.gate.sum_pieces = partial(collectives.all_reduce, axis=pieces)
+            if axis.size == 1:
+                continue
+            moe.core = partial(CORES[dispatch], moe, axis)
+            for name, p in moe.experts.named_parameters():
+                own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
+                mark(p, axis)
+                p.copies = copies
+                p.data, p.grad = p.data[own].clone(), None
+
+    # ------------------------------------------------------------------ whole again
+    @torch.no_grad()
+    def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Put the experts of all ranks together, by the names of parameters. A collective."""
+        return {
+            name: collectives.all_gather(tensor, self.axis)
+            if name in self.names and tensor is not None
+            else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take this rank's experts out of what `join` returned, on any number of ranks."""
+        return {
+            name: whole[self.names[name]].clone() if name in self.names else whole
+            for name, whole in tensors.items()
+        }
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.join(super().full_state_dict())
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Return all gradients, named and shaped as in the serial model. A collective."""
+        return self.join({name: p.grad for name, p in self.model.named_parameters()})
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_full_state_dict(self.own(state))

@@ -1,0 +1,45 @@
+"""The bench of expert parallelism: that all contenders do the same work, as uneven as was asked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minipar.comm.mesh import Mesh
+from minipar.lab.bench import expert as bench
+from minipar.lab.bench.expert import OURS, THEIRS, ExpertConfig, contender
+from minipar.model.llama import PRESETS
+
+SMALL = ExpertConfig(batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
+
+
+@pytest.mark.parametrize("imbalance", [1, 2, 4])
+def test_routing_is_as_uneven_as_was_asked(imbalance):
+    chosen = bench.skewed(8, 2, imbalance, torch.zeros(800, 8))
+    load = chosen.flatten().bincount(minlength=8)
+    assert load[0] == load.sum() / 8 * imbalance and load[1:].max() < 1.3 * load[1:].min()
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+
+
+def test_check_refuses_what_cannot_work():
+    SMALL.check()
+    for change in (dict(preset="tiny"), dict(ranks=3), dict(ranks=1), dict(imbalance=(5,))):
+        with pytest.raises(ValueError, match=f"--{next(iter(change))}"):
+            replace(SMALL, **change).check()
+
+
+def _losses(imbalance: int) -> dict[str, list[float]]:
+    mesh, losses = Mesh(dp=1, ep=2), {}
+    for name in (*OURS, *THEIRS):
+        step = contender(SMALL, mesh, name, PRESETS["tiny-moe"], imbalance)
+        losses[name] = [step().item() for _ in range(3)]
+    return losses
+
+
+def test_all_contenders_take_the_same_steps(ranks):
+    """Mutants: rows that come back in another order; weights of another token; a sum left out."""
+    for losses in ranks(2).run(_losses, 2):
+        first, *_, last = losses["all_to_all"]
+        assert last < first
+        for name, theirs in losses.items():
+            assert theirs == pytest.approx(losses["all_to_all"], rel=1e-4), name

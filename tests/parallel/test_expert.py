@@ -1,0 +1,274 @@
+"""Expert parallelism by itself: what it sends, what it refuses, and what tokens meet on the way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from minipar.comm import timeline
+from minipar.comm.collectives import all_reduce
+from minipar.comm.mesh import Axis, Mesh
+from minipar.model.llama import MLP, PRESETS
+from minipar.model.moe import MoE, MoEConfig, Routing
+from minipar.parallel import expert
+from minipar.parallel.plan import Plan
+from minipar.train import checkpoint
+from minipar.train.data import Batches, Sequences
+from minipar.train.step import evaluate
+from tests.parity import models
+
+SIX = MoEConfig(6, 2, 8)
+CONFIG = models.llama(0, moe=SIX).config
+
+
+def one_layer(moe: MoEConfig = SIX, dtype: torch.dtype = torch.float64) -> MoE:
+    """A mixture of width 16, the same on every rank that asks."""
+    layer = MoE(moe, 16, MLP(16, 8) if moe.num_shared else None)
+    stream = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=stream) / 3)
+    return layer.to(dtype)
+
+
+def tokens_of(rank: int, num: int = 20, dtype: torch.dtype = torch.float64) -> Tensor:
+    stream = torch.Generator().manual_seed(rank)
+    return torch.randn(1, num, 16, generator=stream).to(dtype)
+
+
+def _sent(dispatch: str, ep: int) -> tuple[dict, list[int], int]:
+    """Bytes by verb, forward and with backward; my slots by the rank of their expert; my rank."""
+    axis, layer = Mesh(dp=1, ep=ep).ep, one_layer()
+    spread = expert.apply(layer, axis, dispatch=dispatch)
+    x = tokens_of(axis.rank).requires_grad_()
+    chosen = layer.gate(x).experts // (6 // ep)
+    there = chosen.flatten().bincount(minlength=ep)
+    with timeline.record() as forward:
+        out = layer(x)
+    with timeline.record() as backward:
+        out.sum().backward()
+        spread.finish_backward()
+    found = {"forward": forward.spans, "all": [*forward.spans, *backward.spans]}
+    for when, spans in found.items():
+        sums: dict[str, int] = {}
+        for span in (span for span in spans if span.kind == "comm"):
+            assert span.axis == "ep"
+            sums[span.name] = sums.get(span.name, 0) + span.num_bytes
+        found[when] = sums
+    return found, there.tolist(), axis.rank
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "overlapped"])
+def test_bytes_are_those_of_the_docstring(ranks, dispatch):
+    """Rows that leave a rank, twice forward and twice backward, and counts once."""
+    ep, row = 3, 16 * 8
+    outcomes = ranks(ep).run(_sent, dispatch, ep)
+    table = [there for _, there, _ in outcomes]
+    for sent, there, rank in outcomes:
+        mine = sum(there) - there[rank]  # M
+        theirs = sum(line[rank] for line in table) - there[rank]  # M'
+        assert sent["forward"]["all_to_all"] == (mine + theirs) * row
+        assert sent["all"]["all_to_all"] == 2 * (mine + theirs) * row
+        assert sent["all"]["all_gather"] == sent["forward"]["all_gather"] == (ep - 1) * 6 * 8
+    assert len({tuple(there) for there in table}) > 1  # uneven
+
+
+def test_bytes_of_gathering(ranks):
+    ep, num, k, e = 2, 20, 2, 8
+    for sent, *_ in ranks(ep).run(_sent, "gather", ep):
+        rows, weights = (ep - 1) * num * 16 * e, (ep - 1) * num * k * e
+        assert sent["forward"] == {"all_gather": rows + 2 * weights, "reduce_scatter": rows}
+        assert sum(sent["all"].values()) == 4 * rows + 3 * weights
+
+
+# ---------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("text", "config", "says"),
+    [
+        ("ep=4", CONFIG, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
+        ("ep=2", PRESETS["tiny"], "spreads experts, and this Llama has none"),
+        ("cp=2,ep=2,experts_over_cp", CONFIG, "ep x cp=4 does not divide num_experts=6"),
+        ("dp=2,experts_over_cp", CONFIG, "cp=1 has none"),
+        ("dp=2,dispatch=halves", CONFIG, "with ep=1 none do"),
+        ("pp=2,schedule=dualpipe,microbatches=4", CONFIG, "two copies of every router"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_with_one_that_can(text, config, says):
+    with pytest.raises(ValueError, match="The nearest plan that works is") as caught:
+        Plan.parse(text).check(replace(config, num_layers=4))
+    assert says in str(caught.value)
+
+
+def _refused(kind: str) -> str:
+    layer, axis = one_layer(replace(SIX, bias_speed=0.1)), Mesh(dp=1, ep=2).ep
+    options = {}
+    if kind == "bias":
+        layer.gate.e_score_correction_bias = torch.zeros(5)
+    elif kind == "dense":
+        layer = torch.nn.Linear(2, 2)
+    else:
+        options = dict(dispatch="pigeon")
+    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
+        expert.apply(layer, axis, **options)
+    assert not recorded.spans, "it has talked before"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("bias", "has shape (5,); a router to num_experts=6 needs (6,)"),
+        ("dense", "Linear has no experts to spread over ep"),
+        ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, overlapped, halves"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(ranks, kind, says):
+    for message in ranks(2).run(_refused, kind):
+        assert says in message
+
+
+def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
+    weights = models.llama(0, moe=SIX).state_dict()
+    own = {name: tuple(value.shape) for name, value in weights.items()}
+    weights = {n: v[:3] if ".experts." in n else v for n, v in weights.items()}
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"experts.down_proj of shape \(3, 16, 8\) "
+    ):
+        checkpoint.check_shapes(own, weights, "checkpoint x")
+
+
+def test_explain_says_who_has_which_expert():
+    found = Plan.parse("dp=2,ep=2,zero=3").explain(CONFIG)
+    rows = {row.name: row for row in found.rows}
+    down, gate = (rows[f"model.layers.0.mlp.{n}"] for n in ("experts.down_proj", "gate.weight"))
+    assert (down.full_shape, down.shape) == ((6, 16, 8), (3, 16, 8))
+    assert down.cut_over == ("ep", "dp") and down.summed == {"dp": "reduce-scatter"}
+    assert gate.cut_over == ("dp+ep",) and gate.summed == {"dp+ep": "reduce-scatter"}
+    assert down.sent == {"dp": 3 * 16 * 8 * 4 // 2}
+
+
+# ---------------------------------------------------------------------- traps
+def test_trap_35_all_ranks_agree_on_the_capacity_however_uneven_they_are():
+    """Capacity is ceil(c k N / E) of all tokens; an expert is granted it, or what it was asked."""
+    moe = one_layer(replace(SIX, capacity_factor=0.7))
+    table = torch.tensor([[4, 0, 9, 3, 0, 0], [0, 0, 0, 1, 1, 0], [5, 1, 2, 2, 8, 4]])
+    capacity = 5  # ceil(0.7 x 2 x 20 / 6)
+    kept = [expert.admit(moe, table, slice(rank, rank + 1)) for rank in range(3)]
+    assert all(torch.equal(k, kept[0]) for k in kept)
+    assert torch.equal(kept[0].sum(0), table.sum(0).clamp(max=capacity))
+    assert kept[0][:, 2].tolist() == [5, 0, 0]  # the first ranks come first
+    assert moe.dropped == (table - kept[0])[2].sum()  # of the rank that asked last
+
+
+def test_capacity_takes_the_first_slots_of_each_expert():
+    order = torch.arange(9)
+    asked, granted = torch.tensor([4, 0, 5]), torch.tensor([2, 0, 5])
+    assert expert.first_of_each(order, asked, granted).tolist() == [0, 1, 4, 5, 6, 7, 8]
+
+
+def _counts() -> tuple[Tensor, Tensor, Tensor]:
+    axis, layer = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, bias_speed=0.1, balance="batch"))
+    expert.apply(layer, axis)
+    layer(tokens_of(axis.rank)).sum().backward()
+    own = layer.gate.counts.clone()
+    layer.gate.update_bias()
+    layer.gate.update_bias()
+    return own, layer.gate.counts, layer.gate.e_score_correction_bias
+
+
+def test_trap_36_sums_over_ranks_leave_the_counts_of_this_rank(ranks):
+    """And the bias is that of the sum, on all ranks."""
+    outcomes = ranks(2).run(_counts)
+    load = sum(own for own, *_ in outcomes).double()
+    for own, after, bias in outcomes:
+        assert torch.equal(own, after) and own.sum() == 40
+        torch.testing.assert_close(bias.double(), 0.2 * (load.mean() - load).sign())
+    assert not torch.equal(outcomes[0][0], outcomes[1][0])
+
+
+def _evaluate(num_sequences: int) -> float:
+    axis = Mesh(dp=1, ep=2).ep
+    model = models.llama(0, moe=SIX).double()
+    expert.apply(model, axis)
+    return evaluate(model, _batches(num_sequences, axis.rank, axis.size), axis)
+
+
+def _batches(num_sequences: int, rank: int, size: int) -> list:
+    text = torch.arange(num_sequences * 8 + 1) * 7 % 61
+    return list(Batches(Sequences(text, 8), 2, rank, size, seed=0))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3, 5])
+def test_trap_37_an_uneven_evaluation_keeps_ranks_in_step(ranks, num_sequences):
+    alone = _batches(num_sequences, 0, 1)
+    axis = Axis("dp", 0, 1, (0,))
+    truth = evaluate(models.llama(0, moe=SIX).double(), alone, axis)
+    assert ranks(2).run(_evaluate, num_sequences) == pytest.approx([truth] * 2, rel=1e-10)
+
+
+def _poisoned() -> bool:
+    """With NaN in all memory that is not written yet, and uneven counts, one expert without any."""
+    axis, layer = Mesh(dp=1, ep=2).ep, one_layer(dtype=torch.float32)
+    layer.how = "grouped"
+    expert.apply(layer, axis, dispatch="overlapped")
+    chosen = torch.tensor([[0, 1], [0, 3], [5, 0], [0, 1], [0, 5]][axis.rank :])
+    x = tokens_of(axis.rank, len(chosen), torch.float32)[0].requires_grad_()
+    weights = torch.rand(chosen.shape, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    try:
+        layer.core(x, Routing(chosen, weights)).square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    grads = [x.grad, weights.grad, *(p.grad for p in layer.experts.parameters())]
+    return all(grad.isfinite().all() for grad in grads)
+
+
+def test_trap_38_no_row_is_computed_that_nobody_sent(ranks):
+    assert all(ranks(2).run(_poisoned))
+
+
+def test_without_values_all_experts_are_used_alike():
+    """What a simulator runs: sizes of messages are those of a balanced router."""
+    table = torch.empty(4, 6, dtype=torch.int64, device="meta")
+    found = expert.on_host(table, [20, 21])
+    assert found.shape == (4, 6) and found.sum(1).tolist() == [20, 21, 20, 21]
+    assert (found.max() - found.min()) <= 1
+
+
+def test_one_rank_sends_nothing():
+    layer, x = one_layer(), tokens_of(0)
+    before = layer(x)
+    expert.apply(layer, Axis("ep", 0, 1, (0,)), dispatch="halves")
+    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
+def _by_each_core(ep: int, capacity: float | None) -> dict[str, tuple[Tensor, dict]]:
+    axis = Mesh(dp=1, ep=ep).ep
+    found = {}
+    for dispatch in expert.CORES:
+        layer = one_layer(replace(SIX, capacity_factor=capacity, num_shared=1))
+        spread = expert.apply(layer, axis, dispatch=dispatch)
+        out = layer(tokens_of(axis.rank, 5 + 3 * axis.rank * (dispatch != "gather")))
+        out.square().sum().backward()
+        for p in (*layer.gate.parameters(), *layer.shared_experts.parameters()):
+            p.grad = all_reduce(p.grad, axis)
+        found[dispatch] = out.detach(), spread.full_gradients()
+    return found
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(ranks, capacity):
+    outcomes = ranks(3).run(_by_each_core, 3, capacity)
+    for dispatch in expert.CORES:
+        alone = one_layer(replace(SIX, capacity_factor=capacity, num_shared=1))
+        sizes = [5 + 3 * rank * (dispatch != "gather") for rank in range(3)]
+        whole = torch.cat([tokens_of(rank, num) for rank, num in enumerate(sizes)], 1)
+        out = alone(whole)
+        out.square().sum().backward()
+        assert (alone.num_dropped > 3) == (capacity is not None)
+        for found, want in zip(outcomes, out.split(sizes, 1), strict=True):
+            torch.testing.assert_close(found[dispatch][0], want, rtol=1e-12, atol=1e-12)
+            for name, p in alone.named_parameters():
+                theirs = found[dispatch][1][name]
+                torch.testing.assert_close(theirs, p.grad, rtol=1e-10, atol=1e-12)

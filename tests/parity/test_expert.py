@@ -1,0 +1,293 @@
+"""Experts that are spread over ranks train as on one device, alone and with all else."""
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+from typing import get_args
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.mesh import Axis, Mesh
+from minipar.model.moe import MoEConfig, Router, mixtures, routers
+from minipar.parallel import ddp, expert, fsdp, strategy, zero
+from minipar.parallel.compose import apply
+from minipar.parallel.plan import Plan, meshes
+from minipar.train.step import forward_backward
+from tests.parity import models
+from tests.parity.harness import (
+    Outcome,
+    Task,
+    assert_parity,
+    make_optimizer,
+    parallel,
+    serial,
+)
+from tests.parity.tasks import attach_plan, gradients_of_plan
+
+SIX = MoEConfig(6, 2, 12, balance="batch", balance_weight=0.1)
+FOUR = MoEConfig(
+    4,
+    2,
+    12,
+    num_shared=1,
+    score="sigmoid",
+    balance="sequence",
+    balance_weight=0.1,
+    z_weight=0.01,
+    bias_speed=0.02,
+)
+
+
+def uneven(model: nn.Module) -> None:
+    """Most tokens lean to the first expert, and none to the last."""
+    with torch.no_grad():
+        for _, router in routers(model):
+            router.weight.mul_(20)
+            router.weight[0] += 1
+            router.weight[-1] = -router.weight[0]
+
+
+def nobody_but_two(model: nn.Module) -> None:
+    """All tokens choose the first two experts: all others, and their ranks, get none."""
+    for _, router in routers(model):
+        router._choose = lambda scores: torch.arange(2).expand(len(scores), 2)
+
+
+def task_of(moe: MoEConfig, microbatches: int = 1, fine_tune: Callable = uneven, **changes) -> Task:
+    shape = dict(tie_embeddings=False, vocab_size=62) | changes
+    build = partial(models.llama, moe=moe, **shape)
+    return Task(build, steps=2, microbatches=microbatches, fine_tune=fine_tune)
+
+
+@cache
+def expected(moe: MoEConfig, fine_tune: Callable, changes: tuple) -> Outcome:
+    return serial(task_of(moe, fine_tune=fine_tune, **dict(changes)))
+
+
+def train(plan: Plan, task: Task, **options) -> Outcome:
+    plug = partial(attach_plan, plan=plan)
+    return parallel(task, plan.mesh_sizes(), plug, gradients=gradients_of_plan, **options)
+
+
+def run(
+    ranks, text: str, moe: MoEConfig = FOUR, fine_tune: Callable = uneven, mute=False, **changes
+) -> list[Outcome]:
+    """Raise `AssertionError` unless all ranks of a plan train as one device."""
+    plan = Plan.parse(text)
+    if plan.pp > 1:
+        changes["num_layers"] = 4
+    task = task_of(moe, plan.microbatches, fine_tune, **changes)
+    found = ranks(plan.num_ranks).run(partial(train, plan, task, mute=mute))
+    for outcome in found:
+        assert_parity(outcome, expected(moe, fine_tune, tuple(changes.items())))
+    return found
+
+
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "overlapped", "halves"])
+def test_experts_alone(ranks, dispatch):
+    """Two ranks and three, each with several experts; balance over the batch of all ranks."""
+    for ep in (2, 3):
+        run(ranks, f"ep={ep},dispatch={dispatch}", SIX)
+
+
+FOLDED = [
+    "dp=2,ep=2",
+    "ep=4,zero=1,dispatch=halves",
+    "dp=2,ep=2,zero=2,microbatches=3",
+    "dp=2,ep=2,zero=3,dispatch=overlapped",
+    "cp=2,ep=2,experts_over_cp,zero=1",
+    "cp=2,ep=2,context=ulysses",
+    "ep=2,tp=2",
+    "ep=2,tp=2,sequence_parallel,zero=1",
+    "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
+    "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
+]
+
+
+@pytest.mark.parametrize("text", FOLDED)
+def test_experts_folded_with_all_else(ranks, text):
+    """The balance is of each sequence, so neither cuts nor microbatches may change it."""
+    run(ranks, text)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_every_legal_plan_of_four_ranks(ranks):
+    config, plans = task_of(FOUR, num_layers=4).build(0).config, []
+    for sizes, *options in itertools.product(
+        meshes(4), range(4), get_args(expert.Dispatch), (False, True), (False, True)
+    ):
+        words = dict(
+            zip(("zero", "dispatch", "experts_over_cp", "sequence_parallel"), options, strict=True)
+        )
+        plan = Plan(**sizes, **words, microbatches=2 if sizes["pp"] > 1 else 1)
+        if plan.problem(config) is None:
+            plans.append(str(plan))
+    assert len(plans) > 100
+    for plan in plans:
+        run(ranks, plan, num_layers=4)
+
+
+def test_without_communication_nothing_is_equal(ranks):
+    """The mutant of all tests above."""
+    with pytest.raises((AssertionError, RuntimeError)):
+        run(ranks, "ep=2", mute=True)
+
+
+# ---------------------------------------------------------------------- traps
+def _spoilt(plan: Plan, task: Task, spoil: str) -> Outcome:
+    with ExitStack() as stack:
+        if spoil == "dense group":
+            wrong = mock.patch.object(ddp, "copies_axis", lambda p, axis: axis)
+        else:
+            wrong = mock.patch.object(Router, "_attach_losses", lambda self, w, *_: w.detach())
+        stack.enter_context(wrong)
+        return train(plan, task)
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "ep=4"])
+def test_trap_24_the_data_group_of_experts_is_not_the_dense_one(ranks, text):
+    """Summed over the ranks with the same experts; over all data ranks, experts would be mixed."""
+    run(ranks, text)
+    plan = Plan.parse(text)
+    for outcome in ranks(4).run(_spoilt, plan, task_of(FOUR), "dense group"):
+        with pytest.raises(AssertionError, match=r"gradient.*step 0"):
+            assert_parity(outcome, expected(FOUR, uneven, ()))
+
+
+def _averaged(how: str) -> dict[str, Tensor]:
+    """Gradients of the mean over two ranks of dp and two of ep, by a strategy that averages."""
+    mesh = Mesh(dp=2, ep=2)
+    model = models.llama(mesh.rank, moe=replace(FOUR, balance="none", z_weight=0.0)).double()
+    spread = expert.apply(model, mesh.ep, copies=mesh.dp)
+    data = mesh.joint("dp", "ep")
+    if how == "fsdp":
+        shards = fsdp.apply(model, data)
+    elif how == "zero":
+        optimizer = make_optimizer(model, zero.ShardedOptimizer, torch.optim.AdamW, data)
+        shards = model.zero = zero.apply(model, data, optimizer=optimizer)
+    else:
+        shards = ddp.apply(model, data, version=how)
+    own = Task(partial(models.llama), num_sequences=4).microbatches_of(0, data.rank, data.size)
+    forward_backward(model, [shards], own, weigh=lambda loss: loss / 7, autocast=nullcontext)
+    shards.finish_backward()
+    return spread.join(shards.full_gradients())
+
+
+@pytest.mark.parametrize("how", ["naive", "overlapped", "zero", "fsdp"])
+def test_trap_26_a_mean_over_ranks_is_one_for_experts_too(ranks, how):
+    """Gradients, which Adam would hide: over all data ranks, though few have copies."""
+    model = models.llama(0, moe=replace(FOUR, balance="none", z_weight=0.0)).double()
+    batch = Task(partial(models.llama), num_sequences=4).microbatches_of(0, 0, 1)
+    forward_backward(model, [], batch, weigh=lambda loss: loss / 28, autocast=nullcontext)
+    for found in ranks(4).run(_averaged, how):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+def _norm_without_some(rank_without: int) -> tuple[float, float]:
+    mesh = Mesh(dp=1, ep=4)
+    model = models.llama(0, moe=FOUR).double()
+    composed = apply(model, mesh, Plan(ep=4), make_optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if mesh.rank == rank_without:
+        for _, moe in mixtures(model):
+            for p in moe.experts.parameters():
+                p.grad = None
+    norm = composed.clip_grad_norm_(1e9)
+    missing = sum(p.numel() for _, m in mixtures(model) for p in m.experts.parameters())
+    return norm.item() ** 2, missing
+
+
+def test_trap_27_the_norm_counts_each_expert_once_and_waits_for_nobody(ranks):
+    """Also where a rank has no gradient of any expert."""
+    numel = sum(p.numel() for p in models.llama(0, moe=FOUR).parameters())
+    for squared, missing in ranks(4).run(_norm_without_some, 2):
+        assert squared == pytest.approx(numel - missing, rel=1e-12)
+    for squared, _ in ranks(4).run(_norm_without_some, 9):
+        assert squared == pytest.approx(numel, rel=1e-12)
+
+
+def test_trap_28_the_gradient_of_a_router_is_whole(ranks):
+    """That of the tokens of all ranks, through the weights, for each way to dispatch."""
+    truth = expected(SIX, uneven, ())
+    gates = [name for name in truth.before if name.endswith("gate.weight")]
+    assert all(truth.gradients[0][name].abs().max() > 1e-4 for name in gates)
+    plan = Plan.parse("ep=2")
+    for outcome in ranks(2).run(_spoilt, plan, task_of(SIX), "detached"):
+        with pytest.raises(AssertionError, match="gradient"):
+            assert_parity(outcome, truth)
+    for outcome in run(ranks, "ep=2,dispatch=gather", SIX):
+        assert all(outcome.gradients[0][name] is not None for name in gates)
+
+
+@pytest.mark.parametrize("text", ["ep=3", "ep=3,zero=1", "ep=3,dispatch=gather", "ep=3,zero=3"])
+def test_trap_29_ranks_without_a_token_decay_their_weights_all_the_same(ranks, text):
+    """Experts of two ranks are chosen by nobody: zero gradients, as on one device, not none."""
+    for outcome in run(ranks, text, SIX, nobody_but_two):
+        for name, gradient in outcome.gradients[-1].items():
+            if ".experts." in name:
+                assert gradient[2:].abs().max() == 0 < gradient[:2].abs().max()
+                decayed = outcome.after[name][2:] / outcome.before[name][2:]
+                torch.testing.assert_close(decayed, torch.full_like(decayed, (1 - 0.002) ** 2))
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=2", "ep=2,microbatches=3", "cp=2", "tp=2,sequence_parallel", "tp=2", "pp=2"]
+)
+def test_trap_30_the_balancing_loss_is_the_same_however_the_batch_is_cut(ranks, text):
+    """And it flows: it dominates here."""
+    heavy = replace(FOUR, balance_weight=500.0)
+    light = expected(FOUR, uneven, (("num_layers", 4),))
+    found = run(ranks, text, heavy, num_layers=4)[0]
+    ours, theirs = (o.gradients[0]["model.layers.3.mlp.gate.weight"] for o in (found, light))
+    assert (ours - theirs).abs().max() > 0.2 * theirs.abs().max()
+
+
+def _whole(plan: Plan, state: dict | None):
+    """The state after a step, from `state` on if there is one."""
+    mesh, task, state = Mesh(**plan.mesh_sizes()), task_of(FOUR), deepcopy(state)
+    model = task.build(mesh.rank).double()
+    composed = apply(model, mesh, plan, make_optimizer)
+    if state is not None:
+        composed.load_full_state_dict(state["model"])
+        composed.load_full_optimizer_state(state["optimizer"])
+    whose = mesh.joint("dp", "ep")
+    batch = task.microbatches_of(int(state is not None), whose.rank, whose.size)
+    composed.optimizer.zero_grad()
+    forward_backward(model, [composed], batch, weigh=lambda loss: loss / 20, autocast=nullcontext)
+    composed.finish_backward()
+    composed.optimizer.step()
+    return dict(model=composed.full_state_dict(), optimizer=composed.full_optimizer_state())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("ep=2", "dp=2,zero=1"), ("ep=2,zero=3", "ep=2,zero=2")]
+)
+def test_trap_34_a_state_has_all_experts_and_any_plan_goes_on_from_it(ranks, one, other):
+    one, other = Plan.parse(one), Plan.parse(other)
+    first = ranks(2).run(_whole, one, None)[0]
+    ends = [ranks(2).run(_whole, plan, first)[0] for plan in (one, other)]
+    for name, value in ends[0]["model"].items():
+        torch.testing.assert_close(ends[1]["model"][name], value, rtol=1e-10, atol=1e-12)
+        if ".experts." in name:
+            assert len(value) == FOUR.num_experts
+    for number, entries in ends[0]["optimizer"]["state"].items():
+        for key, value in entries.items():
+            other_value = ends[1]["optimizer"]["state"][number][key]
+            torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-14)
+
+
+def test_strategy_words_are_all_there():
+    """`copies_axis` is the one word that data parallelism needs of experts."""
+    p, axis = nn.Parameter(torch.zeros(1)), Axis("dp+ep", 0, 4, (0, 1, 2, 3))
+    assert strategy.copies_axis(p, axis) is axis
+    p.copies = Axis("dp", 0, 2, (0, 2))
+    assert strategy.copies_axis(p, axis).name == "dp"
