@@ -33,7 +33,7 @@ class Workload:
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
-        self.config, self.axis = config, mesh.dp
+        self.config, self.axis = config, mesh.joint("dp", "ep")
         self.ramp = parse_ramp(config.batch_ramp)
         self.slow = parse_slow(config.slow, mesh.size)
         self.device = next(model.parameters()).device

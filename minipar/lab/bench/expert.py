@@ -98,7 +98,7 @@ def contender(
     config: ExpertConfig, mesh: Mesh, name: str, shape: LlamaConfig, imbalance: int
 ) -> Callable[[], Tensor]:
     """The training step of the contender called `name`; it returns the loss in nats per token."""
-    device = backends.device_of(mesh.rank)
+    device = backends.compute_device()
     # A router that is forced learns no balance.
     model = Llama(replace(shape, moe=replace(shape.moe, balance="none")), seed=0).to(device)
     expert.apply(model, mesh.ep, dispatch=name if name in OURS else "all_to_all")
