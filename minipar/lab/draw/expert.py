@@ -1,0 +1,56 @@
+"""Pictures of experts: how loaded they are, and which rank sends how much to which."""
+
+from collections.abc import Sequence
+
+import matplotlib.colors as colors
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from minipar.lab.draw import pen
+from minipar.lab.draw.pen import AXIS, INK, MUTED, PAPER
+
+WIDE, TALL = 0.52, 0.34  # inches of a cell
+
+
+def heat(
+    panels: dict[str, Sequence[Sequence[float]]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str = "",
+    note: str = "",
+    form: str = "{:.0f}",
+) -> Figure:
+    """Tables of numbers side by side, the larger the darker: `{name: [[...], ...]}`, alike in size.
+
+    A load by layer and expert, step by step, say, or rows from each rank to each. Raises
+    `ValueError` for tables that differ in size from their `rows` and `columns`.
+    """
+    for name, table in panels.items():
+        if len(table) != len(rows) or any(len(line) != len(columns) for line in table):
+            raise ValueError(f"{name}: a table of {len(rows)} x {len(columns)} numbers is expected")
+    most = max(max(line) for table in panels.values() for line in table) or 1
+    shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, AXIS["ep"]])
+    left, side = 0.25 + 0.075 * max(map(len, rows)), WIDE * len(columns)
+    width = max(left + (side + 0.3) * len(panels), 0.4 + 0.105 * len(title))
+    height = TALL * len(rows) + 1.35
+    figure = pen.figure(width, height)
+    ax = pen.canvas(figure, width, height)
+    pen.title(figure, title)
+    top = height - 0.95
+    for i, row in enumerate(rows):
+        pen.text(ax, left - 0.1, top - TALL * (i + 0.5), row, ha="right", color=MUTED)
+    for number, (name, table) in enumerate(panels.items()):
+        x = left + number * (side + 0.3)
+        pen.text(ax, x, top + 0.4, name)
+        for j, column in enumerate(columns):
+            pen.text(ax, x + WIDE * (j + 0.5), top + 0.13, column, ha="center", color=MUTED, size=8)
+            for i, line in enumerate(table):
+                fill = colors.to_hex(shade(line[j] / most))
+                at = x + WIDE * j, top - TALL * (i + 1)
+                ax.add_patch(Rectangle(at, WIDE, TALL, fc=fill, ec=INK, lw=0.4))
+                where = at[0] + WIDE / 2, at[1] + TALL / 2
+                ink = pen.ink_on(fill)
+                pen.text(ax, *where, form.format(line[j]), ha="center", size=8, color=ink)
+    pen.footnote(figure, note, height)
+    return figure

@@ -1,0 +1,64 @@
+"""Top-k routing: each token chooses k experts, and how much of each.
+
+Source: Jiang et al. 2024, "Mixtral of Experts" (arXiv 2401.04088), section 2.
+"""
+
+import torch
+
+from minipar.lab.exercises import Case, CheckFailed, fails
+
+LEVEL, MINUTES = "easy", 10
+GOOD = "the k best experts of each token, with weights in their favour that sum to one"
+PRAISE = "This is Mixtral's router, all of it."
+SIZES = (1,)
+
+TOKENS, EXPERTS, K = 12, 6, 2
+
+
+def given(size, random):
+    """Logits [N, E] and k."""
+    return [(3 * torch.randn(TOKENS, EXPERTS, generator=random, dtype=torch.float64), K)] * size
+
+
+def run(answer, axis, logits, k):
+    """A table [N, E] of weights, 0 for experts that were not chosen."""
+    experts, weights = answer(logits, k)
+    return torch.zeros_like(logits).scatter(1, experts, weights)
+
+
+def check_sum(case: Case) -> None:
+    sums = case.results[0].sum(1)
+    if not torch.allclose(sums, torch.ones_like(sums)):
+        raise CheckFailed(f"the weights of the first token sum to {sums[0]:.4f}, not to 1")
+
+
+def check_result(case: Case) -> None:
+    logits, k = case.given[0]
+    best = logits.topk(k).indices
+    among = torch.full_like(logits, -torch.inf).scatter(1, best, logits.gather(1, best))
+    case.expect_close([among.softmax(-1)], "the weights")
+
+
+def solution(logits, k):
+    best, experts = logits.topk(k, dim=-1)
+    return experts, best.softmax(-1)
+
+
+@fails("sum")
+def wrong_keeps_shares_of_all(logits, k):
+    """Shares of all experts, of which k are kept, sum to less than one."""
+    weights, experts = logits.softmax(-1).topk(k, dim=-1)
+    return experts, weights
+
+
+@fails("result")
+def wrong_weighs_alike(logits, k):
+    experts = logits.topk(k, dim=-1).indices
+    return experts, torch.full_like(experts, 1 / k, dtype=logits.dtype)
+
+
+@fails("result")
+def wrong_divides_logits(logits, k):
+    """They sum to one, and may be negative."""
+    best, experts = logits.topk(k, dim=-1)
+    return experts, best / best.sum(-1, keepdim=True)

@@ -1,0 +1,62 @@
+"""Diagnose: a loss that looks fine, and experts whose gradients are ep times too large.
+
+An expert has seen the tokens of all ranks of ep when its backward is over; what is left to sum are
+the ranks that have copies of it. The mean, however, is over all ranks that have tokens.
+Source: pytorch/pytorch#160285.
+"""
+
+import torch
+import torch.distributed as dist
+
+from minipar.comm.collectives import wire_bytes
+from minipar.lab.exercises import Case, Sent, fails
+
+LEVEL, MINUTES = "medium", 20
+GOOD = "the mean over all four ranks' tokens, for one all-reduce over the ranks with copies"
+PRAISE = "Adam would have hidden this: it divides a constant factor away."
+MESH = {"dp": 2, "ep": 2}
+
+LENGTH = 6
+
+
+def given(size, random):
+    """For each rank: the gradient of its experts, summed over the tokens of the ranks of ep."""
+    draws = torch.randn(size, LENGTH, generator=random, dtype=torch.float64)
+    return [(draws[rank].clone(),) for rank in range(size)]
+
+
+def check_result(case: Case) -> None:
+    grads = [gradient for (gradient,) in case.given]  # rank = 2 dp + ep
+    mean = [(grads[ep] + grads[2 + ep]) / case.size for ep in range(2)]
+    case.expect_close([mean[rank % 2] for rank in range(case.size)], "the gradient")
+
+
+def check_traffic(case: Case) -> None:
+    one = Sent("all_reduce", wire_bytes("all_reduce", 8 * LENGTH, 2))
+    for rank in range(case.size):
+        case.expect_sent(rank, [one])
+
+
+def solution(gradient, dp, ep):
+    dist.all_reduce(gradient, group=dp.group)
+    return gradient / (dp.size * ep.size)
+
+
+@fails("result")
+def wrong_averages_over_its_copies(gradient, dp, ep):
+    """The mean that data parallelism takes by itself: ep times too large."""
+    dist.all_reduce(gradient, group=dp.group)
+    return gradient / dp.size
+
+
+@fails("result")
+def wrong_sums_over_all_ranks(gradient, dp, ep):
+    """The group of the dense layers: gradients of different experts are mixed."""
+    dist.all_reduce(gradient, group=dp.group)
+    dist.all_reduce(gradient, group=ep.group)
+    return gradient / (dp.size * ep.size)
+
+
+@fails("result")
+def wrong_sums_nothing(gradient, dp, ep):
+    return gradient / (dp.size * ep.size)
