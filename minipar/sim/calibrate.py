@@ -68,7 +68,7 @@ def run(config: CalibrateConfig) -> hardware.Machine:
 def measure(size: int) -> tuple[dict[str, float], list[tuple]]:
     """Return seconds and bytes of this rank, and a row per collective; called on every rank."""
     axis = Mesh(dp=size).dp
-    device = backends.device_of(axis.rank)
+    device = backends.compute_device()
     sizes = GPU if device.type == "cuda" else CPU
     n, length = sizes["cube"], sizes["length"]
     found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}

@@ -16,7 +16,8 @@ from minipar.comm.meeting import Card, meet, obstacle
 @pytest.fixture(autouse=True)
 def master(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what `obstacle` sets is undone
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(meeting, "PAUSE", 0.01)
 
 

@@ -157,7 +157,8 @@ def test_a_bug_of_ours_is_not_laid_at_the_learners_door(part, monkeypatch):
         monkeypatch.setitem(asked.checks, "result", misspelt)
     else:
         monkeypatch.setattr(asked, "run", misspelt_run)
-    for answer in (asked.solution, lambda tensor, axis: None):
+    cell = compile("lambda tensor, axis: None", "<cell>", "eval")  # not in the file of the bug
+    for answer in (asked.solution, eval(cell)):
         with pytest.raises(RuntimeError, match="(?s)of exercise 2.1 has a bug, not .*'sizee'"):
             check("2.1", answer)
 

@@ -241,7 +241,7 @@ def test_all_ranks_agree_in_the_end(ranks, method):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _halves() -> None:
+def _in_half_precision() -> None:
     mesh = Mesh(dp=2)
     model = models.llama(0).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -260,7 +260,7 @@ def _halves() -> None:
 
 def test_outer_parameters_of_half_precision_are_kept_in_full(ranks):
     """Mutant: an outer copy in bfloat16, in which small steps are lost."""
-    ranks(2).run(_halves)
+    ranks(2).run(_in_half_precision)
 
 
 class Overflow(torch.autograd.Function):

@@ -645,8 +645,8 @@ def without_times(lines: list[dict]) -> list[dict]:
 def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
     """Mutants: a scaler that is not saved; a run that takes a skipped step for a disaster."""
 
-    def make(name, device):
-        return Precision(name, device, LossScaler(2.0**18, growth_interval=2))
+    def make(name, device, axes):
+        return Precision(name, device, axes, LossScaler(2.0**18, growth_interval=2))
 
     monkeypatch.setattr(trainer, "Precision", make)
     whole = run("whole", precision="fp16")
@@ -662,8 +662,10 @@ def test_a_run_in_fp16_outlives_overflows_and_resumes_exactly(run, monkeypatch):
 def test_precision_of_a_run(run, monkeypatch):
     """Nearly, but not quite, the losses of float32, and no word about scales without a scaler."""
 
-    def make(name, device):  # the usual scale would cost the first step, and there are eight only
-        return Precision(name, device, LossScaler(256.0) if name == "fp16" else None)
+    def make(
+        name, device, axes
+    ):  # the usual scale would cost the first step, and there are eight only
+        return Precision(name, device, axes, LossScaler(256.0) if name == "fp16" else None)
 
     monkeypatch.setattr(trainer, "Precision", make)
     validated = []
