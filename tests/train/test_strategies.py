@@ -145,6 +145,19 @@ def test_a_run_goes_on_by_another_plan_on_other_ranks(run, chain):
 
 
 @pytest.mark.slow
+def test_experts_on_ranks_of_their_own_take_what_copies_of_all_would(run):
+    """From the batch to the checkpoint. Mutant: shares of a batch by dp alone, alike along ep.
+
+    Not beside one device: this preset balances each rank's microbatch, as Mixtral did.
+    """
+    moe = dict(preset="tiny-moe", steps=4)
+    copies, apart = run(2, "copies", **moe), run(2, "apart", mesh="ep=2", **moe)
+    assert_same_run(apart, copies)
+    rest = run(2, "rest", start=apart / "checkpoints/step_000003", **moe)
+    assert_same_run(rest, copies, 3)
+
+
+@pytest.mark.slow
 def test_a_plan_resumes_to_the_bit(run):
     """In single precision, on four ranks of two kinds. Mutant: a moment not restored."""
     changes = dict(plan="dp=2,tp=2,zero=1,sequence_parallel,microbatches=2", dtype="float32")
