@@ -236,7 +236,7 @@ _joint = Mesh.joint
 
 
 def _over_dp_alone(mesh, *names):
-    return mesh.dp if set(names) == {"dp", "cp"} else _joint(mesh, *names)
+    return mesh.dp if set(names) - {"ep"} == {"dp", "cp"} else _joint(mesh, *names)
 
 
 _init = Composed.__init__
