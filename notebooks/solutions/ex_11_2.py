@@ -31,7 +31,10 @@ def _table(case: Case) -> list[list[int]]:
 
 def check_result(case: Case) -> None:
     table = _table(case)
-    for rank, (send, receive) in enumerate(case.results):
+    for rank, found in enumerate(case.results):
+        if not isinstance(found, tuple) or [type(rows) for rows in found] != [list, list]:
+            raise CheckFailed(f"rank {rank}: expected (to send, to receive), lists, got {found!r}")
+        send, receive = found
         for what, got, want in (
             ("to send", send, table[rank]),
             ("to receive", receive, [row[rank] for row in table]),
