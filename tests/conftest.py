@@ -59,7 +59,8 @@ def pools_share_a_nursery():
     shared: list[SharedNursery] = []
 
     def nursery(setup: Setup) -> Nursery | SharedNursery:
-        if setup.preload or setup.threads != 1:
+        prints_itself = not setup.capture  # into what is this process's output at the start
+        if setup.preload or setup.threads != 1 or prints_itself:
             return Nursery(setup)
         if not shared or shared[-1].ended:
             shared.append(SharedNursery())
