@@ -339,7 +339,8 @@ class Ranks:
             job.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
             self._stop(job)
         if job.failures and job.limit is None:
-            job.limit = now + self.grace
+            found_by_all = any(failure.everywhere for failure in job.failures.values())
+            job.limit = now + self.grace * (10 if found_by_all else 1)
         if job.dead and not job.stopped:
             job.limit = now  # whoever waits for the dead waits in vain
         if job.waiting and job.limit is not None and now >= job.limit:
@@ -378,9 +379,12 @@ class _Job:
         self.interrupted: BaseException | None = None
 
     def failed(self, rank: int, failure: Failure) -> None:
-        """Note a failure, unless it is only a consequence of being stopped."""
+        """Note a failure, unless it is only a consequence of another.
+
+        A rank may answer late, since it took long to put its own failure into words.
+        """
         self.waiting.discard(rank)
-        if not self.stopped and not (self.dead and failure.broken):
+        if not failure.stopped and not (failure.broken and (self.stopped or self.dead)):
             self.failures[rank] = failure
 
     def died(self, rank: int, size: int, exitcode: int) -> None:

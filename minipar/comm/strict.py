@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 DELAY = 1e-3
@@ -45,8 +46,17 @@ class Race(RuntimeError):
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Find races of this rank's link groups in the body; raises `Race` where one is seen."""
+    """Find races of this rank's link groups in the body; raises `Race` where one is seen.
+
+    Raises `ValueError` where there is no link group: over other backends nothing would be seen.
+    """
     global _flying
+    backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
+    if "link" not in backends:
+        raise ValueError(
+            f"strict.watching() sees collectives of the backend link, and here they go over "
+            f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
+        )
     before, _flying = _flying, weakref.WeakSet()
     _lost.clear()
     try:

@@ -39,6 +39,8 @@ class Failure:
     report: str  # the traceback, as it should be shown
     exitcode: int | None = None  # of a process that ended
     broken: bool = False  # it was the connection that failed, not the code
+    stopped: bool = False  # because others had failed, not by itself
+    everywhere: bool = False  # the other ranks of the group find the same
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class _Worker:
         self.setup, self.work, self.control = setup, work, control
         self.pid = os.getpid()
         self.call = 0  # number of the latest call
+        self.stopped = 0  # number of the latest call that was stopped
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while somebody else's code runs
         self.lock = threading.Lock()
@@ -147,7 +150,8 @@ class _Worker:
         except Exception:
             message = f"<str() of this {type(error).__name__} fails>"
         broken = isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
-        return Failure(Mesh.label, kind, message, str(report), broken=broken)
+        stopped, everywhere = self.stopped == self.call, getattr(error, "everywhere", False)
+        return Failure(Mesh.label, kind, message, str(report), None, broken, stopped, everywhere)
 
     def say(self, kind: str, *content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two.
@@ -176,6 +180,7 @@ class _Worker:
                     return self.busy.is_set() and self.call == unwanted
 
                 if running():
+                    self.stopped = unwanted
                     abort_groups()
                 while running():  # plain Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)

@@ -132,8 +132,8 @@ def _kind_of(config: LlamaConfig) -> str:
 
 _SUPPORTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _ALTERS = re.compile(
-    r"window|logit|multiplier|scal(e|ing|ar)|cap(ping)?$|clip|drop|bias|qk_|expert|quantiz|rope|rotary"
-    r"|alibi|chunk_size|layer_types|per_layer|norm_(type|before|after)|residual|attn_temperature"
+    r"window|logit|multiplier|scal(e|ing|ar)|cap(ping)?$|clip|drop|bias|qk_|expert|quantiz|rope"
+    r"|rotary|alibi|chunk_size|layer_types|per_layer|norm_(type|before|after)|residual|attn_temperature"
 )
 _READ = {"rope_scaling", "rope_parameters", "rope_theta", *_SUPPORTED}
 _READ_OF_EXPERTS = {"num_local_experts", "num_experts", "num_experts_per_tok"}

@@ -114,19 +114,24 @@ class LlamaConfig:
             raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head', 'all' or ''")
 
     def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
-        """Parameters of one block: attention D·K·(2H + 2G), SwiGLU 3·D·F, the norms.
+        """Parameters of one block: the sum of `layer_parts`."""
+        return sum(self.layer_parts(layer, active).values())
 
-        With `active`, those that one token passes: k of the E experts.
+    def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
+        """Parameters of one block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
+
+        Of a mixture, mlp is the router and all experts; with `active`, the k that a token passes.
         """
         heads = self.num_heads + self.num_kv_heads
-        attention = 2 * self.hidden_size * self.head_dim * heads
-        norms = (
-            2 * self.hidden_size + {"": 0, "head": 2, "all": heads}[self.qk_norm] * self.head_dim
-        )
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.moe is not None and self.moe.is_sparse(layer):
             mlp = self.moe.num_parameters(self.hidden_size, active)
-        return attention + mlp + norms
+        norms_of_heads = {"": 0, "head": 2, "all": heads}[self.qk_norm]
+        return {
+            "attention": 2 * self.hidden_size * self.head_dim * heads,
+            "mlp": mlp,
+            "norm": 2 * self.hidden_size + norms_of_heads * self.head_dim,
+        }
 
     @property
     def num_layer_parameters(self) -> int:

@@ -19,7 +19,8 @@ Fitted. The numbers of `hardware.Software`, to published runs (`validate.py`).
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines; Korthikanti et al. 2022
         (arXiv 2205.05198), section 4, for activations.
 
-Limits: no stragglers, no other users of a network, no allocator under pressure.
+Limits: no stragglers, no other users of a network, no allocator under pressure. Experts are cut by
+tensor parallelism as Megatron-LM's are; minipar's own stay whole.
 """
 
 import math
@@ -303,6 +304,8 @@ def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     else:
         share = 0.7 if plan.checkpointing == "selective" else 1
         held["activations"] = in_flight(job, stage) * layers * stored * share
+        if plan.zero < 3:  # which gathers weights in 16 bits, and frees them
+            held["weights"] += software.cast * in_flight(job, stage) * layers * layer
     held["logits"] = LOGITS * job.tokens * c.vocab_size / plan.tp * last
     return held
 
@@ -327,7 +330,7 @@ def activations(job: Job) -> dict[str, float]:
     }
     if not job.flash and plan.checkpointing != "selective":
         numbers["scores"] = 2.5 * c.num_heads / tp * job.seq_len
-    return {part: 2 * job.software.kept * job.tokens * n for part, n in numbers.items()}
+    return {part: 2 * job.tokens * n for part, n in numbers.items()}
 
 
 def in_flight(job: Job, stage: int) -> float:

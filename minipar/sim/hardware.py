@@ -246,11 +246,9 @@ class Software:
     attention: float  # seconds of attention, as a multiple of the kernel's
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     fixed: float  # seconds of a step that depend on nothing
-    selective: (
-        float  # share of a forward that selective recomputation repeats, unfused scores apart
-    )
+    selective: float  # share of a forward that selective recomputation repeats, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
-    kept: float  # of the activations that backward needs, how many are kept
+    cast: float  # bytes per parameter that a microbatch keeps for its backward: copies in 16 bits
     weights: float  # bytes per parameter; with those of
     gradients: float
     optimizer: float
@@ -277,7 +275,7 @@ _PARTS = {"device": Device, "network": Network, "software": Software, "node": Ma
 _REFERS = {"device": "device", "inside": "network", "between": "network"}
 _POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficiency", "bandwidth"}
 _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
-_POSITIVE |= {"forward", "backward", "passes", "attention", "kept"}
+_POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
 _SHARES |= {"forward", "backward", "selective"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]

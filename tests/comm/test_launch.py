@@ -642,6 +642,41 @@ def test_an_error_of_ranks_can_be_pickled(pool):
     assert str(again) == str(error.value) and again.failures == error.value.failures
 
 
+def test_a_failure_told_late_is_told(pool):
+    """Rank 0 takes longer than the others' patience to put into words what it found itself."""
+
+    class Wordy(ValueError):
+        def __str__(self) -> str:
+            worker.shield()
+            time.sleep(0.6 * (rank() == 0))
+            return "found by itself"
+
+    def find() -> None:
+        raise Wordy
+
+    with pytest.raises(RankError) as error:
+        pool.run(find)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+    assert_works(pool)
+
+
+def test_what_all_ranks_will_find_is_waited_for(pool):
+    """A slow rank comes late to a failure that its group shares; others are stopped at once."""
+
+    class Shared(ValueError):
+        everywhere = True
+
+    def find(kind: type[Exception]) -> None:
+        time.sleep(0.6 * (rank() == 0))  # the pool's patience is 0.2 s
+        raise kind("found")
+
+    for kind, is_told in ((Shared, True), (ValueError, False)):
+        with pytest.raises(RankError) as error:
+            pool.run(find, kind)
+        assert (0 in error.value.failures) == is_told
+    assert_works(pool)
+
+
 # ---------------------------------------------------------------------- interrupts
 def hang_in_all_reduce() -> None:
     if rank() != 0:

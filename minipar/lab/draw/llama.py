@@ -20,14 +20,13 @@ PARTS = dict(zip(("attention", "embedding", "mlp", "norm"), SERIES, strict=False
 
 def parameters(config: LlamaConfig) -> dict[str, int]:
     """Parameters of the whole model by part; tied embeddings are counted once."""
-    width = config.hidden_size
-    heads = config.num_heads + config.num_kv_heads
     tables = 1 if config.tie_embeddings else 2
+    layers = [config.layer_parts(layer) for layer in range(config.num_layers)]
     return {
-        "attention": config.num_layers * 2 * width * config.head_dim * heads,
-        "embedding": tables * config.vocab_size * width,
-        "mlp": config.num_layers * 3 * width * config.intermediate_size,
-        "norm": config.num_layers * 2 * width + width,
+        "attention": sum(layer["attention"] for layer in layers),
+        "embedding": tables * config.vocab_size * config.hidden_size,
+        "mlp": sum(layer["mlp"] for layer in layers),
+        "norm": sum(layer["norm"] for layer in layers) + config.hidden_size,
     }
 
 
