@@ -51,7 +51,7 @@ from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, guard, tensor, ulysses, zero
-from minipar.parallel.compression import COMPRESSORS, Compressed
+from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.optimizer_state import pack, unpack
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan

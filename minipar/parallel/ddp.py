@@ -9,7 +9,7 @@ Shapes. batch [B, T] V@dp -> [B/n, T] on each rank; parameters R@dp; local gradi
         all-reduced to R@dp.
 Comms.  P bytes of gradients and e bytes for each of N parameters (a count of the ranks that used
         it; e the size of one element): 2 (n-1)/n (P + N e) per rank and step, in the backward.
-        Fewer with `reduce=`, see compression.py.
+        Fewer with `reduce=`, see compression/.
 Memory. Everything n times over. Gradients live inside the buckets: no second copy of them.
 Costs you. A model that fits on one device; batches so large that computing outlasts sending.
 Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"

@@ -56,7 +56,7 @@ class Options:
     each rank of this axis, over which gradients are all-reduced."""
     reduce: Reduce | None = None
     """Sums up gradients instead of a reduce-scatter, such as `Int8().reduce_scatter` of
-    compression.py; what it leaves out is lost, and nothing of it is hidden."""
+    compression/; what it leaves out is lost, and nothing of it is hidden."""
     init: Init | None = None
     """Gives a model on the "meta" device its weights and buffers, ``init(name, shape)``, each alone
     and on every rank that holds a part of it."""

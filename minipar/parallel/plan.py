@@ -28,7 +28,7 @@ from torch import nn
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import expert, tensor
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pieces import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, schedules, simulate, stages
 from minipar.parallel.pipeline.actions import Schedule
@@ -73,7 +73,7 @@ class Plan:
     microbatches: int = 1
     """Per step, of every rank of dp."""
     compression: str = "none"
-    """Over dp and cp, how gradients are sent: see `compression.py`."""
+    """Over dp and cp, how gradients are sent: see `compression/`."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     """Of matrix products."""
     checkpointing: Literal["none", "selective", "full"] = "none"

@@ -17,7 +17,7 @@ from minipar.comm import link
 from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
 from minipar.train.batch_size import LARGEST_BATCH, parse_ramp

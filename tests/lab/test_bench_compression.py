@@ -20,7 +20,7 @@ from minipar.lab.bench.compression import (
 )
 from minipar.lab.draw import compression as draw_compression
 from minipar.parallel import local_sgd
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 
 pytestmark = pytest.mark.trains
 

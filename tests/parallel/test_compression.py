@@ -20,17 +20,9 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel import ddp
-from minipar.parallel.compression import (
-    COMPRESSORS,
-    Compressed,
-    Fp8,
-    Half,
-    Int8,
-    PowerSGD,
-    RandomK,
-    Sign,
-    TopK,
-)
+from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
+from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
+from minipar.parallel.compression.linear import PowerSGD, RandomK
 from tests.parallel.layers import (
     BACKWARD,
     FORWARD,

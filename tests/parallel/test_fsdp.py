@@ -20,7 +20,8 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_weight
-from minipar.parallel import compression, flat, fsdp
+from minipar.parallel import flat, fsdp
+from minipar.parallel.compression.codecs import Int8
 from minipar.train.optim import make_optimizer
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
@@ -479,7 +480,7 @@ def test_a_small_convolutional_network_in_bf16(ranks):
 def _compressed():
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank, width=16)
-    strategy = fsdp.apply(model, mesh.dp, reduce=compression.Int8(stochastic=True).reduce_scatter)
+    strategy = fsdp.apply(model, mesh.dp, reduce=Int8(stochastic=True).reduce_scatter)
     inputs = [data(0, width=16), data(1, width=16)]
     with timeline.record() as recorded:
         model(inputs[mesh.rank]).square().sum().backward()

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from minipar.parallel import ddp
-from minipar.parallel.compression import Codec, Compressed, Int8, PowerSGD, RandomK, TopK
+from minipar.parallel.compression.codecs import Codec, Int8, TopK
+from minipar.parallel.compression.feedback import Compressed
+from minipar.parallel.compression.linear import PowerSGD, RandomK
 from tests.parity.harness import assert_parity, parallel
 from tests.parity.tasks import TASKS, reference
 

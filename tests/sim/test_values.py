@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from minipar.comm import collectives
 from minipar.comm.values import look
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.sim.trace import Actor, pretend, trace

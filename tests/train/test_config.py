@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import Plan
 from minipar.train.config import TrainConfig

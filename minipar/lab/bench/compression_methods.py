@@ -9,17 +9,10 @@ from torch import nn
 
 from minipar.comm.mesh import Axis
 from minipar.parallel import ddp, local_sgd
-from minipar.parallel.compression import (
-    Compressed,
-    Compressor,
-    Fp8,
-    Half,
-    Int8,
-    PowerSGD,
-    RandomK,
-    Sign,
-    TopK,
-)
+from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
+from minipar.parallel.compression.compressor import Compressor
+from minipar.parallel.compression.feedback import Compressed
+from minipar.parallel.compression.linear import PowerSGD, RandomK
 from minipar.parallel.strategy import Strategy
 
 REFERENCE, CHANCE = "fp32", "fp32 disturbed"

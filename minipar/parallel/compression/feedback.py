@@ -1,0 +1,161 @@
+"""Error feedback, plugged into ddp: what a step leaves out is added to the next gradient."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import Op, Pending, all_reduce
+from minipar.comm.mesh import Axis
+from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
+from minipar.parallel.compression.compressor import Compressor, check
+from minipar.parallel.compression.linear import PowerSGD, RandomK
+
+
+class Bucket(Protocol):
+    """What is needed of a bucket of `ddp`."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor  # gradients and users
+    gradients: Tensor  # [N], one parameter after the other
+    users: Tensor  # [number of parameters]: how many ranks used each
+
+
+class Compressed:
+    """Reduces buckets through a compressor: ``ddp.apply(..., reduce=Compressed(TopK(0.01)))``.
+
+    Args:
+        compressor: one of its own for each strategy.
+        error_feedback: keep residues; by default where `compressor` has a bias.
+        warmup_steps: so many steps are reduced exactly first, while gradients still change fast.
+
+    Works in a thread, one bucket after the other in the order of the calls, so that backward goes
+    on: between its start and `finish_backward`, nothing else may use the axis.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        *,
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+    ) -> None:
+        check(warmup_steps >= 0, "warmup_steps", warmup_steps, "0 or more")
+        self.compressor, self.warmup_steps = compressor, warmup_steps
+        self.feedback = compressor.feedback if error_feedback is None else error_feedback
+        self._residues: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
+        self._residue_of: dict[nn.Parameter, Tensor] = {}
+        self._steps: dict[nn.Parameter, int] = {}
+        self._latest: _Background | None = None
+
+    def __call__(self, bucket: Bucket, axis: Axis, op: Op) -> Pending:
+        """Start to reduce `bucket` in place."""
+        step = self._steps.get(bucket.parameters[0], 0)
+        self._steps.update(dict.fromkeys(bucket.parameters, step + 1))
+        if step < self.warmup_steps or axis.size == 1:
+            return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
+        weight = 1 / axis.size if op == "avg" else 1.0
+        self._latest = _Background(lambda: self._reduce(bucket, axis, op, weight), self._latest)
+        return Pending(self._latest, bucket.flat)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Bucket, axis: Axis, op: Op, weight: float) -> None:
+        counting = all_reduce(bucket.users, axis, op, out=bucket.users, async_op=True)
+        vector = bucket.gradients
+        if not vector.numel():  # parameters without elements
+            counting.wait()
+            return
+        vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
+        if self.feedback:
+            kept = self._residue(bucket, vector)
+            vector = vector + kept
+        total, residue = self.compressor.reduce(vector, axis, weight, bucket.parameters)
+        bucket.gradients.copy_(total)
+        if self.feedback:
+            # An overflow spoils one step, which the trainer skips or reports, not all that follow.
+            kept.copy_(residue.nan_to_num_(nan=0, posinf=0, neginf=0))
+        counting.wait()
+
+    def _residue(self, bucket: Bucket, like: Tensor) -> Tensor:
+        """This rank's residue for `bucket`, which may hold parameters of earlier ones."""
+        if bucket not in self._residues:
+            residue = torch.zeros_like(like)
+            pieces = residue.split([p.numel() for p in bucket.parameters])
+            for p, piece in zip(bucket.parameters, pieces, strict=True):
+                if p in self._residue_of:
+                    piece.copy_(self._residue_of[p])
+                self._residue_of[p] = piece
+            self._residues[bucket] = residue
+        return self._residues[bucket]
+
+    def residue(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank has kept back of the gradient of `parameter`, in its shape."""
+        kept = self._residue_of.get(parameter)
+        return torch.zeros_like(parameter) if kept is None else kept.view_as(parameter)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return this rank's residues, warm starts, random numbers and place in the warm-up."""
+        names = {p: name for name, p in model.named_parameters()}
+        return {
+            "steps": {names[p]: step for p, step in self._steps.items()},
+            "residues": {names[p]: kept.clone() for p, kept in self._residue_of.items()},
+            "compressor": self.compressor.state_dict(names),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+        """Go on from what `state_dict` returned on this rank, of as many ranks.
+
+        Another compressor may take over: it owes what the first one kept back.
+        """
+        parameters = dict(model.named_parameters())
+        self._steps = {parameters[name]: step for name, step in state["steps"].items()}
+        self._residue_of = {
+            parameters[name]: kept.to(parameters[name].device)
+            for name, kept in state["residues"].items()
+        }
+        self._residues.clear()  # made anew from these by the next call
+        self.compressor.load_state_dict(state["compressor"], parameters)
+
+
+class _Background:
+    """Work in a thread of its own that begins when the work before it has ended.
+
+    One after the other, because all ranks must make the same calls in the same order.
+    """
+
+    def __init__(self, work: Callable[[], Any], before: "_Background | None") -> None:
+        self._work, self._before, self._error = work, before, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before._thread.join()
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = self._before = None
+
+    def wait(self) -> None:
+        """Block until done; raise what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "fp16": lambda: Half(torch.float16),
+    "bf16": lambda: Half(torch.bfloat16),
+    "int8": Int8,
+    "fp8-e4m3": lambda: Fp8(kind="e4m3"),
+    "fp8-e5m2": lambda: Fp8(kind="e5m2"),
+    "sign": Sign,
+    "top-k": TopK,
+    "random-k": RandomK,
+    "powersgd": PowerSGD,
+}
+"""Makers of each compressor with its defaults, by the name that a user types."""
