@@ -418,6 +418,17 @@ def test_readme_tree_lists_every_file():
     assert present - listed == set(), "not listed in README's tree"
 
 
+def test_readme_knows_how_long_the_files_to_begin_with_are():
+    """Within a tenth; and their sum, to a hundred lines."""
+    rows = re.findall(r"^\| `(minipar/[\w/.]+)` \| (\d+) \|", read("README.md"), re.M)
+    lengths = [len(read(name).splitlines()) for name, _ in rows]
+    assert len(rows) == 10
+    for (name, said), length in zip(rows, lengths, strict=True):
+        assert abs(int(said) - length) <= length / 10, (name, length)
+    total = re.search(r"The heart of minipar is ([\d,]+) lines", read("README.md"))[1]
+    assert abs(int(total.replace(",", "")) - sum(lengths)) <= 100, sum(lengths)
+
+
 def test_readme_tree_is_read_in_both_styles():
     plain = (
         "```\nminipar/\n  comm/     floor 0\n    mesh.py   ranks\n"
