@@ -133,7 +133,7 @@ class _Thread:
 
 
 def _carry(calls: queue.SimpleQueue, pcie: link.Link, name: str) -> None:
-    """What the thread of a lane does, until nobody can start a copy any more."""
+    """What the thread of a lane does, until no copy can be started any more."""
     free = 0.0  # when the lane is, by PCIe's clock: so that oversleeping does not add up
     while (call := calls.get()) is not None:
         copy, recorder, called = call

@@ -16,7 +16,7 @@ file, so that no port can collide.
 *Failure.* When a rank raises, the others get `grace` seconds to finish and are then stopped, even
 if they wait inside of a collective: a control thread in each rank aborts its process groups from
 under it. A rank that does not even answer to that is killed. Then the process group is made anew,
-dead ranks are forked again, and `RankError` shows the traceback of whoever failed *first*.
+dead ranks are forked again, and `RankError` shows the traceback of the rank that failed *first*.
 
 *End.* No rank outlives your process, however it ends: pipes that close end the ranks; on Linux the
 kernel ends them with the nursery as well.
@@ -290,7 +290,7 @@ class Ranks:
             for rank in dead:
                 self._start(rank)
             self._join_all()
-        except RuntimeError:  # somebody ended meanwhile, or the nursery is gone
+        except RuntimeError:  # a rank ended meanwhile, or the nursery is gone
             self.restart()
 
     def _listen(self, job: "_Job", interrupts: "_Interrupts") -> None:
@@ -332,7 +332,7 @@ class Ranks:
                 job.results[rank] = answer
 
     def _press(self, job: "_Job") -> None:
-        """Once somebody has failed: wait, then stop the others, then kill them."""
+        """Once a rank has failed: wait, then stop the others, then kill them."""
         now = time.monotonic()
         if now >= job.deadline and job.waiting and not job.stopped and not job.failures:
             late = ", ".join(map(str, sorted(job.waiting)))
@@ -342,7 +342,7 @@ class Ranks:
             found_by_all = any(failure.everywhere for failure in job.failures.values())
             job.limit = now + self.grace * (10 if found_by_all else 1)
         if job.dead and not job.stopped:
-            job.limit = now  # whoever waits for the dead waits in vain
+            job.limit = now  # a wait for the dead is in vain
         if job.waiting and job.limit is not None and now >= job.limit:
             if not self.mend or job.stopped:
                 self._kill(job)
@@ -414,7 +414,7 @@ class _Job:
 class _Interrupts:
     """Ctrl-C while ranks are supervised: obeyed at once where we only wait, else a little later.
 
-    Nobody could recover from a message that was cut in two, or from a half-mended group.
+    There is no recovery from a message that was cut in two, or from a half-mended group.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class LinkWork(dist.Work):
             hold.ended = self._done
 
     def finish(self, error: Exception | None = None) -> None:
-        """Mark as done, the first time; wake whoever waits."""
+        """Mark as done, the first time; wake the threads that wait."""
         with self._lock:
             if self._done.is_set():
                 return
@@ -316,7 +316,7 @@ class LinkGroup(dist.ProcessGroup):
         duration, lanes = link.cost(verb, num_bytes, pair)
         mine, latency = Transfer(time.monotonic(), duration, num_bytes), link.among(pair).latency
         self._calls.post(cell, call, mine)
-        other = self._calls.read(other_end, call)  # whoever comes second knows both
+        other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
             sizes = (mine.num_bytes, int(other.num_bytes))
             raise self._wrong_size(src, dst, *(sizes[::-1] if end else sizes))
@@ -337,7 +337,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._enqueue((verb, peer), work)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> LinkWork:
-        """Start to receive from whoever sends first; the slowest link of the group is assumed."""
+        """Start to receive from any rank; the slowest link of the group is assumed."""
         self._raise_if_aborted("recv")
         wire, num_bytes = link.among(self.ranks), _num_bytes(tensors)
         duration = link.seconds("recv", num_bytes, 2, wire)

@@ -2,7 +2,7 @@
 
 A ledger (`minipar.lab.memory.MemoryLedger`) sees every storage come and go, but not its purpose:
 that a flat buffer holds the gathered weights of a block, or that a tensor is the host's although
-host and device are the same CPU. Whoever makes such a tensor says so here:
+host and device are the same CPU. Code that makes such a tensor says so here:
 
     memory.tag("gathered", flat)
     memory.tag("parameters", master, on_host=True)

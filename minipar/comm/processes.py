@@ -102,7 +102,7 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
                         # PR_SET_PDEATHSIG: the kernel ends a rank with the nursery, come what may.
                         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     rank_main(content, *fds)
-                with suppress(OSError):  # whoever is first, the parent may kill the group at once
+                with suppress(OSError):  # done already, by the child
                     os.setpgid(pid, pid)
                 pids.add(pid)
                 for theirs in fds:

@@ -54,7 +54,7 @@ class _Page:
     """The memory in which one rank writes what it calls, for others of its machine to read.
 
     A header (process id, label), then a slot per axis: its name and ranks, the call begun last, and
-    the call waited in. Nobody locks: who reads does so because nothing moves any more.
+    the call waited in. There is no lock: the table is read when nothing moves any more.
     """
 
     CALL = struct.Struct("<qqdq4q24s")  # number, bytes, time, peers: how many, who; verb
@@ -64,7 +64,7 @@ class _Page:
     NUM_BYTES = HEADER + SLOT * SLOTS
 
     def __init__(self, path: str | None) -> None:
-        """In the file `path`; without one, memory that nobody else can read."""
+        """In the file `path`; without one, memory of this process alone."""
         if path is None:
             self.memory = mmap.mmap(-1, self.NUM_BYTES)
             return
@@ -226,7 +226,7 @@ class Watchdog:
 
     def _open(self, key: tuple, axis: Axis) -> _Slot:
         with self._lock:  # backward may run in a thread of its own
-            # Whoever has more axes than there are slots writes over the last.
+            # A rank with more axes than there are slots writes over the last.
             at = self._page.slot(min(len(self._slots), _Page.SLOTS - 1))
             self._page.write_header()  # there is a mesh now
             self._page.write_text(at, ",".join(map(str, (axis.name, *axis.ranks[:500]))))
@@ -239,7 +239,7 @@ class Watchdog:
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
-        # The store goes when the process that keeps it ends; then there is nobody to talk to.
+        # The store goes when the process that keeps it ends; then there is no rank left to talk to.
         with suppress(RuntimeError, OSError):
             while not self._stop.wait(self.pause):
                 alarm, me = f"alarm {self._alarms}", b"%d" % self.rank
@@ -307,7 +307,7 @@ def begin(
 
     Of a message, `peers` are the ranks along `axis` at the other end; of a collective, None.
     """
-    if _active is None or peers == []:  # nobody to wait for
+    if _active is None or peers == []:  # no rank to wait for
         return _UNWATCHED
     return _active.begin(verb, axis, num_bytes, peers)
 

@@ -75,7 +75,7 @@ class _Worker:
         self.call = 0  # number of the latest call
         self.stopped = 0  # number of the latest call that was stopped
         self.world: dist.ProcessGroup | None = None  # that we have joined
-        self.busy = threading.Event()  # set only while somebody else's code runs
+        self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
         self.output = Output(self.say, f"rank {setup.rank}", setup.max_lines)
         self.children = _Children(self.output)
@@ -135,7 +135,7 @@ class _Worker:
         self.world = dist.group.WORLD
 
     def _failure(self, error: BaseException) -> Failure:
-        # Somebody who renders errors better than we do (a notebook cell) attaches the text.
+        # A caller that renders errors better than we do (a notebook cell) attaches the text.
         report = getattr(error, "report", None)
         if report is None:
             add_hint(error)

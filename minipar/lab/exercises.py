@@ -341,7 +341,7 @@ def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tup
         raise CheckFailed(str(error), "run") from None
     except TimeoutError as error:
         raise CheckFailed(
-            f"{error}\nDoes a rank wait for a message that nobody sends, or loop for ever? "
+            f"{error}\nDoes a rank wait for a message that no rank sends, or loop for ever? "
             "Does every collective get group=axis.group?",
             "run",
         ) from None

@@ -215,7 +215,7 @@ class MemoryLedger(LiveBytes):
         self._is_open = False  # what there is at the start is judged as a whole
 
     def __enter__(self) -> "MemoryLedger":
-        gc.collect()  # hooks make cycles: a model that nobody uses any more may still be there
+        gc.collect()  # hooks make cycles: a model out of use may still be there
         self._start = time.monotonic()
         try:
             if self.model is not None:

@@ -31,7 +31,7 @@ RAISES = "raises-exception"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 FOREIGN = re.compile(r"(?:/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\Users\\)[^\s\"':)]*")
-"""What a path of somebody's machine looks like."""
+"""What a path on a particular machine looks like."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:

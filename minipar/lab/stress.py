@@ -3,7 +3,7 @@
     python -m minipar.lab.stress --rounds 20
 
 prints a table: how long it takes until the pool of ranks has answered a next, correct cell, counted
-from the failure; how many ranks were lost that nobody had killed; and how often that next cell was
+from the failure; how many ranks were lost without being killed; and how often that next cell was
 wrong, or a variable gone.
 """
 
@@ -84,7 +84,7 @@ class Row:
 
     seconds: list[float] = field(default_factory=list)  # of each recovery
     unnoticed: int = 0  # no error reached the notebook
-    lost: int = 0  # ranks that ended though nobody had ended them
+    lost: int = 0  # ranks that ended without having been ended
     wrong: int = 0  # the next cell failed, was wrong, or a variable was gone
 
 

@@ -64,7 +64,7 @@ class Explorer(ipywidgets.VBox):
             self.sliders[name].disabled = not means_something(**self.values)
         try:
             drawn = self.draw_fn(**self.values)
-        except Exception as error:  # raised here it would reach nobody: front ends drop it
+        except Exception as error:  # raised here it would be lost: front ends drop it
             self.error, self.text.value = error, f"{type(error).__name__}: {error}"
             return
         figure, text = drawn if isinstance(drawn, tuple) else (drawn, "")

@@ -4,7 +4,7 @@ Weights lie in one file, `model.safetensors`, or in shards `model-00001-of-00003
 `model.safetensors.index.json` maps names to. Our parameter names are theirs, but for experts: files
 mostly hold the matrices of each expert apart (`_stored_as`). Known are Llama, and with experts
 Mixtral, Qwen3-MoE and OLMoE, whose balancing loss is not taken over: set it in `MoEConfig`.
-A safetensors file starts with a table of contents: whoever needs a few tensors reads only these.
+A safetensors file starts with a table of contents, so a reader of a few tensors reads only these.
 
 Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
 """

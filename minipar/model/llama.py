@@ -7,7 +7,7 @@ file:
   layer, the final norm, the head) is skipped, so a pipeline stage keeps its names.
 - Attention counts its heads in what the projections return, so narrower projections just work.
 - `Attention.core` is an attribute: any function of (q, k, v, mask) may take its place.
-- Every parameter has its own random stream, named by (seed, parameter name), so whoever creates a
+- Every parameter has its own random stream, named by (seed, parameter name), so code that creates a
   parameter, alone or with all the others, gets the same values.
 
 Shapes: B batch, T tokens, D width, H heads, G key/value heads, K head width, F hidden,

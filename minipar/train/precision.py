@@ -217,7 +217,7 @@ class LossScaler:
         if self.found_inf is None:
             raise RuntimeError("call unscale() between backward() and step()")
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer reads the flag on the device, and nobody waits for it.
+            # A fused optimizer reads the flag on the device, and nothing waits for it.
             optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
             try:
                 optimizer.step()

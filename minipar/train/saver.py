@@ -135,7 +135,7 @@ class Saver:
         self._together(writing.step, lambda: self._publish(writing.step, writing.tied, files))
 
     def close(self) -> None:
-        """Give up the save in progress, if any: waits for this rank's thread, but for nobody else.
+        """Give up the save in progress, if any: waits for this rank's thread alone.
 
         After an error, when other ranks may not be there any more.
         """
@@ -198,7 +198,7 @@ class Saver:
 def deal(num_bytes: dict[Any, int], size: int) -> list[list[Any]]:
     """Share out the keys among `size` ranks so that all get about as many bytes.
 
-    The largest first, each to whoever has the least so far: nobody gets more than the mean plus
+    The largest first, each to the rank that has the least so far: none gets more than the mean plus
     the largest. Source: Graham, "Bounds on Multiprocessing Timing Anomalies" (1969).
     """
     shares: list[list[Any]] = [[] for _ in range(size)]
@@ -239,7 +239,7 @@ def _ties(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _copy_on_host(tensor: Tensor) -> Tensor:
-    """A contiguous copy that shares its storage with nobody: safetensors insists on both."""
+    """A contiguous copy with a storage of its own: safetensors insists on both."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 

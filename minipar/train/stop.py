@@ -32,7 +32,7 @@ ECHO_SECONDS = 1.0
 class StopRequest:
     """Whether this process was asked to stop, in the body of a `with`.
 
-    A thread other than the main one cannot listen to signals: there, nobody asks.
+    A thread other than the main one cannot listen to signals: no signal is heard there.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """What a picture of the run must say; empty if nobody was slowed."""
+        """What a picture of the run must say; empty if no rank was slowed."""
         return "".join(
             f", rank {rank} slowed {factor:g} times on purpose"
             for rank, factor in self.slow.items()

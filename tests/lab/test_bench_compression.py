@@ -68,7 +68,7 @@ def test_chance_is_the_largest_gap_of_the_disturbed():
 def test_the_finding_is_what_the_rows_say():
     """Mutants: the mean gap (int8's is 0), the fewest bytes at any price, fp32 itself."""
     costly = {"sign": (1e5, [0.5, 0.5]), "int8": (1e6, [-0.02, 0.02])}
-    assert draw_compression.finding(rows_of(**costly)).startswith("whoever sends less")
+    assert draw_compression.finding(rows_of(**costly)).startswith("every method that sends less")
     free = {"fp16": (2e6, [0.0, 0.001]), "bf16": (2e6, [0.005, 0.002])}
     said = draw_compression.finding(rows_of(**costly, **free))
     assert said == "fp16: 50 % of the bytes, within 0.01 nats of fp32"

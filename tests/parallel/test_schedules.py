@@ -665,7 +665,7 @@ def test_actions_that_no_schedule_has_are_refused(wrong, message):
         ),
         (
             "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF0 1RF1 1F0 1F1 1SF0 1B0 1SB0 1B1 1SB1",
-            "1SF0 on rank 1: nobody needs this message",
+            "1SF0 on rank 1: no rank needs this message",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def _announce(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 class AsyncReduceScatter:
     """A reduce-scatter for `set_custom_reduce_scatter` that returns at once; `wait` ends them all.
 
-    Torch only cuts its output into gradients, at which nobody looks before the optimizer.
+    Torch only cuts its output into gradients, which are first read by the optimizer.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def finding(rows: Sequence[Row]) -> str:
     """The one sentence that the rows say: who sends least at (nearly) no cost in every run."""
     free = [r for r in rows if r["family"] != "exact" and abs_gap(r) < FREE and r["share"] < 1]
     if not free:
-        return f"whoever sends less than fp32 loses more than {FREE:g} nats per token"
+        return f"every method that sends less than fp32 loses more than {FREE:g} nats per token"
     best = min(free, key=lambda r: (r["num_bytes"], abs(r["gap"])))
     return (
         f"{best['method']}: {100 * best['share']:.2g} % of the bytes, within {FREE:g} nats of fp32"

@@ -23,7 +23,7 @@ def schedules(
     A column is a round, a row a rank, a line a message: the thicker, the more of `numel` elements
     it holds (half as thick where four or more arrive together). Its colour says whether the
     receiver adds it to what it has. Rounds in which all rest are left out. Raises `ValueError` for
-    no plans, or for more than 16 ranks or 40 rounds, which nobody could read.
+    no plans, or for more than 16 ranks or 40 rounds, which would be illegible.
     """
     names = list(plans)
     plans = {name: _without_rests(each) for name, each in plans.items()}
@@ -52,7 +52,7 @@ def schedules(
 
 
 def _without_rests(each: Sequence[Plan]) -> list[list[Round]]:
-    """The plans of all ranks, equally long, without the rounds in which nobody sends."""
+    """The plans of all ranks, equally long, without the rounds in which no rank sends."""
     rounds = zip_longest(*each, fillvalue=Round())
     rounds = [steps for steps in rounds if any(step.sends for step in steps)]
     return [list(plan) for plan in zip(*rounds, strict=True)]

@@ -173,7 +173,7 @@ def _check_messages(schedule: Schedule) -> None:
     sends = _messages(schedule).keys()
     for action in position:
         if not action.computes and action not in sends and action.twin not in sends:
-            raise ValueError(f"{action} on rank {position[action][0]}: nobody needs this message")
+            raise ValueError(f"{action} on rank {position[action][0]}: no rank needs this message")
     order: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for send in sorted(sends, key=position.__getitem__):
         order[position[send][0], schedule.peer(send)].append(send)

@@ -1,13 +1,13 @@
 """Backward in two halves: the gradient of the input now, those of the weights later.
 
-Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, nobody
-        waits for dW: a schedule may put it where a rank would be idle. Each half costs as much as
+Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, none
+        for dW: a schedule may put it where a rank would be idle. Each half costs as much as
         a forward.
 How:    Linear layers and embeddings of a stage get a backward of their own. As long as a list is
         open for put-off work, it returns dx and adds "dW, from this x and this dy" to the list;
         else it returns both. What other layers have (the scales of norms) is no work worth moving:
         their gradients are computed with dx, and join the list as they are.
-Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So whoever waits for
+Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So code that waits for
         them there with hooks, as data parallelism does, sees W as the backward of a weight.
 Memory: x and dy of every linear layer live until W, the rest of the graph until I.
 Source: Qi et al. 2023 (2401.10241), section 2. In torch: `torch.distributed.pipelining._backward`,
