@@ -30,6 +30,9 @@ from itertools import zip_longest
 
 Span = tuple[int, int]
 
+CHUNK_BYTES = 4 << 20
+"""Messages are cut to this size where the algorithm can work on pieces."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -372,7 +375,14 @@ def scatter_ring(root: int, numel: int, rank: int, size: int, chunk: int | None 
 BROADCAST: dict[str, Callable[..., Plan]] = {"tree": tree_from, "scatter_ring": scatter_ring}
 
 
-# ---------------------------------------------------------------------- what a plan costs
+# ---------------------------------------------------------------------- one of them, and its cost
+def pick(verb: str, algorithm: str, table: dict[str, Callable[..., Plan]]) -> Callable[..., Plan]:
+    """Return what makes the plans of `algorithm`; raises `ValueError` for an unknown one."""
+    if algorithm not in table:
+        raise ValueError(f"{verb}: algorithm={algorithm!r} is unknown; use one of {list(table)}")
+    return table[algorithm]
+
+
 def seconds(
     plans: Sequence[Plan],
     itemsize: int,

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import algorithms, link, plans, timeline
+from minipar.comm import algorithms, link, plans, rounds, timeline, tuning
 from minipar.comm import collectives as comm
-from minipar.comm.algorithms import Tuning
 from minipar.comm.collectives import Pending
 from minipar.comm.link import Link
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.plans import cut
+from minipar.comm.tuning import Tuning
 from tests.comm.same import equal, laid_out
 
 SHAPES = [(), (0,), (1,), (13,), (7, 11)]
@@ -172,7 +172,7 @@ def test_on_an_axis_of_size_1_nothing_is_sent():
             check(x, algorithms.broadcast, x, axis, 0, name)
         check(x, algorithms.all_to_all, x, axis)
         check(x, algorithms.hierarchical_all_reduce, x, axis, axis)
-        assert algorithms.tune(axis) == Tuning(1, 0.0, 0.0)
+        assert tuning.tune(axis) == Tuning(1, 0.0, 0.0)
     assert ledger.spans == []
 
 
@@ -318,7 +318,7 @@ def test_bad_calls_are_refused_before_the_first_message():
     with pytest.raises(ValueError, match="adding up to 4"):
         algorithms.all_to_all(x, others, send_counts=[1, 2, 2], recv_counts=[1, 1, 1])
     with pytest.raises(ValueError, match="two sizes"):
-        algorithms.tune(others, [1000])
+        tuning.tune(others, [1000])
     with pytest.raises(ValueError, match="chunk_bytes=-1"):
         algorithms.all_reduce(x, axis, chunk_bytes=-1)
 
@@ -389,16 +389,16 @@ def test_chunks_hide_each_others_latency(ranks):
 
     def body(in_flight: int) -> float:
         axis, x = Mesh(dp=2, tp=2).dp, torch.ones(64)
-        usual, algorithms.IN_FLIGHT = algorithms.IN_FLIGHT, in_flight
+        usual, rounds.IN_FLIGHT = rounds.IN_FLIGHT, in_flight
         try:
             with emulated(30e-3, 1e-9):
                 call = partial(algorithms.all_reduce, x, axis, chunk_bytes=16)
                 return clock(axis, call, 0.3 if in_flight > 1 else 10.0)
         finally:
-            algorithms.IN_FLIGHT = usual
+            rounds.IN_FLIGHT = usual
 
     assert max(ranks(4, "link").run(body, 1)) > 0.47
-    assert max(ranks(4, "link").run(body, algorithms.IN_FLIGHT)) < 0.35
+    assert max(ranks(4, "link").run(body, rounds.IN_FLIGHT)) < 0.35
 
 
 def test_async_leaves_the_caller_free(ranks):
@@ -419,50 +419,6 @@ def test_async_leaves_the_caller_free(ranks):
 
     for ended, returned in ranks(4, "link").run(body):
         assert returned < 0.1 and 0.19 < ended < 0.35
-
-
-# ---------------------------------------------------------------------- tuning
-def test_fit_finds_the_line():
-    sizes = [1_000, 50_000, 2_000_000]
-    alpha, beta = algorithms.fit(sizes, [3e-4 + 2e-9 * size for size in sizes])
-    assert alpha == pytest.approx(3e-4) and beta == pytest.approx(2e-9)
-    alpha, beta = algorithms.fit(sizes, [1e-3, 1e-3, 1e-4])  # nonsense
-    assert alpha > 0 and beta > 0
-
-
-def test_best_is_the_fastest_by_size():
-    """One port each, 16 ranks on 1 GbE: direct, then a few rounds, then the ring's bytes."""
-    tuning = Tuning(16, 50e-6, 8e-9)
-    assert tuning.best(16) == "direct"
-    assert tuning.best(10_000) in ("halving_doubling", "bruck")
-    for num_bytes in 16, 10_000, 10_000_000:
-        times = {name: tuning.seconds(name, num_bytes) for name in plans.ALL_REDUCE}
-        assert tuning.best(num_bytes) == min(times, key=times.get)
-    # Adding costs as well: what "direct" saves on wires of its own, it may lose there.
-    assert Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
-    assert Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
-    assert Tuning(4, 1e-3, 1e-9, gamma=1e-8, sharing=0.0).best(10**6) != "direct"
-
-
-@pytest.mark.slow
-def test_tune_measures_the_link(ranks):
-    """The link's own numbers, its wires apart, the same choice on all ranks; and it is used."""
-
-    def body() -> tuple[Tuning, str, str]:
-        axis = axis_of(4)
-        with emulated(10e-3, 1e-7):
-            tuning = algorithms.tune(axis, (1_000, 300_000, 1_000_000), rounds=3)
-        x = numbers(axis, (13,))
-        equal(algorithms.all_reduce(x[axis.rank], axis, tuning), torch.stack(x).sum(0))
-        return tuning, tuning.best(100), tuning.best(10**8)
-
-    first, *others = ranks(4, "link").run(body)
-    assert all(other == first for other in others)
-    tuning, small, large = first
-    assert 0.9 * 10e-3 < tuning.alpha < 2 * 10e-3
-    assert 0.8e-7 < tuning.beta < 1.5e-7
-    assert tuning.sharing < 0.6 and 0 < tuning.gamma < tuning.beta
-    assert small == "direct" and large == "bidirectional"
 
 
 def test_an_uneven_all_to_all_keeps_its_own_rows(ranks):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.comm.algorithms import Tuning
+from minipar.comm.tuning import Tuning
 from minipar.lab.bench import collectives as bench
 from minipar.lab.bench.collectives import CollectivesConfig, table
 from minipar.lab.bench.race import Measured

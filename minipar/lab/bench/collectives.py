@@ -23,6 +23,7 @@ from minipar.comm import collectives as comm
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
+from minipar.comm.tuning import Tuning, tune
 from minipar.lab.bench import race
 
 BACKEND = "backend"
@@ -104,14 +105,14 @@ def run(config: CollectivesConfig) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- on the ranks
 def measure(
     config: CollectivesConfig, link_name: str
-) -> tuple[dict[int, dict[str, race.Measured]], algorithms.Tuning]:
+) -> tuple[dict[int, dict[str, race.Measured]], Tuning]:
     """Let all contenders take turns at every size; called on every rank.
 
-    Returns also what `algorithms.tune` finds out about the link.
+    Returns also what `tune` finds out about the link.
     """
     axis, measured = Mesh(dp=config.ranks).dp, {}
     with race.emulated(link_name):
-        tuning = algorithms.tune(axis)
+        tuning = tune(axis)
     for size in config.sizes:
         tensor = torch.ones(size // 4)
         steps = {
@@ -142,7 +143,7 @@ def _rows(
     name: str,
     size: int,
     measured: dict[int, dict[str, race.Measured]],
-    tuning: algorithms.Tuning,
+    tuning: Tuning,
 ) -> list[dict[str, Any]]:
     theirs, rows = measured[size][BACKEND].seconds, []
     cost = "send" if config.verb == "exchange" else config.verb

@@ -1,0 +1,114 @@
+"""Tuning: which all-reduce is the fastest for so many bytes, from what messages cost on an axis."""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minipar.comm import collectives as comm
+from minipar.comm import plans
+from minipar.comm.mesh import Axis
+from minipar.comm.plans import CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What an axis of `size` ranks costs, in seconds: `alpha` per message, `beta` per byte sent,
+    `gamma` per byte added up.
+
+    `sharing` is the part of the bytes to several peers that queues: 1 where all go through one
+    port, 1/(n-1) where each peer has a wire of its own.
+    """
+
+    size: int
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    sharing: float = 1.0
+
+    def seconds(self, algorithm: str, num_bytes: int) -> float:
+        """Return the predicted time of an all-reduce."""
+        make = plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
+        every = [make(num_bytes, rank, self.size, CHUNK_BYTES) for rank in range(self.size)]
+        return plans.seconds(every, 1, self.alpha, self.beta, self.gamma, self.sharing)
+
+    @functools.cache  # noqa: B019 (a Tuning is small and lives as long as its axis)
+    def best(self, num_bytes: int) -> str:
+        """Return the algorithm with the smallest predicted time, the same on all ranks."""
+        return min(plans.ALL_REDUCE, key=lambda name: self.seconds(name, num_bytes))
+
+
+def tune(
+    axis: Axis,
+    sizes: Sequence[int] = (1_000, 10_000, 100_000, 1_000_000),
+    *,
+    rounds: int = 5,
+    device: torch.device | str = "cpu",
+) -> Tuning:
+    """Measure an axis by messages of `sizes` bytes round its ring. A collective: all ranks call it.
+
+    Takes the best of `rounds` for each size and the slowest rank, then the line through them by
+    least squares of the relative error; rank 0's numbers count for all, so that all choose alike.
+    """
+    if axis.size == 1:
+        return Tuning(1, 0.0, 0.0)
+    if len(set(sizes)) < 2 or min(sizes) < 1 or rounds < 1:
+        raise ValueError(f"tune: sizes={tuple(sizes)} needs two sizes above 0; rounds={rounds}, 1")
+    left, right = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+    others = [peer for peer in range(axis.size) if peer != axis.rank]
+    ring = [_measure(axis, [right], [left], size, rounds, device) for size in sizes]
+    everybody = _measure(axis, others, others, max(sizes), rounds, device)
+    adding = _measure_adding(max(sizes), rounds, device)
+    times = torch.tensor([*ring, everybody, adding], dtype=torch.float64, device=device)
+    *ring, everybody, adding = comm.all_reduce(times, axis, op="max").tolist()
+    alpha, beta = fit(sizes, ring)
+    load = (everybody - alpha) / (beta * max(sizes))  # in messages, 1 to n-1
+    sharing = min(max(load / (axis.size - 1), 1 / (axis.size - 1)), 1.0)
+    found = [alpha, beta, adding / max(sizes), sharing]
+    agreed = comm.broadcast(torch.tensor(found, dtype=torch.float64, device=device), axis)
+    return Tuning(axis.size, *agreed.tolist())
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the alpha and beta of ``seconds = alpha + beta sizes``, by least squares.
+
+    Errors count relative to the time, or the largest size would be all that matters.
+    """
+    times = torch.tensor(seconds, dtype=torch.float64)[:, None]
+    rows = torch.tensor([[1.0, size] for size in sizes], dtype=torch.float64) / times
+    alpha, beta = torch.linalg.lstsq(rows, torch.ones_like(times)).solution.flatten().tolist()
+    return max(alpha, 1e-9), max(beta, 1e-15)  # noise must not make a message free
+
+
+def _measure(
+    axis: Axis, to: list[int], source: list[int], num_bytes: int, rounds: int, device: Any
+) -> float:
+    """Seconds of the fastest exchange with these peers; the first is for making connections."""
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    buffers = [torch.empty_like(sent) for _ in source]
+    best = float("inf")
+    for turn in range(rounds + 1):
+        comm.barrier(axis)
+        start = time.perf_counter()
+        comm.exchange([(sent, peer) for peer in to], list(zip(buffers, source, strict=True)), axis)
+        if sent.device.type != "cpu":
+            torch.accelerator.synchronize(sent.device)
+        if turn:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _measure_adding(num_bytes: int, rounds: int, device: Any) -> float:
+    """Seconds to add up floats of so many bytes."""
+    total = torch.zeros(max(1, num_bytes // 4), device=device)
+    other, best = torch.ones_like(total), float("inf")
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        total.add_(other)
+        if total.device.type != "cpu":
+            torch.accelerator.synchronize(total.device)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,58 @@
+"""Tuning: the line through measured messages, and the all-reduce that it calls the fastest."""
+
+import pytest
+import torch
+
+from minipar.comm import algorithms, link, plans
+from minipar.comm.link import Link
+from minipar.comm.mesh import Mesh
+from minipar.comm.tuning import Tuning, fit, tune
+from tests.patience import busy
+
+
+def test_fit_finds_the_line():
+    sizes = [1_000, 50_000, 2_000_000]
+    alpha, beta = fit(sizes, [3e-4 + 2e-9 * size for size in sizes])
+    assert alpha == pytest.approx(3e-4) and beta == pytest.approx(2e-9)
+    alpha, beta = fit(sizes, [1e-3, 1e-3, 1e-4])  # nonsense
+    assert alpha > 0 and beta > 0
+
+
+def test_best_is_the_fastest_by_size():
+    """One port each, 16 ranks on 1 GbE: direct, then a few rounds, then the ring's bytes."""
+    tuning = Tuning(16, 50e-6, 8e-9)
+    assert tuning.best(16) == "direct"
+    assert tuning.best(10_000) in ("halving_doubling", "bruck")
+    for num_bytes in 16, 10_000, 10_000_000:
+        times = {name: tuning.seconds(name, num_bytes) for name in plans.ALL_REDUCE}
+        assert tuning.best(num_bytes) == min(times, key=times.get)
+    # Adding costs as well: what "direct" saves on wires of its own, it may lose there.
+    assert Tuning(4, 1e-6, 1e-9, sharing=0.0).best(10**6) != "direct"
+    assert Tuning(4, 1e-3, 1e-9, sharing=0.0).best(10**6) == "direct"
+    assert Tuning(4, 1e-3, 1e-9, gamma=1e-8, sharing=0.0).best(10**6) != "direct"
+
+
+@pytest.mark.slow
+def test_tune_measures_the_link(ranks):
+    """The link's own numbers, its wires apart, the same choice on all ranks; and it is used."""
+
+    def body() -> tuple[Tuning, str, str]:
+        axis = Mesh(dp=4).dp
+        link.use(Link("test", 10e-3, 1 / 1e-7))
+        link.check_calls(False)
+        try:
+            tuning = tune(axis, (1_000, 300_000, 1_000_000), rounds=3)
+        finally:
+            link.use("none")
+            link.check_calls(True)
+        mine = torch.arange(13.0) + axis.rank
+        assert algorithms.all_reduce(mine, axis, tuning).equal(4 * torch.arange(13.0) + 6)
+        return tuning, tuning.best(100), tuning.best(10**8)
+
+    first, *others = ranks(4, "link").run(body)
+    assert all(other == first for other in others)
+    tuning, small, large = first
+    assert 0.9 * 10e-3 < tuning.alpha < 2 * 10e-3 * busy()
+    assert 0.8e-7 / busy() < tuning.beta < 1.5e-7 * busy()
+    assert tuning.sharing < 0.6 and 0 < tuning.gamma < tuning.beta
+    assert small == "direct" and large == "bidirectional"
