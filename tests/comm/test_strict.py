@@ -1,0 +1,81 @@
+"""The race detector by itself: what it sees, what it lets pass, and where it cannot look."""
+
+import re
+
+import pytest
+import torch
+
+from minipar.comm import strict
+from minipar.comm.collectives import all_reduce
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Mesh
+from minipar.comm.strict import Race
+
+
+def watch(body) -> str:
+    """What `Race` says of `body`; nothing where there is none."""
+    try:
+        with strict.watching():
+            body(Mesh(dp=2).dp)
+    except Race as race:
+        return str(race)
+    return ""
+
+
+def waits(axis) -> None:
+    pending = all_reduce(torch.ones(4), axis, async_op=True)
+    assert pending.wait().tolist() == [2.0] * 4
+
+
+def writes(axis) -> None:
+    tensor = torch.ones(4)
+    pending = all_reduce(tensor, axis, out=tensor, async_op=True)
+    tensor.zero_()
+    pending.wait()
+
+
+def frees(axis) -> None:
+    tensor = torch.ones(4)
+    pending = all_reduce(tensor, axis, out=tensor, async_op=True)
+    tensor.untyped_storage().resize_(0)
+    pending.wait()
+
+
+def forgets(axis) -> None:
+    all_reduce(torch.ones(4), axis, async_op=True)
+
+
+def reads(axis) -> None:
+    out = torch.zeros(4)
+    pending = all_reduce(torch.ones(4), axis, out=out, async_op=True)
+    assert out.isnan().all()  # and not yet the sum, as gloo may have it
+    pending.wait()
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (waits, ""),
+        (reads, ""),
+        (writes, "written to before `wait`"),
+        (frees, "freed before `wait`"),
+        (forgets, "never waited for: all_?reduce"),
+    ],
+)
+def test_a_race_is_named_with_its_place(ranks, body, says):
+    """Mutants: no copy travels; a tensor that was freed passes; a lost handle is forgotten."""
+    for said in ranks(2, "link").run(watch, body):
+        if not says:
+            assert said == ""
+        else:
+            assert re.search(says, said), said
+            assert "comm/test_strict.py:" in said
+
+
+def test_over_other_backends_it_says_that_it_sees_nothing(ranks):
+    """Mutant: no question asked, and all that runs over gloo counts as without a race."""
+    with pytest.raises(RankError, match="backend link, and here they go over gloo; use Ranks"):
+        ranks(2).run(watch, waits)
+    with pytest.raises(ValueError, match="here they go over none"), strict.watching():
+        pass
+    assert not strict.is_on()
