@@ -451,15 +451,15 @@ def _swap(
 ) -> Any:
     """Start an all-to-all of rows. Gloo's own sends first, so on a CPU it is messages of ours.
 
-    Not of few bytes, unless the rows are uneven: then ranks do not know each other's number.
+    Not of few bytes; nor of uneven rows, where ranks do not know each other's number, and few bytes
+    are what messages cost most with.
     """
-    is_small = recv_rows is None and sent.nbytes < _LARGE
+    is_small = recv_rows is not None or sent.nbytes < _LARGE
     if is_small or sent.device.type != "cpu" or "gloo" not in dist.get_backend(axis.group):
         rows = recv_rows, send_rows
         return dist.all_to_all_single(arrived, sent, *rows, axis.group, is_async)
     n, rank = axis.size, axis.rank
-    into = arrived.split(recv_rows or len(arrived) // n)
-    out = sent.split(send_rows or len(sent) // n)
+    into, out = arrived.split(len(arrived) // n), sent.split(len(sent) // n)
     into[rank].copy_(out[rank])
     sources, peers = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
     sends = [(out[peer], peer) for peer in peers if out[peer].numel()]

@@ -105,6 +105,7 @@ def apply(
             mesh.joint(*over),
             copies=mesh.joint(*(name for name in plan.data_axes if name not in over)),
             dispatch=plan.dispatch,
+            nodes=plan.expert_nodes,
             batch=mesh.joint(*dict.fromkeys((*plan.data_axes, *cut))),
             pieces=mesh.joint(*cut),
         )
@@ -112,7 +113,11 @@ def apply(
     #    them; and before the pipeline, whose stages then are parts of a model that is cut already.
     if plan.tp > 1:
         parts.tensor = tensor.apply(
-            model, mesh.tp, sequence=plan.sequence_parallel, overlap=plan.tp_overlap
+            model,
+            mesh.tp,
+            sequence=plan.sequence_parallel,
+            overlap=plan.tp_overlap,
+            experts=plan.expert_tensor_parallel,
         )
     # 3. Context: wraps attention as it is now, with the heads of this rank; on the whole model,
     #    because every stage of a pipeline has to know positions.

@@ -24,7 +24,14 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
           all-to-all  forward: M D e there, M' D e back, for M' rows of others; backward the
                       same; and once (n-1) 8 E bytes of counts
 
-        Balanced, gathering sends fewer bytes where n < k: use it there.
+          hierarchical, on nodes of several ranks: U tokens of this rank have experts on another
+                      node, once for each such node, and U' come from others'; V and V' slots then
+                      go on inside the node and arrive there. Forward and backward:
+                      2 (U + U' + V + V') D e, for weights (U + U') k e, for choices 8 U k;
+                      and once (n-1) 8 (E + nodes) bytes of counts
+
+        Balanced, gathering sends fewer bytes where n < k: use it there. Between nodes, hierarchical
+        sends U rows where all-to-all sends one for each slot, and results come back summed.
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. Counts are read by the host once per layer and pass, because sizes of messages are the
@@ -32,7 +39,8 @@ Costs you. Counts are read by the host once per layer and pass, because sizes of
         with the most rows. With a capacity, C counts the tokens of all ranks of the axis, and the
         first come are served in the order of the ranks: as on one device with all of these tokens.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
-        "DeepSpeed-MoE" (arXiv 2201.05596); Liu et al. 2025, "MoE Parallel Folding" (arXiv
+        "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
+        one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv
         2504.14960), for the two views of the same ranks.
 In torch: none; `torchtitan` has `ExpertParallel`.
 Proved by tests/parallel/test_expert.py and tests/parity/test_expert.py; taught in
@@ -43,6 +51,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
     expert.apply(model, mesh.ep, copies=mesh.dp)
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
@@ -57,7 +66,7 @@ from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_b
 from minipar.parallel.pieces import mark
 from minipar.parallel.strategy import Strategy, replicate
 
-Dispatch = Literal["gather", "all_to_all", "overlapped", "halves"]
+Dispatch = Literal["gather", "all_to_all", "hierarchical", "overlapped", "halves"]
 
 
 def apply(
@@ -66,6 +75,7 @@ def apply(
     *,
     copies: Axis | None = None,
     dispatch: Dispatch = "all_to_all",
+    nodes: int = 1,
     batch: Axis | None = None,
     pieces: Axis | None = None,
 ) -> "ExpertParallel":
@@ -76,21 +86,25 @@ def apply(
 
     Args:
         copies: the ranks with the same experts; by default, none.
-        dispatch: how tokens meet experts: "gather", "all_to_all"; "overlapped" with the shared
-            experts, which compute while tokens travel; or in "halves", of which one computes while
-            the other travels.
+        dispatch: how tokens meet experts: "gather", "all_to_all"; "hierarchical", with one copy for
+            each node; "overlapped" with the shared experts, which compute while tokens travel; or
+            in "halves", of which one computes while the other travels.
+        nodes: on so many nodes the ranks of `axis` are, one node after the other, each with as
+            many; "hierarchical" needs to know.
         batch: the ranks that share a batch, over which the bias and the balance of the "batch"
             count; by default `axis`.
         pieces: the ranks that share each sequence, which the other balances need; by default, none.
 
     Raises `ValueError` for a model without experts, an axis that does not divide them, a bias of
-    another shape or an unknown `dispatch`, before the first collective.
+    another shape, an unknown `dispatch` or nodes that do not divide the axis, before the first
+    collective.
     """
     found = dict(mixtures(model))
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts to spread over {axis.name}")
     if dispatch not in get_args(Dispatch):
         raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
+    check_nodes(nodes, axis.size, axis.name)
     for name, moe in found.items():
         check_sizes(moe.config, axis.size, axis.name)
         bias, num_experts = moe.gate.e_score_correction_bias, moe.config.num_experts
@@ -101,7 +115,7 @@ def apply(
             )
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    return ExpertParallel(model, axis, copies, dispatch, batch or axis, pieces)
+    return ExpertParallel(model, axis, copies, dispatch, nodes, batch or axis, pieces)
 
 
 def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
@@ -111,6 +125,15 @@ def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
         raise ValueError(
             f"{name}={n} does not divide num_experts={config.num_experts}; "
             f"use one of {', '.join(map(str, good))}"
+        )
+
+
+def check_nodes(nodes: int, n: int, name: str = "ep") -> None:
+    """Raise `ValueError` unless n ranks can be on so many nodes, as many on each."""
+    if nodes < 1 or n % nodes:
+        good = [k for k in range(1, n + 1) if n % k == 0]
+        raise ValueError(
+            f"nodes={nodes} does not divide {name}={n}; use one of {', '.join(map(str, good))}"
         )
 
 
@@ -126,8 +149,10 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
         all_gather(routing.weights, axis, to="R"),
     )
     tokens = all_gather(x, axis, to="R")  # [n N, D] R@ep
-    counts = [sort_by_expert(part, config.num_experts)[1] for part in every.experts.chunk(n)]
-    table = on_host(torch.stack(counts), [routing.experts.numel()])
+    chosen = every.experts.view(n, -1)
+    counts = chosen.new_zeros(n, config.num_experts)
+    counts = counts.scatter_add(1, chosen, torch.ones_like(chosen))
+    table = on_host(counts, [routing.experts.numel()])
     kept = admit(moe, table, slice(axis.rank, axis.rank + 1))
     order, _ = sort_by_expert(every.experts, config.num_experts)
     order, kept = first_of_each(order, table.sum(0), kept.sum(0)), kept.sum(0)
@@ -142,11 +167,16 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Each row goes to the rank of its expert, and back: tokens [N, D] -> the same."""
     (trip,) = plan_trips(moe, axis, [routing])
+    return moe.add_shared(travel(moe, axis, trip, x, routing), x)
+
+
+def travel(moe: MoE, axis: Axis, trip: "Trip", x: Tensor, routing: Routing) -> Tensor:
+    """Dispatch, compute, combine: tokens [N, D] -> the weighted sums of their slots in `trip`."""
     rows = x[trip.order // moe.config.top_k]  # by expert, so by rank
     arrived = all_to_all(rows, axis, send_counts=trip.there, recv_counts=trip.here)  # [R, D]
     computed = trip.compute(moe, arrived)
     back = all_to_all(computed, axis, send_counts=trip.here, recv_counts=trip.there)
-    return moe.add_shared(combine(back, trip.order, routing, x), x)
+    return combine(back, trip.order, routing, x)
 
 
 class Trip:
@@ -219,9 +249,11 @@ def admit(moe: MoE, table: Tensor, own: slice) -> Tensor:
 
 def first_of_each(order: Tensor, asked: Tensor, granted: Tensor) -> Tensor:
     """Of slots in the order of their experts, `asked` [E] of each, the first `granted` [E]."""
+    if torch.equal(asked, granted):
+        return order
     place = torch.arange(len(order)) - (asked.cumsum(0) - asked).repeat_interleave(asked)
     stays = place < granted.repeat_interleave(asked)
-    return order if bool(stays.all()) else order[stays.to(order.device)]
+    return order[stays.to(order.device)]
 
 
 def experts_of(axis: Axis, num_experts: int) -> slice:
@@ -230,7 +262,56 @@ def experts_of(axis: Axis, num_experts: int) -> slice:
     return slice(axis.rank * per_rank, (axis.rank + 1) * per_rank)
 
 
-# ---------------------------------------------------------------------- 3. while others compute
+# ---------------------------------------------------------------------- 3. one copy for each node
+def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) -> Tensor:
+    """A token goes once to each node with experts of it, and there on to their ranks.
+
+    Between nodes, ranks talk to those in the same place on theirs, which add up what the experts of
+    a node say before it goes back. Tokens [N, D] -> the same.
+    """
+    num_experts, per_node = moe.config.num_experts, moe.config.num_experts // nodes
+    node, place = divmod(axis.rank, axis.size // nodes)
+    touched = torch.zeros(len(x), nodes, dtype=torch.bool, device=x.device)
+    touched = touched.scatter(1, routing.experts // per_node, True)
+    order, counts = sort_by_expert(routing.experts, num_experts)
+    told = collectives.all_gather(torch.cat([counts, touched.sum(0)])[None], axis)
+    table = on_host(told[:, :num_experts], [len(order)])  # [n, E] slots
+    share = nodes_touched(num_experts, moe.config.top_k, nodes)
+    copies = on_host(told[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
+    kept = admit(moe, table, slice(axis.rank, axis.rank + 1))
+    stay = first_of_each(order, table[axis.rank], kept[axis.rank])
+    nowhere = torch.full_like(routing.experts, num_experts).flatten()
+    chosen = nowhere.index_copy(0, stay, routing.experts.flatten()[stay]).view_as(routing.experts)
+
+    # 1. Between nodes: tokens with their choices and weights, to ranks in this place.
+    there, here = [0] * axis.size, [0] * axis.size
+    there[place :: axis.size // nodes] = copies[axis.rank].tolist()
+    here[place :: axis.size // nodes] = copies[place :: axis.size // nodes, node].tolist()
+    token = touched.T.nonzero()[:, 1] if not x.is_meta else stay.new_empty(sum(there))
+    across = dict(send_counts=there, recv_counts=here)
+    arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
+    chosen = collectives.all_to_all(chosen[token], axis, **across)
+    chosen = torch.where(chosen // per_node == node, chosen, num_experts)
+
+    # 2. Inside each: those that came are tokens like any others, with fewer choices.
+    met = kept.view(nodes, -1, nodes, per_node).sum(0)  # [ranks of a node, nodes, E / nodes]
+    inside = torch.block_diag(*met.unbind(1))  # [n, E]
+    order, _ = sort_by_expert(chosen, num_experts + 1)
+    trip = Trip(order[: int(inside[axis.rank].sum())], inside, axis)
+    sums = travel(moe, axis, trip, arrived, Routing(chosen, weights))
+
+    # 3. And back: a row for each copy.
+    home = all_to_all(sums, axis, send_counts=here, recv_counts=there)
+    return moe.add_shared(torch.zeros_like(x).index_add(0, token, home), x)
+
+
+def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
+    """On how many nodes a token's experts are, on average, if all are as likely."""
+    elsewhere = math.comb(num_experts - num_experts // nodes, top_k)
+    return nodes * (1 - elsewhere / math.comb(num_experts, top_k))
+
+
+# ---------------------------------------------------------------------- 4. while others compute
 def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1) -> Tensor:
     """As `exchanged`; what does not wait for rows computes while they travel.
 
@@ -314,12 +395,13 @@ class _Land(torch.autograd.Function):
 CORES: dict[str, Callable[..., Tensor]] = {
     "gather": gathered,
     "all_to_all": exchanged,
+    "hierarchical": hierarchical,
     "overlapped": overlapped,
     "halves": partial(overlapped, parts=2),
 }
 
 
-# ---------------------------------------------------------------------- 4. the model
+# ---------------------------------------------------------------------- 5. the model
 class ExpertParallel(Strategy):
     """A model whose experts are spread over an axis; made by `apply`."""
 
@@ -329,6 +411,7 @@ class ExpertParallel(Strategy):
         axis: Axis,
         copies: Axis,
         dispatch: Dispatch,
+        nodes: int,
         batch: Axis,
         pieces: Axis | None,
     ) -> None:
@@ -341,7 +424,8 @@ class ExpertParallel(Strategy):
                 moe.gate.sum_pieces = partial(collectives.all_reduce, axis=pieces)
             if axis.size == 1:
                 continue
-            moe.core = partial(CORES[dispatch], moe, axis)
+            options = dict(nodes=nodes) if dispatch == "hierarchical" else {}
+            moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
                 mark(p, axis)

@@ -58,12 +58,16 @@ class Plan:
     """Cut over dp, cp, ep: nothing (ddp), optimizer state, also gradients, also weights (fsdp)."""
     sequence_parallel: bool = False
     """Over tp, cut norms and residual stream along the tokens."""
+    expert_tensor_parallel: bool = False
+    """Over tp, cut each expert, too, instead of leaving all of a rank's whole."""
     tp_overlap: bool = False
     """Over tp, send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp, how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "overlapped", "halves"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves"] = "all_to_all"
     """Over ep, how tokens meet their experts."""
+    expert_nodes: int = 1
+    """Over ep, of dispatch=hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False
     """Ranks of cp have experts of their own, too: cp times ep of them share the experts."""
     schedule: str = "1f1b"
@@ -207,8 +211,18 @@ class Plan:
                 yield f"{name}={n} spreads experts, and this Llama has none (moe=None)"
         else:
             expert.check_sizes(config.moe, n, name)
+        if self.expert_tensor_parallel:
+            tensor.check_experts(config.moe, self.tp)
+            if self.tp == 1:
+                yield "expert_tensor_parallel cuts experts over tp, and tp=1 cuts nothing"
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
+        expert.check_nodes(self.expert_nodes, n, name)
+        if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
+            yield (
+                f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
+                f"sends one copy to each of several nodes, and no other dispatch asks for them"
+            )
         if config.moe is not None and self.pp > 1 and self.make_schedule().copies > 1:
             yield (
                 f"schedule={self.schedule} has two copies of every router, and each would count "
@@ -420,11 +434,13 @@ def _cut_without_values(
     if model.config.moe is not None:
         over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
-        expert.ExpertParallel(model, axis, copies, plan.dispatch, axis, None)
+        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, axis, None)
     if plan.tp > 1:
         axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
         border = tensor.Border(axis, plan.sequence_parallel)
-        by_tensor = tensor.TensorParallel(model, border, plan.tp_overlap, 0.0)
+        by_tensor = tensor.TensorParallel(
+            model, border, plan.tp_overlap, 0.0, plan.expert_tensor_parallel
+        )
     if plan.pp > 1:
         axis = Axis("pp", stage_rank, plan.pp, tuple(range(plan.pp)))
         schedule = simulate.lower(plan.make_schedule())

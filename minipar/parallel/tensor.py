@@ -20,6 +20,8 @@ Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, fo
         That is 4 all-reduces per layer, one for the embedding and one for the head. The loss adds
         6 (n-1)/n of the bytes of [B, T] numbers in fp32. ``overlap`` adds 2 L A: inputs of q, k, v
         and gate, up are gathered again in backward instead of kept.
+        Of a mixture, which each rank computes whole, it is 2 all-reduces less, unless ``experts``
+        cuts it: then they are there, and one of the weights [B, T, k] in backward.
         Per step, 2 (n-1)/n of: with ``sequence`` the norm weights' gradients; with n > G the
         gradients of k and v. Nothing of this is hidden, unless ``overlap``.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
@@ -39,7 +41,7 @@ Proved by tests/parallel/test_tensor.py and tests/parity/test_tensor.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatte
 from minipar.comm.mesh import Axis
 from minipar.model import casts
 from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE
+from minipar.model.moe import MoE, MoEConfig, Routing
 from minipar.parallel.pieces import axes_of, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
 
@@ -62,6 +64,7 @@ def apply(
     *,
     sequence: bool = False,
     overlap: bool = False,
+    experts: bool = False,
     z_loss: float = 0.0,
 ) -> "TensorParallel":
     """Cut the matrices of `model` along `axis`, in place; the values are those of rank 0.
@@ -78,14 +81,18 @@ def apply(
         sequence: cut norms and residual stream along the tokens. Any number of tokens will do; one
             that n does not divide is padded.
         overlap: ring steps interleaved with partial products, see `ring_gather`; needs `sequence`.
+        experts: cut each expert, too, instead of leaving all whole on every rank ("expert tensor
+            parallelism").
         z_loss: adds z_loss · (log sum exp)² per token, which keeps logits from drifting
             (PaLM, arXiv 2204.02311, section 5, uses 1e-4).
 
     Raises `ValueError` for a model that is no Llama and for sizes that the axis does not divide.
     """
     check(model, axis, sequence, overlap)
+    if experts:
+        check_experts(model.config.moe, axis.size, axis.name)
     replicate(model, axis)
-    return TensorParallel(model, Border(axis, sequence), overlap, z_loss)
+    return TensorParallel(model, Border(axis, sequence), overlap, z_loss, experts)
 
 
 def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = False) -> None:
@@ -123,23 +130,42 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
         raise ValueError(f"{name}={n} ranks for vocab_size={config.vocab_size} words")
 
 
+def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
+    """Raise `ValueError` unless n ranks can share each expert."""
+    if moe is None:
+        raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
+    if moe.expert_size % n:
+        good = [k for k in range(1, moe.expert_size + 1) if moe.expert_size % k == 0]
+        raise ValueError(
+            f"{name}={n} does not divide expert_size={moe.expert_size}; "
+            f"use one of {', '.join(map(str, good))}"
+        )
+
+
 # ---------------------------------------------------------------------- 1. who has which piece
 @dataclass(frozen=True)
 class Pieces:
-    """How a tensor is cut: rank r has ``start, stop = spans[r]`` of `dim`; equals are copies."""
+    """How a tensor is cut: rank r has ``start, stop = spans[r]`` of `dim`; equals are copies.
+
+    Where two matrices lie one above the other along `dim`, it has that of each of these `blocks`.
+    """
 
     dim: int
     spans: tuple[tuple[int, int], ...]
+    blocks: int = 1
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """Return a copy of the piece of `rank`."""
         start, stop = self.spans[rank]
-        return whole.narrow(self.dim, start, stop - start).clone(
-            memory_format=torch.contiguous_format
-        )
+        rows = whole.movedim(self.dim, 0).unflatten(0, (self.blocks, -1))[:, start:stop]
+        return rows.flatten(0, 1).movedim(0, self.dim).clone(memory_format=torch.contiguous_format)
 
     def join(self, piece: Tensor, axis: Axis) -> Tensor:
         """Put the pieces of all ranks together, V -> I; they may be of different width."""
+        if self.blocks > 1:
+            parts = piece.chunk(self.blocks, self.dim)
+            one = replace(self, blocks=1)
+            return torch.cat([one.join(part, axis) for part in parts], self.dim)
         piece = piece.movedim(self.dim, 0)
         widest = max(stop - start for start, stop in self.spans)
         padding = piece.new_zeros(widest - len(piece), *piece.shape[1:])
@@ -276,7 +302,9 @@ def vocab_loss(
 class TensorParallel(Strategy):
     """A Llama whose matrices are cut; made by `apply`."""
 
-    def __init__(self, model: Llama, border: Border, overlap: bool, z_loss: float) -> None:
+    def __init__(
+        self, model: Llama, border: Border, overlap: bool, z_loss: float, experts: bool = False
+    ) -> None:
         super().__init__(model, border.axis)
         self.border, self.overlap, self.shard_axes = border, overlap, (border.axis,)
         self.pieces: dict[str, Pieces] = {}  # of which parameters each rank has a piece
@@ -289,8 +317,11 @@ class TensorParallel(Strategy):
                 self._cut_attention(layer.self_attn, f"model.layers.{i}.self_attn")
                 if not isinstance(layer.mlp, MoE):
                     self._cut_mlp(layer.mlp, f"model.layers.{i}.mlp")
-                elif border.sequence:
+                    continue
+                if border.sequence:
                     layer.mlp.register_forward_pre_hook(self._own_tokens)
+                if experts:
+                    self._cut_experts(layer.mlp, f"model.layers.{i}.mlp")
         self._cut_vocabulary(z_loss)
         if border.sequence:
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
@@ -313,8 +344,33 @@ class TensorParallel(Strategy):
         self._rows(mlp, f"{name}.down_proj", evenly(1, hidden, n))
         self._enter(mlp, "gate_proj", "up_proj")
 
+    def _cut_experts(self, moe: MoE, name: str) -> None:
+        """Cut F of every expert, shared ones too: one region, which their weighted sum leaves.
+
+        The router stays outside: each rank routes all tokens, or those of its part of a sequence.
+        """
+        hidden, n, whole = moe.config.expert_size, self.axis.size, moe.core
+        self._cut(f"{name}.experts.gate_up_proj", replace(evenly(1, hidden, n), blocks=2))
+        self._cut(f"{name}.experts.down_proj", evenly(2, hidden, n))
+        if moe.shared_experts is not None:
+            for linear, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+                pieces = evenly(dim, moe.config.num_shared * hidden, n)
+                self._cut(f"{name}.shared_experts.{linear}.weight", pieces)
+
+        def region(x: Tensor, routing: Routing) -> Tensor:
+            x, weights = (self.border.enter(t[None])[0] for t in (x, routing.weights))
+            experts, dropped = routing.experts, moe.num_dropped
+            if self.border.sequence:
+                experts = collectives.all_gather(experts, self.axis)
+            summand = whole(x, Routing(experts, weights))  # [N, D] P
+            if self.border.sequence and self.axis.rank > 0:
+                moe.num_dropped = dropped  # by all ranks alike: the first counts
+            return self.border.leave(summand[None])[0]
+
+        moe.core = region
+
     def _own_tokens(self, _: nn.Module, args: tuple) -> tuple:
-        """A mixture stays whole: each rank computes its tokens, without sequence cuts all of them.
+        """A router stays whole: each rank routes its tokens, without sequence cuts all of them.
 
         Which tokens count, [B, T], is cut as the tokens are.
         """
@@ -368,7 +424,7 @@ class TensorParallel(Strategy):
         """Replace the values of a parameter by the piece of this rank."""
         self.pieces[name] = pieces
         param = self.model.get_parameter(name)
-        if hasattr(param, "full_shape"):
+        if self.axis in axes_of(param):
             return  # tied to one that is cut already
         rank, spans = self.axis.rank, pieces.spans
         mark(param, self.axis, copy=spans.index(spans[rank]) != rank)  # each head counts once

@@ -28,6 +28,7 @@ from minipar.train.straggler import parse_slow
 _IN_A_PLAN = {
     "zero": "zero",
     "sequence_parallel": "sequence_parallel",
+    "expert_tensor_parallel": "expert_tensor_parallel",
     "tp_overlap": "tp_overlap",
     "context": "context",
     "pipeline_schedule": "schedule",
@@ -37,6 +38,7 @@ _IN_A_PLAN = {
     "precision": "precision",
     "recompute": "checkpointing",
     "dispatch": "dispatch",
+    "expert_nodes": "expert_nodes",
     "experts_over_cp": "experts_over_cp",
 }
 """Flags, and the words of a `Plan` for them."""
@@ -150,13 +152,18 @@ class TrainConfig:
     weights, gathered where they are used (fsdp). A run may be resumed with another one."""
     sequence_parallel: bool = False
     """Over tp: cut norms and the residual stream along the tokens."""
+    expert_tensor_parallel: bool = False
+    """Over tp: cut each expert, too, instead of leaving all of a rank's whole."""
     tp_overlap: bool = False
     """Over tp, with --sequence-parallel: send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp: how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "overlapped", "halves"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves"] = "all_to_all"
     """Over ep: how tokens meet their experts. gather suits ep up to the experts per token;
-    overlapped and halves compute while tokens travel."""
+    hierarchical sends a token once to each node; overlapped and halves compute while tokens
+    travel."""
+    expert_nodes: int = 1
+    """Over ep, of hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False
     """Ranks of cp have experts of their own as well."""
     pipeline_schedule: str = "1f1b"

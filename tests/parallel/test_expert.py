@@ -20,6 +20,7 @@ from tests.parity import models
 
 SIX = MoEConfig(6, 2, 8)
 CONFIG = models.llama(0, moe=SIX).config
+ODD = replace(CONFIG, moe=replace(SIX, expert_size=9))
 
 
 def one_layer(moe: MoEConfig = SIX, dtype: torch.dtype = torch.float64) -> MoE:
@@ -82,6 +83,54 @@ def test_bytes_of_gathering(ranks):
         assert sum(sent["all"].values()) == 4 * rows + 3 * weights
 
 
+EIGHT = MoEConfig(8, 3, 8)
+
+
+def _sent_by_node(nodes: int) -> tuple[int, Tensor]:
+    """Bytes of rows, weights and choices, with backward; the experts of my tokens."""
+    axis, layer = Mesh(dp=1, ep=4).ep, one_layer(EIGHT)
+    expert.apply(layer, axis, dispatch="hierarchical", nodes=nodes)
+    x = tokens_of(axis.rank).requires_grad_()
+    with timeline.record() as recorded:
+        layer(x).sum().backward()
+    sums: dict[str, int] = {"all_to_all": 0, "all_gather": 0}
+    for span in recorded.spans:
+        if span.kind == "comm":
+            sums[span.name] += span.num_bytes
+    assert sums["all_gather"] == 3 * 8 * (8 + nodes)
+    return sums["all_to_all"], layer.gate(x).experts
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_between_nodes_there_is_one_copy_of_a_token(ranks, nodes):
+    """Bytes are those of the docstring: by the nodes touched, and not by the slots."""
+    outcomes, row, m = ranks(4).run(_sent_by_node, nodes), 16 * 8, 4 // nodes
+    copies = torch.zeros(4, 4)  # [from, to]
+    slots = torch.zeros(4, 4)  # from the rank where a copy arrives
+    for rank, (_, chosen) in enumerate(outcomes):
+        for experts in chosen.tolist():
+            for node in {e // 2 // m for e in experts}:
+                copies[rank, node * m + rank % m] += 1
+            for e in experts:
+                slots[e // 2 // m * m + rank % m, e // 2] += 1
+    copies.fill_diagonal_(0), slots.fill_diagonal_(0)
+    for rank, (sent, chosen) in enumerate(outcomes):
+        u, v = copies[rank].sum(), slots[rank].sum()
+        theirs, arrived = copies[:, rank].sum(), slots[:, rank].sum()
+        rows = 2 * (u + theirs + v + arrived) * row
+        assert sent == rows + (u + theirs) * 3 * 8 + u * 3 * 8
+        ranks_elsewhere = (chosen // 2 // m != rank // m).sum()
+        assert u < ranks_elsewhere or nodes == 4  # what an all-to-all would send there
+        assert nodes == 4 or v > 0
+
+
+def test_a_token_touches_as_many_nodes_as_chance_lets_it():
+    stream = torch.Generator().manual_seed(0)
+    chosen = torch.rand(4000, 8, generator=stream).topk(3).indices // 4
+    mean = sum(len(set(row)) for row in chosen.tolist()) / 4000
+    assert expert.nodes_touched(8, 3, 2) == pytest.approx(mean, rel=0.02)
+
+
 # ---------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("text", "config", "says"),
@@ -92,6 +141,16 @@ def test_bytes_of_gathering(ranks):
         ("dp=2,experts_over_cp", CONFIG, "cp=1 has none"),
         ("dp=2,dispatch=halves", CONFIG, "with ep=1 none do"),
         ("pp=2,schedule=dualpipe,microbatches=4", CONFIG, "two copies of every router"),
+        ("dp=2,expert_tensor_parallel", CONFIG, "tp=1 cuts nothing"),
+        (
+            "tp=2,expert_tensor_parallel",
+            PRESETS["tiny"],
+            "tp=2 cuts experts, and this Llama has no",
+        ),
+        ("ep=2,tp=2,expert_tensor_parallel", ODD, "tp=2 does not divide expert_size=9; use one of"),
+        ("ep=2,dispatch=hierarchical", CONFIG, "expert_nodes=1: hierarchical"),
+        ("ep=3,expert_nodes=3", CONFIG, "no other dispatch asks for them"),
+        ("ep=3,dispatch=hierarchical,expert_nodes=2", CONFIG, "nodes=2 does not divide ep=3"),
     ],
 )
 def test_plans_that_cannot_be_are_refused_with_one_that_can(text, config, says):
@@ -108,7 +167,7 @@ def _refused(kind: str) -> str:
     elif kind == "dense":
         layer = torch.nn.Linear(2, 2)
     else:
-        options = dict(dispatch="pigeon")
+        options = dict(dispatch="pigeon") if kind == "dispatch" else dict(nodes=3)
     with timeline.record() as recorded, pytest.raises(ValueError) as caught:
         expert.apply(layer, axis, **options)
     assert not recorded.spans, "it has talked before"
@@ -120,7 +179,8 @@ def _refused(kind: str) -> str:
     [
         ("bias", "has shape (5,); a router to num_experts=6 needs (6,)"),
         ("dense", "Linear has no experts to spread over ep"),
-        ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, overlapped, halves"),
+        ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchical, "),
+        ("nodes", "nodes=3 does not divide ep=2; use one of 1, 2"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(ranks, kind, says):
@@ -146,6 +206,15 @@ def test_explain_says_who_has_which_expert():
     assert down.cut_over == ("ep", "dp") and down.summed == {"dp": "reduce-scatter"}
     assert gate.cut_over == ("dp+ep",) and gate.summed == {"dp+ep": "reduce-scatter"}
     assert down.sent == {"dp": 3 * 16 * 8 * 4 // 2}
+
+
+def test_explain_says_that_tensor_parallelism_has_a_part_of_each_expert():
+    found = Plan.parse("ep=2,tp=2,expert_tensor_parallel").explain(CONFIG)
+    rows = {row.name.removeprefix("model.layers.0.mlp."): row for row in found.rows}
+    up, down = rows["experts.gate_up_proj"], rows["experts.down_proj"]
+    assert (up.full_shape, up.shape) == ((6, 16, 16), (3, 8, 16))
+    assert (down.full_shape, down.shape) == ((6, 16, 8), (3, 16, 4))
+    assert up.cut_over == down.cut_over == ("ep", "tp") and rows["gate.weight"].cut_over == ()
 
 
 # ---------------------------------------------------------------------- traps
@@ -243,12 +312,12 @@ def test_one_rank_sends_nothing():
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
 
 
-def _by_each_core(ep: int, capacity: float | None) -> dict[str, tuple[Tensor, dict]]:
+def _by_each_core(moe: MoEConfig, ep: int, nodes: int) -> dict[str, tuple[Tensor, dict]]:
     axis = Mesh(dp=1, ep=ep).ep
     found = {}
     for dispatch in expert.CORES:
-        layer = one_layer(replace(SIX, capacity_factor=capacity, num_shared=1))
-        spread = expert.apply(layer, axis, dispatch=dispatch)
+        layer = one_layer(moe)
+        spread = expert.apply(layer, axis, dispatch=dispatch, nodes=nodes)
         out = layer(tokens_of(axis.rank, 5 + 3 * axis.rank * (dispatch != "gather")))
         out.square().sum().backward()
         for p in (*layer.gate.parameters(), *layer.shared_experts.parameters()):
@@ -258,11 +327,15 @@ def _by_each_core(ep: int, capacity: float | None) -> dict[str, tuple[Tensor, di
 
 
 @pytest.mark.parametrize("capacity", [None, 0.5])
-def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(ranks, capacity):
-    outcomes = ranks(3).run(_by_each_core, 3, capacity)
+@pytest.mark.parametrize(("moe", "ep", "nodes"), [(SIX, 3, 3), (EIGHT, 4, 2)])
+def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(
+    ranks, moe, ep, nodes, capacity
+):
+    moe = replace(moe, capacity_factor=capacity, num_shared=1)
+    outcomes = ranks(ep).run(_by_each_core, moe, ep, nodes)
     for dispatch in expert.CORES:
-        alone = one_layer(replace(SIX, capacity_factor=capacity, num_shared=1))
-        sizes = [5 + 3 * rank * (dispatch != "gather") for rank in range(3)]
+        alone = one_layer(moe)
+        sizes = [5 + 3 * rank * (dispatch != "gather") for rank in range(ep)]
         whole = torch.cat([tokens_of(rank, num) for rank, num in enumerate(sizes)], 1)
         out = alone(whole)
         out.square().sum().backward()

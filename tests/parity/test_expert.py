@@ -98,6 +98,7 @@ def test_experts_alone(ranks, dispatch):
 
 FOLDED = [
     "dp=2,ep=2",
+    "ep=4,dispatch=hierarchical,expert_nodes=2",
     "ep=4,zero=1,dispatch=halves",
     "dp=2,ep=2,zero=2,microbatches=3",
     "dp=2,ep=2,zero=3,dispatch=overlapped",
@@ -105,6 +106,8 @@ FOLDED = [
     "cp=2,ep=2,context=ulysses",
     "ep=2,tp=2",
     "ep=2,tp=2,sequence_parallel,zero=1",
+    "ep=2,tp=2,expert_tensor_parallel",
+    "ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=2",
     "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
     "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
 ]
@@ -120,18 +123,32 @@ def test_experts_folded_with_all_else(ranks, text):
 @pytest.mark.timeout(7200)
 def test_every_legal_plan_of_four_ranks(ranks):
     config, plans = task_of(FOUR, num_layers=4).build(0).config, []
+    flags = "experts_over_cp", "sequence_parallel", "expert_tensor_parallel"
     for sizes, *options in itertools.product(
-        meshes(4), range(4), get_args(expert.Dispatch), (False, True), (False, True)
+        meshes(4), range(4), get_args(expert.Dispatch), *[(False, True)] * len(flags)
     ):
-        words = dict(
-            zip(("zero", "dispatch", "experts_over_cp", "sequence_parallel"), options, strict=True)
-        )
+        words = dict(zip(("zero", "dispatch", *flags), options, strict=True))
+        words["expert_nodes"] = 2 if words["dispatch"] == "hierarchical" else 1
         plan = Plan(**sizes, **words, microbatches=2 if sizes["pp"] > 1 else 1)
         if plan.problem(config) is None:
             plans.append(str(plan))
     assert len(plans) > 100
     for plan in plans:
         run(ranks, plan, num_layers=4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cp=2,ep=2,tp=2",
+        "cp=2,ep=2,tp=2,experts_over_cp,expert_tensor_parallel,zero=1",
+        "dp=2,ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=3",
+    ],
+)
+def test_experts_may_be_spread_over_any_axes_whose_ranks_hold_other_tokens(ranks, text):
+    """Over fewer ranks than share a sequence, too: cp*tp = 4 is more than ep = 2."""
+    run(ranks, text)
 
 
 def test_without_communication_nothing_is_equal(ranks):
