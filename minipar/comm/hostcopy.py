@@ -84,7 +84,7 @@ class HostCopy:
             return torch.empty(
                 tensor.shape,
                 dtype=dtype or tensor.dtype,
-                device="cpu",
+                device="meta" if tensor.is_meta else "cpu",  # no values to land on a host
                 pin_memory=self.device.type == "cuda",
             )
 

@@ -13,3 +13,8 @@ from torch import Tensor
 def look(tensor: Tensor, on_meta: Any) -> Any:
     """Wait for the values of `tensor` and return them as Python has them, as `tolist` does."""
     return on_meta if tensor.is_meta else tensor.tolist()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return `tensor` on the CPU, to be saved; a meta tensor, which has no values, as it is."""
+    return tensor if tensor.is_meta else tensor.cpu()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.collectives import all_gather_object
+from minipar.comm.values import to_host
 from minipar.parallel.pieces import Row, piece_of
 
 Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
@@ -116,9 +117,9 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
                 here = {p: state[p][key] for p in kinds if p in state}
                 joined = row.join(here, next(iter(kinds.values())))
                 for p in kinds:
-                    whole[labels[p]][key] = joined[p].cpu()
+                    whole[labels[p]][key] = to_host(joined[p])
     for entries in whole.values():
-        entries |= {k: v.cpu() for k, v in entries.items() if isinstance(v, Tensor)}
+        entries |= {k: to_host(v) for k, v in entries.items() if isinstance(v, Tensor)}
     return pack(whole, members, optimizer.param_groups)
 
 
@@ -127,7 +128,7 @@ def _kinds(entries: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
     return {
         key: value
         if not isinstance(value, Tensor)
-        else (value.dtype if value.shape == p.shape else value.cpu())
+        else (value.dtype if value.shape == p.shape else to_host(value))
         for key, value in entries.items()
     }
 
@@ -145,6 +146,7 @@ def cut_state(
         piece = piece_of(parameters[label])
         row, own[label] = row_of.get(piece), {}
         for key, value in entries.items():
+            value = value() if callable(value) else value  # which reads it from a file
             if isinstance(value, Tensor):
                 is_cut = row and key != "step" and value.shape == row.shapes[piece]
                 value = row.part_of(piece, value) if is_cut else value
