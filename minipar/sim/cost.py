@@ -209,8 +209,8 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
     if (ep := job.experts_over) > 1 and c.moe is not None:
-        num_bytes = 2 * n * c.moe.top_k * width
-        parts["ep"] = 2 * job.collective("all_to_all", num_bytes * ep, tp, ep)
+        # There and back; the whole tensor of an all-to-all is what one rank deals out.
+        parts["ep"] = 2 * job.collective("all_to_all", 2 * n * c.moe.top_k * width, tp, ep)
     host, doublings = job.software.host, math.log2(tp)
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
     host += doublings * (job.software.host_tp + job.software.host_across * far)
@@ -226,7 +226,7 @@ def _context(job: Job, attention: float, times: int, queries: float, keys: float
         return (cp - 1) * max(0.0, hop - attention / cp)
     if job.plan.context == "gather":
         return times * job.collective("all_gather", 4 * tokens * keys * cp, inner, cp)
-    return job.collective("all_to_all", 4 * tokens * (queries + keys) * cp, inner, cp)
+    return job.collective("all_to_all", 4 * tokens * (queries + keys), inner, cp)
 
 
 def _gather_and_reduce(

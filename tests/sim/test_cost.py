@@ -139,3 +139,16 @@ def test_experts_cost_memory_by_all_and_time_by_those_chosen():
     assert held(sparse) > 3 * held(dense) and step(sparse) < 3 * step(dense)
     assert held(replace(sparse, ep=8)) < 0.5 * held(sparse)
     assert cost.seconds(replace(sparse, ep=8))["ep"] > 0 == cost.seconds(sparse)["ep"]
+
+
+@pytest.mark.parametrize("axis", ["ep", "cp"])
+def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
+    """Mutant: charged for what all ranks deal out, each waiting for ep times too long."""
+    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
+    plan = "dp=64" if axis == "ep" else "cp=64,context=ulysses"
+    one = job(plan, config=moe if axis == "ep" else PRESETS["llama-3-8b"], seq=65_536)
+    one = replace(one, ep=64 if axis == "ep" else 1)
+    rows = 8 * 4096 if axis == "ep" else 2 * (32 + 8) * 128  # numbers of a token, out and back
+    port = H100.between.bandwidth * H100.between.share
+    far = 2 * rows * one.tokens * 56 / 64 / port * (2 if axis == "ep" else 1)
+    assert far < cost._layer(one, False)[axis] < 1.6 * far  # more: latency
