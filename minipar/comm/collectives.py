@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import link, timeline, watchdog
+from minipar.comm import device, link, timeline, watchdog
 from minipar.comm.mesh import Axis
 from minipar.comm.spans import wire_bytes
 
@@ -159,7 +159,9 @@ def reduce_scatter(
                 return _swap(arrived, pieces, axis, is_async)
 
         def add_up(arrived: Tensor) -> Tensor:
-            return _deliver(_combine(arrived, op, _landing(out, arrived, shape)), out)
+            with device.paused():  # a GPU adds up while it sends
+                result = _combine(arrived, op, _landing(out, arrived, shape))
+            return _deliver(result, out)
 
         return _launch("reduce_scatter", axis, sent, hand_over, arrived, async_op, add_up)
     result = _landing(out, pieces, shape)
@@ -512,7 +514,7 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [obj]
     objects = [None] * axis.size
-    with watchdog.begin("all_gather_object", axis, 0):
+    with watchdog.begin("all_gather_object", axis, 0), device.paused():
         dist.all_gather_object(objects, obj, axis.group)
     return objects
 
@@ -533,6 +535,7 @@ def _launch(
     Of messages, `peers` are the ranks at the other end.
     """
     recorder, waiting, number = timeline.active(), None, None
+    sent = device.counted(sent)
     if axis.size == 1:
         work = None
     else:

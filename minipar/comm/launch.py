@@ -41,6 +41,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from minipar.comm.backends import check_backend
+from minipar.comm.device import Device
 from minipar.comm.mesh import check_fits_here
 from minipar.comm.pack import pack_call, unpack
 from minipar.comm.processes import Nursery, Process
@@ -107,8 +108,10 @@ class Ranks:
         preload: names of modules that every rank should find imported when it starts.
         start: "fork" from a clean process, or "spawn" each rank from scratch: slower, but safe
             everywhere. None picks "fork" on Linux.
+        device: what every rank computes on by declaration, see `minipar.comm.device`; needs the
+            backend "link".
 
-    Raises `ValueError` for a size below 1, an unknown backend or an unknown start.
+    Raises `ValueError` for a size below 1, an unknown backend or start, a device without a link.
     """
 
     def __init__(
@@ -124,11 +127,17 @@ class Ranks:
         max_lines: int | None = None,
         preload: tuple[str, ...] = (),
         start: str | None = None,
+        device: Device | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
         check_fits_here(size)
         check_backend(backend, size)
+        if device is not None and not (isinstance(device, Device) and backend == "link"):
+            raise ValueError(
+                f"device={device!r} with backend={backend!r}: an emulated device talks over the "
+                "backend 'link', and is made by minipar.sim.emulate.device('h100/100'), say"
+            )
         start = start or ("fork" if sys.platform == "linux" else "spawn")
         if start not in ("fork", "spawn"):
             raise ValueError(f"start={start!r} is unknown; use fork or spawn")
@@ -142,7 +151,7 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="minipar-")
         capture, preload = sink is not None, tuple(preload)
         self._setup = Setup(
-            size, backend, timeout, threads, capture, max_lines, self._folder, preload
+            size, backend, timeout, threads, capture, max_lines, self._folder, preload, device
         )
         self._nursery = Nursery(self._setup) if start == "fork" else None
         self._processes: list[Process | None] = [None] * size

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from minipar.comm import device
 from minipar.comm.spans import wire_bytes
 
 
@@ -289,8 +290,11 @@ def among(ranks: Sequence[int]) -> Link:
 def cost(verb: str, num_bytes: int, ranks: Sequence[int]) -> tuple[float, dict[int, float]]:
     """Return the seconds that an operation of these global ranks takes now if it is alone, and for
     how long it keeps the lanes of network cards: see `Topology.lanes`, empty on a `Link`.
+
+    Beside an emulated device, everything takes as many times longer as there.
     """
     if isinstance(_link, Topology):
         call = verb, num_bytes, ranks
-        return _link.seconds(call), _link.lanes(*call)
-    return seconds(verb, num_bytes, len(ranks), _link), {}
+        lanes = {lane: device.slowed(s) for lane, s in _link.lanes(*call).items()}
+        return device.slowed(_link.seconds(call)), lanes
+    return device.slowed(seconds(verb, num_bytes, len(ranks), _link)), {}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from minipar.comm import link, strict
+from minipar.comm import device, link, strict
 from minipar.comm.link_tables import Calls, Cell, Transfer
 from minipar.comm.spans import wire_bytes
 
@@ -60,7 +60,7 @@ class LinkWork(dist.Work):
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
-        self.t_issue, self.t_start, self.t_end = time.monotonic(), None, None
+        self.t_issue, self.t_start, self.t_end = device.clock(), None, None
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
         self._inner, self._hold = inner, hold
@@ -74,7 +74,7 @@ class LinkWork(dist.Work):
         with self._lock:
             if self._done.is_set():
                 return
-            self._error, self.t_end, self.run = error, time.monotonic(), None
+            self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
             for observe in link.observers:
                 observe(self)
             self._done.set()
@@ -93,6 +93,7 @@ class LinkWork(dist.Work):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.verb} did not end within {limit:g} s")
         self.result()
+        device.reach(self.t_end)
         return True
 
     def synchronize(self) -> None:
@@ -195,6 +196,7 @@ class LinkGroup(dist.ProcessGroup):
                 free = end - work.latency
                 while (left := end - time.monotonic()) > 0 and not self._stopped.wait(left):
                     pass
+                work.t_end = end if device.current() else None  # however late it is here
                 self._finish(work)
             except Mismatch as error:
                 self._finish(work, error)
@@ -216,13 +218,14 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- collectives: see the table below
     def _collective(self, op: "_Op", args: Sequence[Any], opts: Any) -> LinkWork:
+        device.synchronize()  # what is to be sent is there
         pieces, size = args[op.piece : op.piece + 1], self.size()
         whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
         if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
             whole = size * _num_bytes(pieces)
         elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's
             whole = _busiest(_flows(size, *args), self.rank(), size) * size // max(size - 1, 1)
-        duration, lanes = link.cost(op.verb, whole, self.ranks)
+        duration, lanes = link.cost(op.verb, whole := device.counted(whole), self.ranks)
         checks, call = link.checks, link.stands_for()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
@@ -309,12 +312,14 @@ class LinkGroup(dist.ProcessGroup):
         self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
     ) -> LinkWork:
         self._raise_if_aborted(verb)
+        device.synchronize()  # what is to be sent is there
         end, src, dst = cell
         other_end = (1 - end, src, dst)
         pair = self.ranks[src], self.ranks[dst]
         num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
-        duration, lanes = link.cost(verb, num_bytes, pair)
-        mine, latency = Transfer(time.monotonic(), duration, num_bytes), link.among(pair).latency
+        duration, lanes = link.cost(verb, device.counted(num_bytes), pair)
+        mine = Transfer(device.clock(), duration, num_bytes)
+        latency = device.slowed(link.among(pair).latency)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
@@ -331,7 +336,7 @@ class LinkGroup(dist.ProcessGroup):
             transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
             return self._calls.on_cards(cell, call, transfer, lanes)
 
-        sent = wire_bytes(verb, num_bytes, 2)
+        sent = wire_bytes(verb, device.counted(num_bytes), 2)
         work = LinkWork(verb, sent, tensors, run, inner, latency, hold)
         work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
@@ -339,8 +344,8 @@ class LinkGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> LinkWork:
         """Start to receive from any rank; the slowest link of the group is assumed."""
         self._raise_if_aborted("recv")
-        wire, num_bytes = link.among(self.ranks), _num_bytes(tensors)
-        duration = link.seconds("recv", num_bytes, 2, wire)
+        wire, num_bytes = link.among(self.ranks), device.counted(_num_bytes(tensors))
+        duration = device.slowed(link.seconds("recv", num_bytes, 2, wire))
         inner = self.inner.recv_anysource(tensors, tag)
 
         def run(ready: float) -> Transfer:
@@ -352,7 +357,7 @@ class LinkGroup(dist.ProcessGroup):
             lanes = link.cost("recv", num_bytes, pair)[1]
             return self._calls.on_cards(sender, call, transfer, lanes)
 
-        work = LinkWork("recv", 0, tensors, run, inner, wire.latency)
+        work = LinkWork("recv", 0, tensors, run, inner, device.slowed(wire.latency))
         return self._enqueue(("recv", None), work)
 
     def _number(self, verb: str, peer: int, tag: int) -> int:

@@ -5,7 +5,6 @@ its hooks away again.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minipar.comm.device import clock
 from minipar.comm.spans import Span
 
 
@@ -72,7 +72,7 @@ class Recorder:
         """Interrupt the running span by another; returns what `close` wants."""
         if threading.get_ident() != self._thread and not in_backward():
             return None
-        now = time.monotonic()
+        now = clock()
         if self._stack:
             self._piece(self._stack[-1], now)
         self._stack.append(_Frame(kind, name, now))
@@ -82,7 +82,7 @@ class Recorder:
         """End `frame` and whatever is still open inside of it; the span around it goes on."""
         if frame not in self._stack:
             return
-        now = time.monotonic()
+        now = clock()
         self._piece(self._stack[-1], now)
         del self._stack[self._stack.index(frame) :]
         if self._stack:
@@ -90,7 +90,7 @@ class Recorder:
 
     def rename(self, name: str) -> None:
         """From here on the running span has another name."""
-        frame, now = self._stack[-1], time.monotonic()
+        frame, now = self._stack[-1], clock()
         self._piece(frame, now)
         frame.name, frame.start = name, now
 

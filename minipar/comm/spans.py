@@ -4,7 +4,7 @@ import gzip
 import json
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -65,6 +65,23 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
 def moved(spans: list[Span], by: float) -> list[Span]:
     """The same spans, `by` seconds later."""
     return [replace(s, start=s.start + by, end=s.end + by) for s in spans] if by else spans
+
+
+def clipped(
+    spans: Iterable[Span], begins: Mapping[int, float], ends: Mapping[int, float]
+) -> list[Span]:
+    """What is of a time that begins and ends for each rank: a step, between others like it.
+
+    Of a span that began before it, the bytes are those of the step before.
+    """
+    found = []
+    for s in spans:
+        begin, end = begins[s.rank], ends[s.rank]
+        if s.start < end and s.end > begin:
+            num_bytes = s.num_bytes if s.start >= begin else 0
+            words = {"start": max(s.start, begin), "end": min(s.end, end)}
+            found.append(replace(s, num_bytes=num_bytes, **words))
+    return found
 
 
 # ---------------------------------------------------------------------- intervals

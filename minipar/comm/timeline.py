@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from minipar.comm import kineto
+from minipar.comm import device, kineto
 from minipar.comm.recorder import Recorder, hook_model, hook_optimizers
 from minipar.comm.spans import (
     NOT_COMPUTE,
@@ -202,10 +202,11 @@ class Timeline:
         """
         if axis.group is None:
             return Timeline(self.spans, self.label)
-        dist.barrier(group=axis.group)
-        mine = (_machine(), time.monotonic(), self.spans)
         every: list[Any] = [None] * axis.size
-        dist.all_gather_object(every, mine, group=axis.group)
+        with device.paused():
+            dist.barrier(group=axis.group)
+            mine = (_machine(), time.monotonic(), self.spans)
+            dist.all_gather_object(every, mine, group=axis.group)
         clocks = {machine: clock for machine, clock, _ in reversed(every)}  # of its first rank
         here = every[0][0]
         shifted = (moved(spans, clocks[here] - clocks[machine]) for machine, _, spans in every)
@@ -322,16 +323,20 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     if _active is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
+    device.begin_recording()
     profiler = kineto.start_profiler()
     remove = hook_optimizers(recorder) + (hook_model(recorder, model) if model is not None else [])
     _active = recorder
+    # An emulated device's clock stands still but for work and waiting: all else is work, too.
+    rest = recorder.open("compute", "step") if device.current() else None
     try:
         yield timeline
     finally:
+        recorder.close(rest)
         _active, recorder.on = None, False
         for undo in remove:
             undo()
-        spans = list(recorder.spans)
+        spans = device.end_recording(list(recorder.spans))
         if profiler is not None:
             spans = kineto.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans

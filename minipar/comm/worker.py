@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minipar.comm import device
 from minipar.comm.backends import compute_device, init
 from minipar.comm.mesh import Mesh
 from minipar.comm.output import Output, Stream
@@ -55,6 +56,7 @@ class Setup:
     max_lines: int | None  # that a rank may print in a call
     folder: str  # where the ranks meet
     preload: tuple[str, ...]
+    emulated: device.Device | None = None
     rank: int = -1
 
 
@@ -88,6 +90,7 @@ class _Worker:
         os.environ.update(RANK=str(self.setup.rank), WORLD_SIZE=str(self.setup.size))
         os.environ.update(LOCAL_RANK=str(self.setup.rank))
         torch.set_num_threads(self.setup.threads)
+        device.use(self.setup.emulated)
         if self.setup.backend != "link":  # which carries what is on the CPU
             compute_device()
         if self.setup.capture:
@@ -116,7 +119,8 @@ class _Worker:
         fn, args, kwargs = unpack(content)
         self.busy.set()
         try:
-            result = fn(*args, **kwargs)
+            with device.running():
+                result = fn(*args, **kwargs)
         finally:
             self.busy.clear()
         return pack(result)

@@ -35,11 +35,13 @@ from IPython.display import display
 
 from minipar.comm import launch, worker
 from minipar.comm import link as links
+from minipar.comm.device import Device
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import check_sizes
 from minipar.comm.output import last_state
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
+from minipar.sim import emulate
 
 
 class CellError(RankError):
@@ -90,9 +92,12 @@ class Ranks(launch.Ranks):
         backend: "link", on which the notebooks are the same everywhere, GPU or not; or "gloo", or
             "nccl" for real GPUs.
         max_lines: how many lines a rank may print in a cell; more are only counted. None: all.
+        device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
+            link with it, while recorded times are those of an H100; see `minipar.comm.device`.
+        magnify: how many times as wide a model, and as long a sequence, that device is to see.
         options: of `minipar.comm.launch.Ranks`.
 
-    Raises `ValueError` for a size, link, mesh or backend that cannot be.
+    Raises `ValueError` for a size, link, mesh, backend or device that cannot be.
     """
 
     def __init__(
@@ -103,6 +108,8 @@ class Ranks(launch.Ranks):
         mesh: dict[str, int] | None = None,
         backend: str = "link",
         max_lines: int | None = 200,
+        device: str | Device | None = None,
+        magnify: float = 1.0,
         **options: Any,
     ) -> None:
         global _current
@@ -118,8 +125,11 @@ class Ranks(launch.Ranks):
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
         if _current is not None:
             _current.close()
+        if isinstance(device, str):
+            device = emulate.device(device, magnify)
+        self.device = device
         options = {"sink": self._hear, "preload": preload, "max_lines": max_lines} | options
-        super().__init__(size, backend=backend, **options)
+        super().__init__(size, backend=backend, device=device, **options)
         self._prepare()
         _current = self
         register_magic()
@@ -193,10 +203,16 @@ class Ranks(launch.Ranks):
             super().restart()
             self._prepare()
 
+    @property
+    def label(self) -> str:
+        """What a figure must say of devices and link."""
+        wire = self.link.label if self.backend == "link" else f"backend {self.backend}"
+        return wire if self.device is None else f"emulated {self.device}; {wire}"
+
     def __repr__(self) -> str:
-        wire = f", {self.link.label}" if self.backend == "link" else ""
-        state = "closed" if self.closed else f"backend {self.backend}{wire}"
-        return f"Ranks({self.size})  # {state}"
+        known = self.backend != "link" or self.device is not None
+        state = self.label if known else f"backend link, {self.label}"
+        return f"Ranks({self.size})  # {'closed' if self.closed else state}"
 
     def _start(self, rank: int) -> None:
         """As in `launch.Ranks`, with a sign of life while it takes long; it vanishes afterwards.

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from minipar.comm import operations
 from minipar.comm.mesh import coordinates, rank_at
-from minipar.comm.spans import Span, wire_bytes
+from minipar.comm.spans import Span, clipped, wire_bytes
 from minipar.comm.timeline import Timeline
 from minipar.sim.hardware import Machine
 from minipar.sim.trace import Trace, Traces
@@ -99,7 +100,7 @@ def replay(
     stage = _Stage(_Prices(traces, machine, host), contention, slow)
     stage.play(2)
     first, last = stage.ends
-    seconds = max(last) - max(first)
+    seconds = max(last.values()) - max(first.values())
     count = len(stage.players)
     waited: dict[str, float] = defaultdict(float)
     for player in stage.players.values():
@@ -107,7 +108,8 @@ def replay(
             waited[axis] += s / count
     computing = sum(player.computing for player in stage.players.values()) / count
     idle = max(0.0, seconds - computing - sum(waited.values()))
-    timeline = Timeline(stage.spans, f"simulated, {traces.plan}").shifted()
+    spans = clipped(stage.spans, first, last)
+    timeline = Timeline(spans, f"simulated, {traces.plan}").shifted()
     return Simulated(traces, seconds, computing, dict(waited), idle, timeline)
 
 
@@ -117,6 +119,7 @@ class _Prices:
 
     def __init__(self, traces: Traces, machine: Machine, host: float) -> None:
         self.traces, self.machine, self.host = traces, machine, host
+        self.counted = getattr(machine.device, "counted", int)  # an emulated one magnifies
         self.sizes = traces.plan.mesh_sizes()
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
@@ -154,19 +157,7 @@ class _Prices:
         """Seconds of an operation."""
         key = event[2:]
         if key not in self.known:
-            device, shape = self.machine.device, event.shape
-            if event.work == "product":
-                batch, *mnk = shape
-                seconds = device.seconds_of_matmul(*mnk, event.dtype, batch=batch)
-            elif event.work == "attention":
-                *sizes, causal = shape
-                backward = "backward" in event.op
-                seconds = device.seconds_of_attention(
-                    *sizes, event.dtype, causal=bool(causal), backward=backward
-                )
-            else:
-                seconds = device.seconds_of_bytes(event.num_bytes)
-            self.known[key] = seconds
+            self.known[key] = operations.seconds_of(event, self.machine.device)
         return self.known[key]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
@@ -238,19 +229,17 @@ class _Stage:
         self.calls: dict[Any, _Call] = {}  # by who takes part, and the how-manieth of theirs
         self.free: dict[Any, float] = defaultdict(float)  # when those who take part are next
         self.spans: list[Span] = []
-        self.ends: list[list[float]] = []
-        self.is_told = False
+        self.ends: list[dict[int, float]] = []  # of steps, by rank
 
     def play(self, steps: int) -> None:
-        """Let all ranks do their step, so many times; the last is told."""
-        for step in range(steps):
-            self.is_told = step == steps - 1
+        """Let all ranks do their step, so many times."""
+        for _ in range(steps):
             runs = [self._run(player) for player in self.players.values()]
             while runs:
                 before = self.num_moves
                 runs = [run for run in runs if next(run, None) is not None]
                 assert not runs or self.num_moves > before, "all ranks wait for each other"
-            self.ends.append([player.clock for player in self.players.values()])
+            self.ends.append({rank: player.clock for rank, player in self.players.items()})
 
     num_moves = 0  # events that have happened
 
@@ -284,8 +273,7 @@ class _Stage:
         seconds += self.contention * min(seconds, beside)
         start, player.clock = player.clock, player.clock + seconds
         player.computing += seconds
-        if self.is_told:
-            self.spans.append(Span(kind, block, player.rank, start, player.clock))
+        self.spans.append(Span(kind, block, player.rank, start, player.clock))
 
     def _launch(self, player: _Player, launch: Launch) -> _Call:
         group, own = self.prices.group(player.rank, launch.axis), player.rank
@@ -313,9 +301,9 @@ class _Stage:
             del self.calls[key, player.counts[key]]
             for other, made in call.made_by:
                 other.talks_until = max(other.talks_until, call.span[1])
-                if self.is_told:
-                    words = made.verb, other.rank, *call.span, made.axis, made.num_bytes
-                    self.spans.append(Span("comm", *words))
+                num_bytes = self.prices.counted(made.num_bytes)
+                words = made.verb, other.rank, *call.span, made.axis, num_bytes
+                self.spans.append(Span("comm", *words))
         return call
 
     def _wait(self, player: _Player, call: _Call) -> None:

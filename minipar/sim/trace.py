@@ -119,17 +119,23 @@ def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
 
 
 class Actor:
-    """A rank without values: a model on meta under all that `plan` says, ready to step."""
+    """A model under all that `plan` says, ready to step: on meta, of a rank without values."""
 
     def __init__(
-        self, config: LlamaConfig, plan: Plan, mesh: Mesh, sequences: int, seq_len: int
+        self,
+        config: LlamaConfig,
+        plan: Plan,
+        mesh: Mesh,
+        sequences: int,
+        seq_len: int,
+        device: str = "meta",
     ) -> None:
-        with torch.device("meta"):
+        with torch.device(device):
             self.model = Llama(config)
         make = partial(make_optimizer, lr=1e-4, weight_decay=0.1)
         self.strategy = compose.apply(self.model, mesh, plan, make)
-        self.precision = Precision(plan.precision, "meta")
-        tokens = torch.empty(sequences, seq_len, dtype=torch.int64, device="meta")
+        self.precision = Precision(plan.precision, device)
+        tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=device)
         self.microbatch = self.strategy.shard((tokens, tokens))
         self.plan = plan
 

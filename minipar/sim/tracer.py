@@ -11,21 +11,18 @@ Operations are seen by torch's dispatcher, below autograd, so that backward is a
 collectives by `comm.collectives`, storages as they come and go.
 """
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from minipar.comm import memory
+from minipar.comm import memory, operations
 from minipar.comm.mesh import Axis
 from minipar.comm.recorder import Recorder, hook_model, hook_optimizers, in_backward
 
@@ -83,10 +80,6 @@ class Segment:
 
 
 # ---------------------------------------------------------------------- the recorder
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
-_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
-
-
 @dataclass(eq=False, slots=True)
 class _Holding:
     """One storage, for as long as it lives: it counts as what it turns out to be."""
@@ -120,9 +113,9 @@ class Tracer(TorchDispatchMode):
     # operations
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op.namespace == "c10d" or _is_view(op):
+        if op.namespace == "c10d" or operations.is_view(op):
             return op(*args, **kwargs)
-        key = op, _key(args), _key(tuple(kwargs.items()))
+        key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
         if known := self.known.get(key):
             result = known.again(args, kwargs)
         else:
@@ -137,8 +130,8 @@ class Tracer(TorchDispatchMode):
             if kind == "optimizer":  # a fused one holds nothing in between
                 holding.category = ""
         if work is not None and kind == "optimizer":
-            work, self.stepped = ("step", "bytes", (), work[3], 0, self.stepped), 0
-        if work is not None and work[-1]:
+            work, self.stepped = operations.step_of(work, self.stepped), 0
+        if work is not None and work.num_bytes:
             self.segment.events.append(Compute(kind, where, *work))
         return result
 
@@ -233,9 +226,7 @@ class Tracer(TorchDispatchMode):
                 self.label("gradients", p.grad)
         state = _on_meta([list(entries.values()) for entries in optimizer.state.values()])
         self.label("optimizer", *state)
-        state_bytes = sum(t.nbytes for t in state)
-        # Reads weights, gradients and state; writes weights and state.
-        self.stepped = 3 * sum(p.nbytes for p in stepped) + 2 * state_bytes
+        self.stepped = operations.bytes_of_step(stepped, state)
 
     def close(self) -> None:
         """Now that it is known what memory was for, let the events tell."""
@@ -248,16 +239,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _on_meta(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
-def _key(value: Any) -> Any:
-    """What the shape of a result depends on."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    return type(value), value
+    return [leaf for leaf in operations.tensors(tree) if leaf.is_meta]
 
 
 class _Known:
@@ -275,11 +257,7 @@ class _Known:
             (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t
             for t in ([result] if self.is_one else result if self.is_new else [])
         ]
-        if not made and op._schema.is_mutable:
-            made = _on_meta(args[:1])
-        has_work = made and op._opname not in _FREE
-        causal = any(arg is True for arg in args)
-        self.work = _work(op._opname, given, made, causal) if has_work else None
+        self.work = operations.work_of(op, given, made, args)
 
     def again(self, args: Any, kwargs: Any) -> Any:
         """A result like that of the first call."""
@@ -294,29 +272,3 @@ class _Known:
             for part in self.parts
         ]
         return made[0] if self.is_one else tuple(made)
-
-
-def _work(name: str, given: list[Tensor], made: list[Tensor], causal: bool) -> tuple:
-    """The last six entries of a `Compute`."""
-    work, shape, flops, a = "bytes", (), 0, made[0]
-    if name in _PRODUCTS:
-        a, b = given[-2:]
-        work, shape = (
-            "product",
-            (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1]),
-        )
-        flops = 2 * math.prod(shape)
-    elif name.startswith("_scaled_dot_product_"):
-        backward = "backward" in name
-        a, k = given[1:3] if backward else given[:2]
-        work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
-        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
-    num_bytes = sum(t.nbytes for t in (*given, *made))
-    dtype = str(a.dtype).removeprefix("torch.")
-    return name, work, tuple(shape), dtype, flops, num_bytes
-
-
-@cache
-def _is_view(op: Any) -> bool:
-    returns = [value.alias_info for value in op._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returns)

@@ -1,0 +1,97 @@
+"""What an operation costs, by its shapes alone: FLOPs, bytes, and seconds on a device.
+
+One law for what is simulated (`sim/`) and what is emulated (`device.py`): products and attention by
+their shapes, all else by the bytes that it reads and writes, and an optimizer as one pass over its
+own, as a fused one is. Views, and memory that nothing is written to, are free.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
+_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+
+
+class Work(NamedTuple):
+    """What the time of one operation depends on."""
+
+    op: str
+    work: str  # "product", "attention", or "bytes"
+    shape: tuple[
+        int, ...
+    ]  # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
+    dtype: str
+    flops: int
+    num_bytes: int  # read and written
+
+
+def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> Work | None:
+    """What `op` did to the tensors `given` when it returned those `made`; None: nothing."""
+    name, work, shape, flops = op._opname, "bytes", (), 0
+    if not made and op._schema.is_mutable:
+        made = tensors(args[:1])
+    if not made or name in _FREE:
+        return None
+    a = made[0]
+    if name in _PRODUCTS:
+        a, b = given[-2:]
+        work = "product"
+        shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
+        flops = 2 * math.prod(shape)
+    elif name.startswith("_scaled_dot_product_"):
+        backward, causal = "backward" in name, any(arg is True for arg in args)
+        a, k = given[1:3] if backward else given[:2]
+        work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
+        flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
+    num_bytes = sum(t.nbytes for t in (*given, *made))
+    return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), flops, num_bytes)
+
+
+def seconds_of(work: Any, device: Any) -> float:
+    """Seconds of a `Work`, or of what has its fields, on a device (`device.DataSheet`)."""
+    if work.work == "product":
+        batch, *mnk = work.shape
+        return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)
+    if work.work == "attention":
+        *sizes, causal = work.shape
+        backward = "backward" in work.op
+        return device.seconds_of_attention(
+            *sizes, work.dtype, causal=bool(causal), backward=backward
+        )
+    return device.seconds_of_bytes(work.num_bytes)
+
+
+def step_of(work: Work, num_bytes: int) -> Work:
+    """An optimizer's step of so many bytes, in the place of its first operation."""
+    return Work("step", "bytes", (), work.dtype, 0, num_bytes)
+
+
+def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:
+    """Bytes of a step: weights, gradients and state are read, weights and state are written."""
+    return 3 * sum(p.nbytes for p in parameters) + 2 * sum(t.nbytes for t in tensors(state))
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in nested lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def key_of(value: Any) -> Any:
+    """What the shape of a result depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return type(value), value
+
+
+@cache
+def is_view(op: Any) -> bool:
+    """Whether the result of `op` is the memory that it was given, in another shape."""
+    returns = [value.alias_info for value in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returns)

@@ -1,0 +1,104 @@
+"""A step emulated: real ranks and real collectives, on devices and links by declaration.
+
+Beside the simulated step (`replay.py`) of the same plan on the same devices and links: both ask the
+same data sheet how long an operation takes, and the same link how long a call. Everything else is
+found out twice: which operations and calls there are, who waits for whom, what is hidden. One
+replays a trace of a rank without values; the other lets all ranks run.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minipar.comm import device as devices
+from minipar.comm import link as links
+from minipar.comm import timeline
+from minipar.comm.collectives import barrier
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Mesh
+from minipar.comm.spans import clipped
+from minipar.comm.timeline import Timeline
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.plan import Plan
+from minipar.sim import hardware
+from minipar.sim.trace import Actor
+
+
+def device(text: str, magnify: float = 1.0) -> devices.Device:
+    """Return the device of a machine that `hardware.load` knows: "h100/100" is slowed 100 times.
+
+    `magnify`: as in `minipar.comm.device`. Raises `ValueError` for an unknown name, and for factors
+    below 1.
+    """
+    name, slash, factor = str(text).rpartition("/") if "/" in str(text) else (str(text), "", "1")
+    try:
+        slowdown = float(factor)
+    except ValueError:  # the last part of a path
+        name, slowdown = str(text), 1.0
+    return devices.Device(hardware.load(name).device, slowdown, magnify)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What `replay` asks of a machine, answered by an emulated device and an emulated link."""
+
+    device: devices.Device
+    link: links.Link | links.Topology
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}; {self.link.label}"
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of a node."""
+        return getattr(self.link, "ranks_per_node", 1 << 30)
+
+    def seconds_of_collective(
+        self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
+    ) -> float:
+        """Seconds of `verb` among `ranks` ranks on `nodes` nodes; `num_bytes` is the whole's."""
+        wire = self.link
+        if isinstance(wire, links.Topology):
+            wire = wire.inter if nodes > 1 else wire.intra
+        return links.seconds(verb, self.device.counted(num_bytes), ranks, wire)
+
+
+class Ran(NamedTuple):
+    """A training step that did happen, in declared seconds: from the end of the one before."""
+
+    seconds: float
+    timeline: Timeline  # of the step, all ranks
+    late: float  # seconds that a rank was late at most, for want of processors here
+
+
+def step(ranks: Ranks, config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int) -> Ran:
+    """Run training steps of a Llama under `plan` on `ranks`, and tell the second.
+
+    As in `trace`: `sequences` of a microbatch, `seq_len` tokens each. Without an emulated device,
+    seconds are measured. A step before them, on the device as it is, warms up.
+    """
+    found = ranks.run(_step, config, plan, sequences, seq_len)
+    begins, ends = ({r: own[i] for r, own in enumerate(found)} for i in (0, 1))
+    every = found[0][3]
+    timeline = Timeline(clipped(every.spans, begins, ends), every.label).shifted()
+    seconds = max(ends.values()) - max(begins.values())
+    return Ran(seconds, timeline, max(own[2] for own in found))
+
+
+def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tuple:
+    """Called on every rank: begin and end of the step, how late it was, and all spans."""
+    mesh = Mesh(**plan.mesh_sizes())
+    with devices.paused():
+        actor = Actor(config, plan, mesh, sequences, seq_len, "cpu")
+        actor.step()
+    barrier(mesh.world)
+    label = f"{devices.label(links.current().label)}, {plan}"
+    with timeline.record(actor.model, label) as recorded:
+        ends = []
+        for _ in range(2):
+            actor.step()
+            ends.append(devices.now())
+        late = devices.late()
+        with devices.paused():
+            actor.step()  # what the second has left in flight arrives, and is recorded
+    return *ends, late, recorded.gather(mesh.world)

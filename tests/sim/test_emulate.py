@@ -1,0 +1,154 @@
+"""A step simulated beside the same step emulated: real ranks on the same devices and links."""
+
+import random
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from minipar.comm import device as devices
+from minipar.comm import link
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.pipeline import schedules
+from minipar.parallel.plan import Plan, meshes
+from minipar.sim import emulate
+from minipar.sim.replay import Simulated, replay
+from minipar.sim.trace import trace
+
+CONFIG = LlamaConfig(256, 64, 192, num_layers=4, num_heads=8, num_kv_heads=4)
+SEQ_LEN = 64
+DEVICE = emulate.device("h100/8", magnify=32)  # a step of about 100 ms, for a second
+LINKS = {name: link.LINKS[name] for name in ("nvlink4", "ib-ndr", "100gbe")}
+
+STRATEGIES = (
+    "dp=4",
+    "dp=4,zero=1",
+    "dp=4,zero=2,microbatches=2",
+    "dp=4,zero=3,microbatches=2",
+    "dp=4,compression=powersgd",
+    "dp=4,checkpointing=full,precision=bf16",
+    "dp=2,tp=2,zero=3,checkpointing=selective",
+    "tp=4",
+    "tp=4,sequence_parallel",
+    "tp=4,sequence_parallel,tp_overlap",
+    "cp=4",
+    "cp=4,context=gather",
+    "cp=4,context=ulysses",
+    *(f"pp=2,microbatches=4,schedule={name}" for name in schedules.SCHEDULES),
+    "pp=4,microbatches=6",
+    "dp=2,pp=2,tp=2,zero=1,microbatches=4,sequence_parallel",
+)
+SAMPLE = (
+    "dp=4,zero=1",
+    "dp=2,zero=3,microbatches=2,tp=2,sequence_parallel",
+    "pp=4,microbatches=6,schedule=zb_h1",
+    "cp=2,pp=2,microbatches=2",
+)
+
+
+def random_plans(num_ranks: int, count: int) -> list[Plan]:
+    """Legal plans, as they fall; the same ones each time."""
+    lot, found = random.Random(num_ranks), []
+    while len(found) < count:
+        sizes = lot.choice([sizes for sizes in meshes(num_ranks)])
+        words = {
+            "zero": lot.randrange(4),
+            "sequence_parallel": lot.random() < 0.5,
+            "tp_overlap": lot.random() < 0.3,
+            "context": lot.choice(("ring", "gather", "ulysses")),
+            "schedule": lot.choice(list(schedules.SCHEDULES)),
+            "microbatches": lot.choice((1, 2, 4, 6)),
+            "compression": lot.choice(("none", "none", *COMPRESSORS)),
+            "precision": lot.choice(("float32", "bf16")),
+            "checkpointing": lot.choice(("none", "selective", "full")),
+        }
+        if sizes["tp"] == 1:
+            words |= {"sequence_parallel": False, "tp_overlap": False}
+        if sizes["cp"] == 1:
+            words["context"] = "ring"
+        if sizes["pp"] == 1:
+            words["schedule"] = "1f1b"
+        plan = Plan(**sizes, **words)
+        if plan not in found and plan.problem(CONFIG) is None:
+            found.append(plan)
+    return found
+
+
+@dataclass(frozen=True)
+class Both:
+    """The same step twice."""
+
+    emulated: emulate.Ran
+    simulated: Simulated
+    wall: float  # seconds that the emulated one took, with those around it
+
+    def check(self) -> None:
+        """Seconds within 3 %, hidden share within 3 points, bytes equal."""
+        ran, sim = self.emulated, self.simulated
+        what = ran.timeline.label
+        assert ran.seconds == pytest.approx(sim.seconds, rel=0.03), what
+        hidden = [t.hidden_fraction for t in (ran.timeline, sim.timeline)]
+        assert hidden[0] == pytest.approx(hidden[1], abs=0.03), what
+        assert sim.timeline.bytes_by_axis(), what
+        for rank in sim.timeline.ranks:
+            sent = [t.select(rank=rank).bytes_by_axis() for t in (ran.timeline, sim.timeline)]
+            assert sent[0] == sent[1], f"{what}, rank {rank}"
+
+
+@pytest.fixture
+def both(ranks):
+    """``both(plan, link)`` runs a plan on emulated ranks, and simulates it."""
+
+    @contextmanager
+    def emulated(size, wire):
+        pool = ranks(size, "link")
+        for use, what in ((devices.use, DEVICE), (link.use, wire), (link.check_calls, False)):
+            pool.run(use, what)
+        try:
+            yield pool
+        finally:
+            for use, what in ((devices.use, None), (link.use, "none"), (link.check_calls, True)):
+                pool.run(use, what)
+
+    def run(plan, name="nvlink4", slower=1):
+        wire = LINKS[name]
+        with emulated(plan.num_ranks, wire) as pool:
+            start = time.monotonic()
+            ran = emulate.step(pool, CONFIG, plan, seq_len=SEQ_LEN)
+            wall = time.monotonic() - start
+        machine = emulate.Emulated(DEVICE, wire.scaled(slower))
+        sim = replay(trace(CONFIG, plan, seq_len=SEQ_LEN), machine)
+        return Both(ran, sim, wall)
+
+    return run
+
+
+@pytest.mark.parametrize("text", SAMPLE)
+def test_simulated_is_emulated(both, text):
+    """Of four plans. Mutant: a simulator in which calls of a group do not queue."""
+    found = both(Plan.parse(text))
+    found.check()
+    assert found.wall > 2 * DEVICE.slowdown * found.emulated.seconds  # it has been slept
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_every_strategy(both, text, name):
+    both(Plan.parse(text), name).check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("number", range(20))
+def test_random_plans(both, num_ranks, number):
+    plan = random_plans(num_ranks, number + 1)[-1]
+    both(plan, list(LINKS)[number % len(LINKS)]).check()
+
+
+def test_a_simulator_that_is_wrong_is_found_out(both):
+    """The control: on a link half as fast, the same comparison fails."""
+    with pytest.raises(AssertionError):
+        both(Plan.parse("tp=4"), "100gbe", slower=2).check()
