@@ -43,6 +43,8 @@ from minipar.lab.bench import (
     pipeline,
     tensor,
 )
+from minipar.lab.draw import hang as draw_hang
+from minipar.prove import hang as prove_hang
 from minipar.sim import calibrate, planner
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -73,6 +75,20 @@ class Overlap:
     or a timeline.json of `minipar train`."""
     out: str = "overlap.png"
     """Where to draw the picture."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Say why a job hangs, from what its ranks wrote down: who waits for whom, who did not come.
+
+    Exit code 1 where a hang is found, 0 where none is.
+    """
+
+    dumps: tyro.conf.Positional[list[str]]
+    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or a folder of them;
+    or the stalled.json of `minipar train`."""
+    out: str = ""
+    """Where to draw the picture, if at all."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -531,6 +547,19 @@ def read_timeline(traces: list[str]) -> Timeline:
     return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
 
 
+# ---------------------------------------------------------------------- minipar hang
+def hang(command: Hang) -> None:
+    """Print what the dumps tell, and end the process with 1 where a call has not ended."""
+    if not command.dumps:
+        raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
+    report = prove_hang.explain(*prove_hang.read(command.dumps))
+    print(report)
+    if command.out:
+        print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
+    if report.findings:
+        sys.exit(1)
+
+
 def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
@@ -598,6 +627,7 @@ _COMMANDS = {
     ),
     "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _command(overlap, "how much communication do these traces hide?"),
+    "hang": _command(hang, "who keeps this hanging job waiting?"),
     "plan": _command(plan, "which plan would train this model fastest there?"),
     "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
 }

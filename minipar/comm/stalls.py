@@ -28,7 +28,7 @@ class Call:
     def __str__(self) -> str:
         size = f" ({_size(self.num_bytes)} on the wire)" if self.num_bytes else ""
         if self.peers:
-            return f"{self.verb} on {self.axis} with {_names(self.peers)}{size}"
+            return f"{self.verb} on {self.axis} with {names(self.peers)}{size}"
         return f"{self.verb} #{self.number} on {self.axis}{size}"
 
 
@@ -135,7 +135,7 @@ def _doing(state: State) -> str:
     return f"{state.label}: {ago}. It is here:\n{state.stack}"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8]))
@@ -144,7 +144,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _labels(states: Sequence[State]) -> str:
     """ "rank 2 of 4 (dp=1, tp=0)", or "ranks 0, 1, 3"."""
-    return states[0].label if len(states) == 1 else _names([state.rank for state in states])
+    return states[0].label if len(states) == 1 else names([state.rank for state in states])
 
 
 def _size(num_bytes: int) -> str:

@@ -40,6 +40,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -167,8 +168,10 @@ def _ends(ranks: list[int]) -> tuple[int, ...]:
 class Watchdog:
     """Keeps the page of this rank and watches it. Made by all ranks together, as by `watch`."""
 
-    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
-        self.seconds, self._tell = seconds, tell
+    def __init__(
+        self, seconds: float, tell: Callable[[str], None], dump: Path | None = None
+    ) -> None:
+        self.seconds, self._tell, self._dump = seconds, tell, dump
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._slots: dict[tuple, _Slot] = {}
@@ -288,7 +291,12 @@ class Watchdog:
                 label = f"rank {rank} of {self.size}{self._where[rank]}"
                 states[rank] = State(rank, label, silence=_SILENT, is_known=False)
         if not self._stop.is_set():  # else the wait has ended meanwhile
-            self._tell(explain([states[rank] for rank in sorted(states)]))
+            ordered = [states[rank] for rank in sorted(states)]
+            if self._dump is not None:
+                with suppress(OSError):  # a full disk does not keep the report back
+                    content = json.dumps({"minipar_stall": [asdict(state) for state in ordered]})
+                    self._dump.write_text(content, encoding="utf-8")
+            self._tell(explain(ordered))
 
 
 _SILENT = "it does not answer: was it stopped, has it ended, is its host down or cut off?"
@@ -317,12 +325,15 @@ def _print(report: str) -> None:
 
 
 @contextmanager
-def watch(seconds: float, tell: Callable[[str], None] = _print) -> Iterator[None]:
+def watch(
+    seconds: float, tell: Callable[[str], None] = _print, dump: Path | None = None
+) -> Iterator[None]:
     """Report ranks that wait longer than `seconds` in one collective called in the body.
 
     A collective itself: all ranks enter it. `tell` is called with the report, by one of them, from
-    another thread, and once per wait; nothing is stopped. With 0 seconds, or alone, it does
-    nothing. Raises `ValueError` for less than 0.
+    another thread, and once per wait; nothing is stopped. It also writes what all ranks did into
+    `dump`, for `minipar hang`. With 0 seconds, or alone, it does nothing. Raises `ValueError` for
+    less than 0.
     """
     global _active
     if seconds < 0:
@@ -330,7 +341,7 @@ def watch(seconds: float, tell: Callable[[str], None] = _print) -> Iterator[None
     if seconds == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    outer, _active = _active, Watchdog(seconds, tell)
+    outer, _active = _active, Watchdog(seconds, tell, dump)
     try:
         yield
     finally:

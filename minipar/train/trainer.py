@@ -386,7 +386,7 @@ def train(
     """
     place, world = Path(folder), Mesh(**config.mesh_sizes()).world
     watched = strict.watching() if config.strict else nullcontext()
-    stalls = watchdog.watch(config.stall_seconds)
+    stalls = watchdog.watch(config.stall_seconds, dump=place / "stalled.json")
     with StopRequest() as request, stalls, held(place, world), watched:
         if config.backend == "link":
             link.use(config.link)

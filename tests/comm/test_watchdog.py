@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from minipar.comm import collectives as comm
 from minipar.comm import timeline, watchdog
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.stalls import Call, State, explain
+from minipar.prove import hang
 
 EVERYONE = (0, 1, 2, 3)
 
@@ -160,9 +162,9 @@ def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, reco
     assert "in dawdle\n    time.sleep(seconds)" in report
 
 
-def late_for_a_message() -> list[str]:
+def late_for_a_message(dump: str) -> list[str]:
     mesh, told, x = Mesh(dp=4), [], torch.ones(1000)
-    with watchdog.watch(BOUND, told.append):
+    with watchdog.watch(BOUND, told.append, Path(dump)):
         if mesh.rank == 2:
             dawdle(5 * BOUND)
             comm.send(x, mesh.dp, 0)
@@ -172,8 +174,14 @@ def late_for_a_message() -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_message_that_does_not_come_names_its_sender(ranks):
-    (report,) = sum(ranks(4).run(late_for_a_message), [])
+def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
+    dump = tmp_path / "stalled.json"
+    (report,) = sum(ranks(4).run(late_for_a_message, str(dump)), [])
+    page = hang.explain(*hang.read([dump]))
+    assert page.findings == [
+        "rank 0 waits in recv #1 from rank 2 on dp; rank 2 has no send for it open."
+    ]
+    assert page.culprits == [2] and "in dawdle" in str(page)
     assert "rank 0 of 4 (dp=0) has waited for " in report
     assert " s in recv on dp with rank 2.\nrank 2 of 4 (dp=2): it has called none" in report
     assert "in dawdle" in report

@@ -1,0 +1,1 @@
+"""Trust: parity, divergence and hangs of anybody's training."""

@@ -1,0 +1,327 @@
+"""`minipar hang`: what dumps of jobs that hang tell; and dumps that strangers hand over.
+
+`dumps/` was written by real jobs on gloo (`tests/prove/hanging.py`, torch 2.13), six ways to hang.
+gloo records neither messages between ranks nor who is in a group: dumps with those, as NCCL writes
+them, are made here after the format (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+"""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar import cli
+from minipar.comm.stalls import Call, State
+from minipar.lab.draw.hang import hang as picture
+from minipar.prove import hang
+from tests.prove import hanging
+
+DUMPS = Path(__file__).parent / "dumps"
+TELLS = {  # way to hang -> findings, the ranks whose stacks are wanted, and a line of those
+    "absent": (["rank 2 did not come to all_reduce #4 on default_pg."], [2], "in _rank"),
+    "swapped": (
+        ["rank 1 called all_gather where ranks 0, 2, 3 called all_reduce #4 on default_pg."],
+        [1, 0],
+        "in swapped",
+    ),
+    "sizes": (
+        [
+            "rank 3 gave 8 Float to broadcast #4 on default_pg, ranks 1, 2 gave 4 Float.",
+            "rank 0 did not come to broadcast #4 on default_pg.",
+        ],
+        [0],
+        "in _rank",
+    ),
+    "one_more": (
+        ["rank 0 called barrier where ranks 1, 2, 3 called all_reduce #4 on default_pg."],
+        [0, 1],
+        "in one_more",
+    ),
+    "circle": (
+        [
+            "They wait in a circle: rank 0, which waits for rank 1, which waits for rank 3, which "
+            "waits for rank 2, which waits for rank 0.",
+            "rank 1 did not come to all_reduce #2 on dp of ranks 0, 1.",
+            "rank 0 did not come to all_reduce #2 on tp of ranks 0, 2.",
+            "rank 3 did not come to all_reduce #2 on tp of ranks 1, 3.",
+            "rank 2 did not come to all_reduce #2 on dp of ranks 2, 3.",
+        ],
+        [0, 1, 2, 3],
+        "in circle",
+    ),
+    "frozen": (["rank 1 did not come to all_reduce #4 on default_pg."], [1], "rank 1: no dump."),
+}
+
+
+def check(folder, way):
+    report = hang.explain(*hang.read([folder]))
+    findings, culprits, line = TELLS[way]
+    assert sorted(report.findings) == sorted(findings) and report.culprits == culprits
+    assert line in str(report)
+    return report
+
+
+@pytest.mark.parametrize("way", TELLS)
+def test_six_ways_to_hang_are_told_apart(way):
+    report = check(DUMPS / way, way)
+    assert report.findings[0] == TELLS[way][0][0]
+    waiting = {rank for wait in report.waits for rank in wait.ranks}
+    assert waiting and not waiting & {
+        rank for rank in report.culprits if way in ("absent", "sizes")
+    }
+    figure = picture(report)
+    words = {text.get_text() for ax in figure.axes for text in ax.texts}
+    assert {"rank 0", "#4" if way != "circle" else "#2"} <= words
+    assert ("rank 1 · no dump" in words) == (way == "frozen")
+
+
+def test_json_tells_the_same_as_pickles():
+    both = [hang.explain(*hang.read([DUMPS / way])) for way in ("absent", "absent_json")]
+    assert both[0].findings == both[1].findings and both[0].culprits == both[1].culprits
+
+
+@pytest.mark.exhaustive
+def test_jobs_that_hang_now_tell_the_same(tmp_path):
+    """The dumps in the repository, made anew."""
+    command = [sys.executable, "-m", "tests.prove.hanging", str(tmp_path / "dumps")]
+    subprocess.run(command, check=True, timeout=100)
+    for way in hanging.WAYS:
+        check(tmp_path / "dumps" / way.__name__, way.__name__)
+
+
+def test_a_folder_of_hosts_names_them_and_exit_codes_tell(tmp_path, capfd):
+    """1 where a hang is found, 0 where none is, 2 for bad input."""
+    for rank in (0, 1, 3):
+        (tmp_path / f"node{rank // 2}").mkdir(exist_ok=True)
+        file = tmp_path / f"node{rank // 2}" / f"nccl_trace_rank_{rank}"
+        file.write_bytes((DUMPS / "absent" / file.name).read_bytes())
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    assert run(tmp_path, "--out", tmp_path / "a.png") == 1
+    said = capfd.readouterr().out
+    assert "rank 2 did not come" in said and "rank 2: no dump" in said and "notes.txt" in said
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    done = [nccl(0, [("all_reduce", 1, True)]), nccl(1, [("all_reduce", 1, True)])]
+    assert run(write(tmp_path / "done", done)) == 0
+    assert "no hang: every recorded call has ended" in capfd.readouterr().out
+    assert run(tmp_path / "nowhere") == 2
+    assert "minipar: error: no such dump: " in capfd.readouterr().err
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["hang", *map(str, words)])
+    return stop.value.code or 0
+
+
+# ---------------------------------------------------------------------- as NCCL writes them
+def nccl(rank, calls, group=("0", "default_pg"), ranks="[0, 1]"):
+    """A dump of `rank`: (verb, number, done), with "send 0->1" for a message."""
+    entries = [
+        {
+            "record_id": i,
+            "pg_id": 0,
+            "process_group": group,
+            "collective_seq_id": number,
+            "p2p_seq_id": number if "-" in verb else 0,
+            "profiling_name": f"nccl:{verb}",
+            "time_created_ns": 10**18 + i,
+            "input_sizes": [[4, 2]],
+            "input_dtypes": ["BFloat16"],
+            "state": "completed" if done else "started",
+            "time_discovered_completed_ns": 5 if done else None,
+            "retired": done,
+            "is_p2p": "-" in verb,
+            "frames": [{"name": "step", "filename": "train.py", "line": 10 + number}],
+        }
+        for i, (verb, number, done) in enumerate(calls)
+    ]
+    config = {group[0]: {"name": group[0], "desc": group[1], "ranks": ranks}}
+    return {"version": "2.10", "rank": rank, "pg_config": config, "entries": entries}
+
+
+def write(folder, dumps):
+    folder.mkdir()
+    for i, dump in enumerate(dumps):
+        (folder / f"trace_{i}").write_bytes(pickle.dumps(dump, 2))
+    return folder
+
+
+def told(tmp_path, *dumps):
+    return hang.explain(*hang.read([write(tmp_path / "dumps", dumps)]))
+
+
+def test_two_that_both_receive_wait_for_each_other(tmp_path):
+    """Peers are numbers in the group: 1 of ranks (4, 6) is rank 6."""
+    group = ("7", "pp")
+    report = told(
+        tmp_path,
+        nccl(4, [("recv 0<-1", 3, False)], group, "[4, 6]"),
+        nccl(6, [("recv 1<-0", 3, False)], group, "[4, 6]"),
+    )
+    assert report.findings == [
+        "They wait in a circle: rank 4, which waits for rank 6, which waits for rank 4.",
+        "rank 4 waits in recv #3 from rank 6 on pp; rank 6 has no send for it open.",
+        "rank 6 waits in recv #3 from rank 4 on pp; rank 4 has no send for it open.",
+    ]
+
+
+def test_both_ends_open_with_other_sizes_are_compared(tmp_path):
+    dumps = [nccl(0, [("send 0->1", 1, False)]), nccl(1, [("recv 1<-0", 1, False)])]
+    dumps[1]["entries"][0]["input_sizes"] = [[5]]
+    (finding,) = told(tmp_path, *dumps).findings
+    assert finding.endswith("of rank 0 are open: 8 BFloat16 meets 5 BFloat16.")
+
+
+def test_another_order_is_seen_where_calls_do_not_block(tmp_path):
+    """On a GPU a rank runs ahead. Catches the second difference told as a second fault."""
+    a, b = [("all_gather", 5, False), ("all_reduce", 6, False)], []
+    b = [("all_reduce", 5, False), ("all_gather", 6, False)]
+    report = told(tmp_path, nccl(0, b), nccl(1, a))
+    assert report.findings == [
+        "rank 1 called all_gather where rank 0 called all_reduce #5 on default_pg; "
+        "theirs comes at #6: another order."
+    ]
+
+
+def test_a_type_that_differs_and_a_call_that_all_have_reached(tmp_path):
+    dumps = [nccl(rank, [("all_reduce", 2, False)], ranks="[0, 1, 2]") for rank in range(3)]
+    dumps[2]["entries"][0]["input_dtypes"] = ["Float"]
+    assert told(tmp_path, *dumps).findings == [
+        "rank 2 gave 8 Float to all_reduce #2 on default_pg, ranks 0, 1 gave 8 BFloat16."
+    ]
+    dumps[2] = nccl(2, [("all_reduce", 2, False)])
+    assert "does not end" in told(tmp_path / "dumps", *dumps).findings[0]
+
+
+def test_who_waits_in_turn_is_a_victim(tmp_path):
+    """0 waits for 1 in dp, 1 for 3 in tp, and 3 waits for nobody: it is the one to look at."""
+    dp, tp = (("1", "dp"), "[0, 1]"), (("2", "tp"), "[1, 3]")
+    report = told(
+        tmp_path,
+        nccl(0, [("all_reduce", 1, False)], *dp),
+        nccl(1, [("all_gather", 1, False)], *tp),
+        nccl(3, [("all_gather", 0, True)], *tp),
+    )
+    assert report.culprits == [3]
+
+
+def test_our_own_watchdog_is_read(tmp_path):
+    calls = [Call("all_reduce", "dp", (0, 1), n, 64, 5.0) for n in (4, 3)]
+    states = [
+        State(0, "rank 0 of 2 (dp=0) on host a, process 1", (calls[0],), (calls[0],), "here"),
+        State(
+            1, "rank 1 of 2 (dp=1) on host b, process 2", (calls[1],), (), "File train.py\n  x()"
+        ),
+    ]
+    from dataclasses import asdict
+
+    content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
+    (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
+    report = hang.explain(*hang.read([tmp_path / "stalled.json"]))
+    assert report.findings == ["rank 1 did not come to all_reduce #4 on dp."]
+    assert "rank 1 on b, process 2: its last was all_reduce #3 on dp; it is here:" in str(report)
+
+
+# ---------------------------------------------------------------------- from strangers
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(os.environ["EVIL"])),)
+
+
+def test_a_pickle_calls_nothing_and_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVIL", str(tmp_path / "made"))
+    tracemalloc.start()
+    for content, why in [
+        (pickle.dumps({"entries": [Evil()]}, 2), "only plain data is read"),
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "no list `entries`"),  # a memo of 2**31 places
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x0f.", "no readable dump"),
+        (b"\x80\x02\x82\x01.", "no readable dump"),
+        (pickle.dumps({"entries": 5}), "no list `entries`"),
+        (b"{" * 100_000, "no readable dump"),
+        (b'{"a":' * 100_000, "no readable dump"),
+        (b"", "neither a pickle nor"),
+        (b"{}", "no list `entries`"),
+        (b'{"entries": [null]}', "not what a flight recorder writes"),
+        (b'{"minipar_stall": [{}]}', "not what a flight recorder writes"),
+    ]:
+        (tmp_path / "rank_0").write_bytes(content)
+        with pytest.raises(ValueError, match="rank_0") as error:
+            hang.read([tmp_path / "rank_0"])
+        assert why in str(error.value) and "\n" not in str(error.value)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+    assert not (tmp_path / "made").exists()
+
+
+def test_two_of_one_rank_and_one_of_none_are_refused(tmp_path):
+    two = [nccl(0, []), nccl(0, [])]
+    with pytest.raises(ValueError, match=r"trace_0 and .*trace_1 are both of rank 0"):
+        told(tmp_path, *two)
+    (tmp_path / "dumps" / "trace_0").rename(tmp_path / "nameless")
+    file = tmp_path / "nameless"
+    file.write_bytes(pickle.dumps({"entries": []}))
+    with pytest.raises(ValueError, match="nameless .*of which rank"):
+        hang.read([file])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no dump of a flight recorder"):
+        hang.read([tmp_path / "empty"])
+
+
+def test_names_from_dumps_are_shown_and_nothing_more(tmp_path):
+    dump = nccl(0, [("all_reduce\x1b[2J", 1, False)], ("1", "$\\frac{\x07"))
+    dump["entries"][0]["frames"][0]["name"] = "\u202eevil\n"
+    report = told(tmp_path, dump)
+    assert all(line.isprintable() for line in str(report).splitlines())
+    assert picture(report)
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+    st.sampled_from([10**30, -1, [], {}, [[]], [None], {"a": 1}, "send 0->9", "nccl:recv 9<-0"]),
+)  # fmt: skip
+GOOD = [
+    nccl(1, [("all_reduce", 1, True), ("recv 1<-0", 2, False), ("broadcast", 2, False)]),
+    {"minipar_stall": [json.loads(json.dumps({
+        "rank": 0, "label": "rank 0", "stack": "", "silence": "", "is_known": True,
+        "begun": [vars(Call("send", "pp", (0, 1), 1, 1, 1.0, (1,)))],
+        "awaited": [vars(Call("send", "pp", (0, 1), 1, 1, 1.0, (1,)))],
+    }))]},
+]  # fmt: skip
+
+
+def places(value, at=()):
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*at, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*at, key))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_factory, data):
+    """Catches every exception that is not our own."""
+    dump = copy.deepcopy(data.draw(st.sampled_from(GOOD)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *way, last = data.draw(st.sampled_from(sorted(places(dump), key=str)))
+        owner = dump
+        for key in way:
+            owner = owner[key]
+        owner[last] = copy.deepcopy(data.draw(JUNK))
+    file = tmp_path_factory.getbasetemp() / "rank_1"
+    file.write_bytes(
+        pickle.dumps(dump, 2) if data.draw(st.booleans()) else json.dumps(dump).encode()
+    )
+    try:
+        report = hang.explain(*hang.read([file]))
+    except ValueError as error:
+        assert "rank_1" in str(error)
+    else:
+        assert str(report) and picture(report)
