@@ -75,7 +75,7 @@ CHOICES = (
         "ZeRO-1, ZeRO-2",
         "--zero 1, --zero 2",
         "dp",
-        "{cut[ours_megabytes]:.1f} MB a step,\nby ddp {ddp[megabytes]:.1f}",
+        "{cut[ours_megabytes]:.1f} MB sent a step,\nin place of {ddp[megabytes]:.1f} by ddp",
         {"cut": {**CUT, "ours": "ZeRO-2"}, "ddp": WHOLE},
     ),
     Choice(
@@ -83,12 +83,12 @@ CHOICES = (
         "fully sharded (FSDP)",
         "--zero 3",
         "dp",
-        "{cut[ours_megabytes]:.1f} MB a step, not {kept[ours_megabytes]:.1f};\n"
-        "{cut[ours_peak_mb]:.0f} MB at most, not {kept[ours_peak_mb]:.0f}",
+        "{cut[ours_peak_mb]:.0f} MB of memory in place of {kept[ours_peak_mb]:.0f},\n"
+        "for {cut[ours_megabytes]:.1f} MB sent in place of {kept[ours_megabytes]:.1f}",
         {"cut": {**CUT, "ours": "FSDP"}, "kept": {**CUT, "ours": "FSDP, weights kept"}},
     ),
     Choice(
-        "Are the activations of one long\nsequence what does not fit?",
+        "In any case: do activations\nof one long sequence not fit?",
         "context parallel",
         "--mesh dp=2,cp=4",
         "cp",
@@ -131,7 +131,7 @@ def guide(rows: Rows) -> Figure:
     """
     pitch, half = 0.98, 0.3  # inches from one question to the next; half a box
     height = pitch * len(CHOICES) + 0.75
-    title = "Which strategy when: the first yes decides, and large jobs combine them"
+    title = "Which strategy when: the first yes decides; long sequences are a question of their own"
     figure, ax = pen.sheet(pen.WIDTH, height, title, "measured on emulated links by minipar bench")
     left, right, width = 0.15, 6.35, 2.95
     middle = left + width / 2

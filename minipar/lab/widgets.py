@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
+from minipar.lab.draw.pen import in_words
 
 Drawn = Figure | tuple[Figure, str]
 """What a drawing function returns: a figure, or a figure and a line of text below it."""
@@ -73,6 +74,7 @@ class Explorer(ipywidgets.VBox):
         self.image.layout.width = f"{96 * width:.0f}px"
         self.image.layout.height = f"{96 * self.height:.0f}px"
         self.image.value, self.text.value, self.error = draw.png(figure), text, None
+        self.image.tooltip = in_words(figure)
 
     def __repr__(self) -> str:
         # Without this, all bytes of the picture would be printed.

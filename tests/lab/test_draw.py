@@ -107,7 +107,8 @@ def test_colours_stay_apart_for_every_eye():
 
 def test_joint_and_unknown_axes_have_a_colour():
     assert draw.colour("dp+cp") == draw.AXIS["dp"] and draw.colour("tp") == draw.AXIS["tp"]
-    assert draw.colour("my_group") == draw.AXIS["world"]
+    assert draw.colour("my_group") == draw.AXIS["world"] == draw.colour("replica+dp")
+    assert draw.colour("replica") != draw.colour("replica+dp")  # one legend has both
 
 
 # ---------------------------------------------------------------------- timelines
@@ -137,6 +138,9 @@ def test_the_finding_the_label_and_only_what_occurs():
     assert not {"weight gradient", "idle", "copy", "tp, hidden"} & set(words)
     words = texts(draw.timeline(step(True), xlim=(0, 30)))
     assert "forward" in words and "backward" not in words
+    assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
+        "a. b"
+    )
     quiet = Timeline([Span("forward", "x", 0, 0, 1.0)])
     assert "1000 ms, no communication" in texts(draw.timeline(quiet, unit=""))
 
@@ -340,6 +344,17 @@ def test_curves_name_themselves_and_do_not_hide_each_other():
     assert labels["no sync"] > labels["4 ranks"]
 
 
+def test_names_of_curves_that_end_early_or_together():
+    """A thin line leads to a name far from its curve's end; with `key` names stand below."""
+    lines = {"short": ([0, 1], [5, 4]), "long": ([0, 9], [5, 1])}
+    dotted = [line for line in draw.curves(lines).axes[0].get_lines() if line.get_ls() == ":"]
+    assert len(dotted) == 1
+    keyed = draw.curves(lines, key=True, title="Two", note="made up")
+    assert {"short", "long"} <= set(texts(keyed))
+    assert not any(line.get_ls() == ":" for line in keyed.axes[0].get_lines())
+    assert draw.pen.in_words(keyed) == "Two. made up"
+
+
 def test_curves_on_logarithmic_axes_with_points():
     x = [1e3, 1e4, 1e5]
     figure = draw.curves(
@@ -364,6 +379,9 @@ def test_bars_plain_and_stacked():
     assert {"14 GB", "0.5 GB", "weights", "optimizer"} <= set(texts(stacked))
     fills = {to_hex(p.get_facecolor()) for p in stacked.axes[0].patches}
     assert draw.KIND["optimizer"] in fills
+    assert {"2", "12"} <= set(texts(stacked))  # where there is room, a part says its value
+    shares = texts(draw.bars({"a": {"x": 30, "y": 70}, "b": {"x": 99.9, "y": 0.1}}, unit="%"))
+    assert "100 %" not in shares and {"30", "70", "99.9"} <= set(shares) and "0.1" not in shares
     chosen = draw.bars({"ddp": {"optimizer": 12}}, colours={"optimizer": "#123456"})
     assert {to_hex(p.get_facecolor()) for p in chosen.axes[0].patches} == {"#123456"}
     with pytest.raises(ValueError, match="'a' has a negative value"):
@@ -439,8 +457,9 @@ def test_objects_draw_themselves_in_ipython():
         from minipar.comm.mesh import Mesh
 
         for value in (step(True), Mesh(), draw.palette()):
-            data, _ = show(value)
+            data, about = show(value)
             assert data["image/png"][:4] == b"\x89PNG" and "text/plain" in data
+            assert about["image/png"].keys() == {"alt"}
         data, _ = show(Timeline())
         assert "image/png" not in data and "Timeline(0 spans" in data["text/plain"]
 

@@ -92,6 +92,21 @@ def test_ticks_count_the_stages_of_a_rank():
     assert sum(len(line.get_xdata()) for line in ax.lines) == 2 * 2 * 2 * (0 + 1 + 2)
 
 
+def test_a_forward_and_the_backward_beside_it_share_a_frame():
+    """Catches frames around all neighbours, or around two actions of one stage."""
+
+    def frames(plan):
+        figure = draw_pipeline.schedule(plan, pairs=True)
+        boxes = [box for box in panels(figure)[0].patches if box.get_linewidth() > 1]
+        return sorted((round(box.get_x(), 3), round(box.get_width(), 3)) for box in boxes)
+
+    assert frames(make("1f1b", 2, 4)) == []  # a stage per rank
+    plan = Schedule.parse("a: microbatches 1; stages on ranks 0 0\nrank 0: 0F0 1F0 1B0 0B0")
+    assert frames(plan) == []
+    text = "a: microbatches 2; stages on ranks 0 0\nrank 0: 0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1"
+    assert frames(Schedule.parse(text)) == [(1.0, 1.5)]  # 0F1 1B0
+
+
 def test_predicted_above_measured():
     """A timeline of any clock, with other spans in it, drawn on the axis of the simulation."""
     plan = make("1f1b", 2, 2)

@@ -24,8 +24,11 @@ def curves(
     logx: bool = False,
     logy: bool = False,
     colours: Mapping[str, str] | None = None,
+    key: bool = False,
 ) -> Figure:
     """Curves `{name: (x, y)}` with their names at their ends; those in `points` are dots.
+
+    With `key` the names stand below the picture, for curves that end in one place.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
     Raises ValueError when a curve is empty or its x and y differ in length.
@@ -36,7 +39,8 @@ def curves(
                 f"curve {name!r} has {len(x)} x and {len(y)} y; give equally many, at least 1"
             )
     points = set(points)
-    longest = max((len(name) for name in lines if not name.startswith("_")), default=0)
+    names = [name for name in lines if not name.startswith("_") and not key]
+    longest = max(map(len, names), default=0)
     width, height = 7.2, 3.9
     figure = pen.figure(width, height)
     right = min(2.6, 0.085 * longest + 0.3)
@@ -70,7 +74,10 @@ def curves(
             ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
             ends.append((x[-1], y[-1], name, ink))
-    _end_labels(ax, ends)
+    if key:
+        pen.key(figure, pen.flow((ink, name) for *_, name, ink in ends), 0.75, 0.12)
+    else:
+        _end_labels(ax, ends)
     ax.set_xlabel(xlabel, color=MUTED, fontsize=9, loc="right")
     ax.text(0, 1.04, ylabel, color=MUTED, size=9, transform=ax.transAxes)
     ax.tick_params(axis="both", colors=MUTED, labelsize=9, labelleft=True)
@@ -94,15 +101,21 @@ def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dic
 
 
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Names at the ends of curves, pushed apart until none covers another."""
+    """Names at the ends of curves, pushed apart until none covers another.
+
+    A thin line leads from the end of a curve to its name, where that is far away.
+    """
     ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
     apart = 0.18 / pen.inches_of(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
     lowest = -1.0
-    for y, name, ink in sorted(
-        (to_axes.transform((x, y))[1], name, ink) for x, y, name, ink in ends
+    for y, x, name, ink in sorted(
+        (*to_axes.transform((x, y))[::-1], name, ink) for x, y, name, ink in ends
     ):
         lowest = max(y, lowest + apart)
+        if math.dist((x, y), (1.0, lowest)) > 0.12:
+            way = {"lw": 0.7, "ls": ":", "transform": ax.transAxes, "clip_on": False, "zorder": 2}
+            ax.plot([x, 1.01], [y, lowest], color=ink, **way)
         pen.text(ax, 1.015, lowest, name, color=pen.readable(ink), transform=ax.transAxes)
 
 
@@ -195,7 +208,8 @@ def bars(
 ) -> Figure:
     """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
 
-    Parts named as a kind of work or an axis have its colour, unless `colours` has one for them.
+    Parts named as a kind of work or an axis have its colour, unless `colours` has one for them; a
+    part says its value where there is room, and bars that are all 100 % do not say that.
     Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
@@ -216,6 +230,8 @@ def bars(
     longest = max((sum(parts.values()) for parts in stacked.values()), default=1.0) or 1.0
     sums = {name: pen.number(sum(parts.values())) for name, parts in stacked.items()}
     labels = {name: f"{total} {unit}".strip() for name, total in sums.items()}
+    if unit == "%" and names and set(sums.values()) == {"100"}:
+        labels = dict.fromkeys(labels, "")
     room = 0.25 + 0.085 * max(map(len, labels.values()), default=0)  # inches, for the values
     ax.set_xlim(0, longest * wide / (wide - room))
     ax.set_ylim(len(stacked) - 0.5, -0.5)
@@ -226,6 +242,10 @@ def bars(
         for part, value in parts.items():
             ink = inks.get(part, KIND["forward" if highlight not in (None, name) else "backward"])
             ax.barh(i, value, left=start, height=0.62, color=ink, edgecolor=PAPER, lw=0.7)
+            said = pen.number(value)
+            if part and value / longest * (wide - room) > 0.08 * len(said) + 0.06:
+                style = {"size": 7.5, "ha": "center", "color": pen.ink_on(ink)}
+                pen.text(ax, start + value / 2, i, said, **style)
             start += value
         weight = "bold" if name == highlight else "normal"
         pen.text(ax, start + 0.012 * longest, i, labels[name], weight=weight)

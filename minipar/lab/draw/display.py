@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab.draw.meshes import mesh
-from minipar.lab.draw.pen import png
+from minipar.lab.draw.pen import in_words, png
 from minipar.lab.draw.timelines import timeline
 
 DRAWN: dict[type, Callable[[Any], Figure]] = {Timeline: timeline, Mesh: mesh, Figure: lambda f: f}
@@ -34,8 +34,10 @@ def register(kind: type | None = None, function: Callable[[Any], Figure] | None 
         formatter.for_type(drawn, lambda value, draw=draw: _png_or_none(draw, value))
 
 
-def _png_or_none(draw: Callable[[Any], Figure], value: Any) -> bytes | None:
+def _png_or_none(draw: Callable[[Any], Figure], value: Any) -> tuple[bytes, dict[str, str]] | None:
+    """The picture, and as its metadata the text that stands for it where it is not seen."""
     try:
-        return png(draw(value))
+        figure = draw(value)
+        return png(figure), {"alt": in_words(figure)}
     except ValueError:  # nothing to draw: the notebook shows the text
         return None

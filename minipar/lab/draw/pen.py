@@ -37,6 +37,7 @@ AXIS = {
     "pp": "#a77be0",
     "cp": "#f0e04c",
     "ep": "#5c3422",
+    "replica": "#5b48d2",
     "world": "#5b6672",
 }
 EXPOSED = "#cc2a1f"
@@ -53,6 +54,7 @@ MEANING = {
     "pp": "communication along the pipeline axis",
     "cp": "communication along the context axis",
     "ep": "communication along the expert axis",
+    "replica": "communication between copies of shards",
     "world": "communication among all ranks",
     "exposed": "communication that nothing hides, along any axis",
 }
@@ -67,9 +69,11 @@ Point = tuple[float, float]
 def colour(kind_or_axis: str) -> str:
     """The colour of a kind of work, or of communication along an axis (joint ones: the first).
 
+    Joined with copies of shards it is that of all ranks, not the one of copies of shards alone.
     Along the axis "host" (`comm.hostcopy`) it is that of copies.
     """
     first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
+    first = "world" if kind_or_axis.startswith("replica+") else first
     known = {**KIND, **AXIS, "exposed": EXPOSED, "host": KIND["copy"]}
     return known.get(first, AXIS["world"])
 
@@ -276,6 +280,14 @@ def _literal(figure: Figure) -> Figure:
     for text in set(figure.findobj(Text)) - ticks:
         text.set_parse_math(False)
     return figure
+
+
+def in_words(figure: Figure) -> str:
+    """What stands for the figure where it is not seen: its headings, and its note."""
+    texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
+    headings = [t for t in texts if t.get_weight() == "bold" and t.get_size() >= 11]
+    notes = [t for t in figure.texts if t.get_size() == 8]
+    return ". ".join(dict.fromkeys(t.get_text() for t in (*headings, *notes) if t.get_text()))
 
 
 def svg(figure: Figure) -> str:

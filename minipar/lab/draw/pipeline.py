@@ -7,6 +7,7 @@ Where this module is imported in a notebook, schedules draw themselves.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
@@ -23,12 +24,32 @@ from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulate
 
 
-def schedule(schedule: Schedule, costs: Costs | None = None, *, title: str | None = None) -> Figure:
+def schedule(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    title: str | None = None,
+    pairs: bool = False,
+) -> Figure:
     """One schedule under `costs`, which are those of a rank's whole share of the model.
 
+    With `pairs`, a forward and the whole backward of another stage right after it share a frame.
     Raises ValueError if the schedule deadlocks.
     """
-    return compare({title or schedule.name: schedule}, costs)
+    figure = compare({title or schedule.name: schedule}, costs)
+    if pairs:
+        _frame_pairs(figure.axes[0], simulate(schedule, (costs or Costs()).per_rank(schedule)))
+    return figure
+
+
+def _frame_pairs(ax: Axes, timeline: Timeline) -> None:
+    for rank in timeline.ranks:
+        row = [span for span in timeline.select(rank=rank).spans if span.kind != "comm"]
+        for one, other in pairwise(row):
+            f, b = _action(one), _action(other)
+            if (f.kind, b.kind) == ("F", "B") and f.stage != b.stage:
+                box = one.start, rank + 0.06, other.end - one.start, 0.88
+                pen.rectangle(ax, *box, fc="none", ec=INK, lw=1.3, zorder=5)
 
 
 def compare(
@@ -68,7 +89,9 @@ def compare(
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         place = {"va": "bottom", "clip_on": False, "color": INK}
         ax.text(0, -0.1, title, size=12, weight="bold", **place)
-        ax.text(1.005 * end, -0.1, finding(plan, t), size=10, ha="right", **place)
+        said = finding(plan, t)
+        said = f"{1e3 * t.duration:.0f} ms, {said}" if unit == "ms" else said
+        ax.text(1.005 * end, -0.1, said, size=10, ha="right", **place)
     return figure
 
 
@@ -183,7 +206,7 @@ def _label_size(timeline: Timeline, inches: float, row: float) -> float:
     """
     cells = [span for span in timeline if span.kind != "comm"]
     fits = (s.duration * inches / _inches_of(str(_action(s).microbatch), 1.0) for s in cells)
-    return max(5.0, min(8.0, 36 * row, *fits))
+    return max(4.5, min(8.0, 36 * row, *fits))
 
 
 def _inches_of(label: str, size: float) -> float:

@@ -215,5 +215,8 @@ def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[
     axes = sorted(seen - KIND.keys() - {"exposed"}, key=lambda a: ([*AXIS, a].index(a), a))
     hidden = {a: f"{what}, hidden" if len(axes) == 1 else f"{a}, hidden" for a in axes}
     names = {kind: kind.replace("_", " ") for kind in KIND} | hidden
+    work = {s.name for t in shown for s in t if s.kind == "compute"}
+    if len(work) == 1 and min(work):  # all other work is one and the same
+        names["compute"] = work.pop()
     names["exposed"] = f"{what}, exposed"
     return [(pen.colour(key), text) for key, text in names.items() if key in seen]
