@@ -28,7 +28,7 @@ from tqdm import tqdm
 from minipar import __version__
 from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks
+from minipar.comm.launch import RankError, Ranks, prefixed
 from minipar.comm.mesh import Mesh, check_fits_here
 from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
@@ -44,7 +44,11 @@ from minipar.lab.bench import (
     tensor,
 )
 from minipar.lab.draw import hang as draw_hang
+from minipar.lab.draw.proof import proof
 from minipar.prove import hang as prove_hang
+from minipar.prove.compare import RTOL
+from minipar.prove.job import check_file, parse_mesh
+from minipar.prove.prove import prove as judge
 from minipar.sim import calibrate, planner
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -89,6 +93,32 @@ class Hang:
     or the stalled.json of `minipar train`."""
     out: str = ""
     """Where to draw the picture, if at all."""
+
+
+class Prove:
+    """Is *your* parallel training equal to one device, and if not, where does it part?
+
+    Ends with exit code 0 if it is, 1 if not, 2 if the file cannot be run or compared.
+    """
+
+    file: tyro.conf.Positional[str]
+    """A Python file with build(), batch(seed), loss(model, batch) and parallelize(model, mesh),
+    which returns the model, or the model and a function to call after backward. What else it may
+    have: see minipar/prove/job.py."""
+    mesh: str = "dp=2"
+    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their
+    own of a batch."""
+    steps: int = 3
+    """How many optimizer steps."""
+    rtol: float = RTOL
+    """What counts as equal, relative to the largest number of a tensor."""
+    timeout: float = 30.0
+    """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
+    long."""
+    out: str = "prove.png"
+    """Where to draw the model and the point where it parts, if it does."""
+    json: bool = False
+    """Print all of it as JSON instead, and draw nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -560,6 +590,34 @@ def hang(command: Hang) -> None:
         sys.exit(1)
 
 
+# ---------------------------------------------------------------------- minipar prove
+def prove(command: Prove) -> None:
+    """Print whether a training equals one device; where it parts, draw that and exit with 1."""
+    check_file(command.file)
+    sizes = parse_mesh(command.mesh)
+    for name, value in (("steps", command.steps), ("timeout", command.timeout)):
+        if not 1 <= value < 1e6:
+            raise ValueError(f"--{name} {value} must be 1 or more")
+    if not 0 < command.rtol < 1:
+        raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
+    check_fits_here(math.prod(sizes.values()))
+    how = dict(timeout=command.timeout, sink=_to_stderr)
+    with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:
+        one.time_limit = many.time_limit = 20 * command.timeout
+        pool = {1: one, many.size: many}.__getitem__
+        verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+    print(verdict.json() if command.json else verdict)
+    if verdict.parting is None:
+        return
+    if command.out and not command.json:
+        print(f"drawn into {draw.save(proof(verdict), command.out)}")
+    sys.exit(1)
+
+
+def _to_stderr(rank: int, stream: str, text: str) -> None:
+    prefixed(rank, "stderr", text)
+
+
 def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
@@ -628,6 +686,7 @@ _COMMANDS = {
     "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _command(overlap, "how much communication do these traces hide?"),
     "hang": _command(hang, "who keeps this hanging job waiting?"),
+    "prove": _command(prove, "is your parallel training equal to one device?"),
     "plan": _command(plan, "which plan would train this model fastest there?"),
     "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
 }

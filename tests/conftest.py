@@ -35,6 +35,7 @@ class SharedNursery:
     fork what most ranks would import after it."""
 
     PRELOAD = "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness", "pytest"
+    PRELOAD += ("tests.prove.gallery",)  # torch's own parallelism takes long to import
 
     def __init__(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="minipar-tests-"))

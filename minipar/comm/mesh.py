@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import psutil
+import torch
 import torch.distributed as dist
 
 AXES = {
@@ -35,7 +36,7 @@ AXES = {
 }
 """The standard axes. One that a mesh does not name has size 1 there."""
 
-RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint")
+RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "device_mesh")
 """What a mesh has besides its axes."""
 
 MOST_RANKS = 2**20
@@ -178,6 +179,18 @@ class Mesh:
             group = _shared_group(axis_name, tuple(groups), self.rank)
             self._joint[names] = Axis(axis_name, mine.index(self.rank), len(mine), mine, group)
         return self._joint[names]
+
+    def device_mesh(self) -> dist.DeviceMesh:
+        """Return torch's own mesh of the same ranks, names and process groups. A collective."""
+        from torch.distributed.device_mesh import DeviceMesh  # takes long to import
+
+        several = [self[name].group for name in self.sizes]
+        if None in several:  # torch wants a group for axes of one rank as well
+            each = [dist.new_group([r], timeout=group_timeout()) for r in range(self.size)]
+            several = [group or each[self.rank] for group in several]
+        kind = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+        grid = torch.arange(self.size).view(*self.sizes.values())
+        return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 
     def __getattr__(self, name: str) -> Axis:
         # Reached only for names that are no attributes: the axes.

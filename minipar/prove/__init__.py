@@ -1,1 +1,1 @@
-"""Trust: parity, divergence and hangs of anybody's training."""
+"""Trust in training: parity with one device, and the reasons of a hang, for code of any project."""

@@ -237,3 +237,20 @@ def test_equal_axes_share_a_group_for_as_long_as_the_world_lives(ranks):
         pool.run(break_down)
     assert pool.remade > before
     assert pool.run(shared) == [[True, True, False]] * 4
+
+
+def test_torchs_mesh_has_the_same_names_ranks_and_groups(ranks):
+    """Axes of one rank, too; what is waited for there has our timeout."""
+
+    def found(**sizes: int) -> list:
+        mesh = Mesh(**sizes)
+        theirs = mesh.device_mesh()
+        assert theirs.mesh_dim_names == tuple(sizes)
+        ours = [mesh[name] for name in sizes]
+        groups = [theirs.get_group(name) for name in sizes]
+        assert all(a.group in (None, b) for a, b in zip(ours, groups, strict=True))
+        assert list(theirs.get_coordinate()) == [axis.rank for axis in ours]
+        return [dist.get_process_group_ranks(group) for group in groups]
+
+    assert ranks(4).run(found, dp=2, tp=2)[1] == [[1, 3], [0, 1]]
+    assert ranks(4).run(found, pp=1, dp=4)[2] == [[2], [0, 1, 2, 3]]

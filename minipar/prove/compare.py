@@ -1,0 +1,138 @@
+"""What equal means, and how the pieces of ranks become the tensors of one device.
+
+The law of parity, for `minipar prove` and for minipar's own tests alike: initial weights, losses,
+every gradient, gradient norms and weights agree to a relative 1e-10 in float64. Gradients come
+before their norm, and before weights: Adam hides constant factors.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minipar.comm.mesh import groups_along
+
+RTOL = 1e-10
+ROUNDING = 1e-14
+"""Of the largest number of all tensors in comparison: what sums that cancel leave, such as the
+gradient of a bias in front of a softmax."""
+
+State = dict[str, Tensor | None]
+Stage = tuple[str, int | None]  # "gradient" of a step; steps count from 0, -1 is after the last
+
+
+@dataclass
+class Record:
+    """What a training computed, by the names and in the shapes of one device."""
+
+    before: State
+    after: State
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)  # None: not known
+    gradients: list[State] = field(default_factory=list)
+    weights: list[State] = field(default_factory=list)  # after each step; may be left out
+
+    def stages(self) -> Iterator[tuple[Stage, State]]:
+        """All of it in the order of computation; a number is a tensor named ""."""
+        yield ("initial weights", None), self.before
+        for step, gradients in enumerate(self.gradients):
+            yield ("loss", step), _number(self.losses[step])
+            yield ("gradient", step), gradients
+            yield ("gradient norm", step), _number(self.norms[step])
+            yield ("weights", step), self.weights[step] if self.weights else {}
+        yield ("weights", -1), self.after
+
+
+def _number(value: float | None) -> State:
+    return {} if value is None else {"": torch.tensor(value, dtype=torch.float64)}
+
+
+def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator[str]:
+    """Everything that differs, in words, in the order of computation."""
+    ours = dict(found.stages())
+    for (stage, step), theirs in expected.stages():
+        at = {None: stage, -1: f"{stage} after training"}.get(step, f"{stage} of step {step}")
+        for name, words in differing(ours[stage, step], theirs, rtol).items():
+            yield f"{at} {name}".rstrip() + f": {words}"
+
+
+def differing(found: State, expected: State, rtol: float = RTOL) -> dict[str, str]:
+    """Names of the tensors that differ, in the order of `expected`, and how."""
+    floor = ROUNDING * max((_largest(t) for t in expected.values() if t is not None), default=0.0)
+    told: dict[str, str] = {}
+    for name, theirs in expected.items():
+        ours = found.get(name)
+        if name not in found:
+            told[name] = "is missing"
+        elif ours is None or theirs is None:
+            if ours is not theirs:
+                told[name] = f"is {'None' if ours is None else 'not None'}, unlike on one device"
+        elif ours.shape != theirs.shape:
+            told[name] = f"has shape {list(ours.shape)}, not {list(theirs.shape)}"
+        elif not is_close(ours, theirs, rtol, floor):
+            told[name] = f"off by {_largest(ours - theirs):.3g} of {_largest(theirs):.3g}"
+            if theirs.ndim == 0 and not name:
+                told[name] = f"{ours.item()!r}, not {theirs.item()!r}"
+    return told | {name: "is not there on one device" for name in found if name not in expected}
+
+
+def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.0) -> bool:
+    """Whether two tensors of one shape agree, relative to the largest number of `theirs`."""
+    if ours.shape != theirs.shape:
+        return False
+    # NaN is close to nothing.
+    return not theirs.numel() or _largest(ours - theirs) <= rtol * _largest(theirs) + floor
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+# ---------------------------------------------------------------------- pieces of ranks
+Form = dict[str, int | str]
+"""How ranks along each axis hold a tensor: by pieces of a dim, or summands ("sum", "mean")."""
+
+
+def join(pieces: Sequence[Tensor], sizes: Mapping[str, int], form: Form) -> list[Tensor]:
+    """For each rank, what it and the others along the axes of `form` hold together."""
+    joined = list(pieces)
+    for axis, how in form.items():
+        for group in groups_along([axis], sizes):
+            parts = [joined[rank] for rank in group]
+            if isinstance(how, int):
+                together = torch.cat(parts, how)
+            else:
+                together = torch.stack(parts).sum(0) / (len(parts) if how == "mean" else 1)
+            for rank in group:
+                joined[rank] = together
+    return joined
+
+
+def forms(
+    pieces: Sequence[Tensor], sizes: Mapping[str, int], shape: torch.Size, *words: str
+) -> Iterator[tuple[Form, list[Tensor]]]:
+    """Every form in which the pieces of all ranks make a tensor of `shape`; simple ones first.
+
+    `words` are those of "sum" and "mean" that count as forms as well.
+    """
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    choices = itertools.product([None, *words, *range(len(shape))], repeat=len(axes))
+    for chosen in sorted(choices, key=lambda choice: -choice.count(None)):
+        form = {axis: how for axis, how in zip(axes, chosen, strict=True) if how is not None}
+        try:
+            joined = join(pieces, sizes, form)
+        except (RuntimeError, IndexError):  # these pieces do not fit together so
+            continue
+        if all(together.shape == shape for together in joined):
+            yield form, joined
+
+
+def whole(pieces: Sequence[Tensor], sizes: Mapping[str, int], expected: Tensor) -> list[Tensor]:
+    """For each rank, the tensor that it has a piece of; unchanged where no form fits."""
+    if all(piece.shape == expected.shape for piece in pieces):
+        return list(pieces)
+    fitting = [joined for _, joined in forms(pieces, sizes, expected.shape)]
+    right = [joined for joined in fitting if all(is_close(w, expected) for w in joined)]
+    return (right or fitting or [list(pieces)])[0]
