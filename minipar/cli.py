@@ -95,6 +95,7 @@ class Hang:
     """Where to draw the picture, if at all."""
 
 
+@dataclass(frozen=True)
 class Prove:
     """Is *your* parallel training equal to one device, and if not, where does it part?
 
