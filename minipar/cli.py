@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from minipar import __version__
 from minipar.comm import backends
+from minipar.comm.breakdown import breakdown
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks, prefixed
 from minipar.comm.mesh import Mesh, check_fits_here
-from minipar.comm.spans import is_ours
+from minipar.comm.spans import is_ours, printable
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.bench import (
@@ -45,6 +46,7 @@ from minipar.lab.bench import (
 )
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
+from minipar.lab.report import page as overlap_page
 from minipar.prove import hang as prove_hang
 from minipar.prove.compare import RTOL
 from minipar.prove.job import check_file, parse_mesh
@@ -78,7 +80,9 @@ class Overlap:
     """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;
     or a timeline.json of `minipar train`."""
     out: str = "overlap.png"
-    """Where to draw the picture."""
+    """Where to draw the picture; or, if it ends with .html, to write all of it as one page."""
+    json: bool = False
+    """Print numbers for programs instead; draws only what --out names."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,8 @@ def _first_words(box: str) -> str:
 def _complain(error: BaseException) -> None:
     """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        said = printable(" ".join(str(error).split()))
+        print(f"minipar: error: {said}", file=sys.stderr, flush=True)
         print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr, flush=True)
 
 
@@ -559,13 +564,37 @@ def overlap(command: Overlap) -> None:
     if not command.traces:
         raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
     recorded = read_timeline(command.traces)
-    print(recorded)
+    parts = breakdown(recorded)
+    if command.json:
+        print(json.dumps(parts.as_json() | {"ranks": [asdict(o) for o in recorded.overlap()]}))
+        if command.out == Overlap.out:
+            return
+    else:
+        print(f"{recorded}\n\n{parts}".rstrip())
     ranks = recorded.ranks
-    if len(ranks) > MOST_DRAWN:
+    if len(ranks) > MOST_DRAWN and not command.json:
         print(f"drawn are the first {MOST_DRAWN} of {len(ranks)} ranks")
     shown = set(ranks[:MOST_DRAWN])
-    figure = draw.timeline(Timeline((s for s in recorded if s.rank in shown), recorded.label))
-    print(f"drawn into {draw.save(figure, command.out)}")
+    rounds = [step for rank in ranks[:1] for step in recorded.steps.get(rank, [])]
+    middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
+    spans = (s for s in recorded if s.rank in shown)
+    if middle:  # of many steps in one picture nothing could be seen
+        _, a, b = middle
+        spans = (
+            replace(s, start=max(a, s.start), end=min(b, s.end))
+            for s in spans
+            if s.start < b and s.end > a
+        )
+    label = f"{recorded.label} {middle[0]}".strip() if middle else recorded.label
+    figure = draw.timeline(Timeline(spans, label))
+    if command.out.endswith(".html"):
+        text = overlap_page(recorded, parts, figure, draw.finding(recorded, "recorded"))
+        Path(command.out).write_text(text, encoding="utf-8")
+        where = command.out
+    else:
+        where = draw.save(figure, command.out)
+    if not command.json:
+        print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
 
 
 def read_timeline(traces: list[str]) -> Timeline:
@@ -575,7 +604,8 @@ def read_timeline(traces: list[str]) -> Timeline:
         if not recorded.spans:
             raise ValueError(f"{traces[0]} is a timeline without spans")
         return recorded
-    return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces)
+    bar = partial(tqdm, disable=None, leave=False, unit="trace")
+    return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces, progress=bar)
 
 
 # ---------------------------------------------------------------------- minipar hang

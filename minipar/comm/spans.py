@@ -1,7 +1,9 @@
 """What ranks did when, on one clock, and how many bytes they sent; arithmetic on intervals."""
 
 import gzip
+import io
 import json
+import re
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
@@ -136,36 +138,110 @@ def measure(disjoint: list[Interval]) -> float:
 # ---------------------------------------------------------------------- files
 
 
-LARGEST_TRACE = 1 << 30
-"""Bytes of JSON: what would unpack to more is refused, for it would take several times as much."""
+LARGEST_TRACE = 4 << 30
+"""Characters of JSON: what would unpack to more is refused."""
 
 
 def read_json(path: str | Path, keep: Callable[[dict], Any] | None = None) -> dict[str, Any]:
     """A chrome trace, plain or gzipped, as a dict with `traceEvents`; `keep` thins its objects out.
 
+    The file is read piece by piece: held is what `keep` returns, and never the text of the whole.
     Raises ValueError, which names the file, for any other, and for one above `LARGEST_TRACE`.
     """
     try:
-        document = json.loads(_unpacked(path), object_hook=keep)
+        with _open(path) as file:
+            text = _Text(io.TextIOWrapper(file, "utf-8-sig"), keep)
+            document = {"traceEvents": text.items()} if text.peek() == "[" else text.members()
+            if text.peek():
+                raise ValueError("something follows the end of its JSON")
     except RecursionError:
         raise ValueError(f"{path} is no readable trace: it is nested too deeply") from None
     except (EOFError, OSError, zlib.error, ValueError) as error:
         raise ValueError(f"{path} is no readable trace: {error}") from error
-    if isinstance(document, list):  # the format also allows the bare list of events
-        document = {"traceEvents": document}
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+    if not isinstance(document.get("traceEvents"), list):
         raise ValueError(f"{path} is JSON, but no chrome trace: it has no list `traceEvents`")
     return document
 
 
-def _unpacked(path: str | Path) -> bytearray:
-    raw = bytearray()
-    with _open(path) as file:
-        while chunk := file.read(1 << 20):
-            raw += chunk
-            if len(raw) > LARGEST_TRACE:
-                raise ValueError(f"it holds over {LARGEST_TRACE >> 20} MiB; profile fewer steps")
-    return raw
+class _Text:
+    """JSON out of a stream, of which only the value being read is held."""
+
+    def __init__(self, file: IO[str], keep: Callable[[dict], Any] | None) -> None:
+        self.file, self.text, self.at, self.size, self.ended = file, "", 0, 0, False
+        self.scan = json.JSONDecoder(object_hook=keep).raw_decode
+
+    def more(self) -> None:
+        """Drop what was read, and double what is held of the rest."""
+        chunk = self.file.read(max(1 << 18, len(self.text) - self.at))
+        self.text, self.at, self.ended = self.text[self.at :] + chunk, 0, not chunk
+        self.size += len(chunk)
+        if self.size > LARGEST_TRACE:
+            raise ValueError(f"it holds over {LARGEST_TRACE >> 20} MiB; profile fewer steps")
+
+    def peek(self) -> str:
+        """The next letter that is no blank; empty at the end."""
+        while True:
+            self.at = _BLANKS.match(self.text, self.at).end()
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.more()
+
+    def value(self) -> Any:
+        """The next value, whole."""
+        self.peek()
+        while True:
+            try:
+                value, end = self.scan(self.text, self.at)
+                if end < len(self.text) or self.ended:  # else a number may go on
+                    self.at = end
+                    return value
+            except ValueError:
+                if self.ended:
+                    raise
+            self.more()
+
+    def _goes_on(self, end: str) -> bool:
+        mark = self.peek()
+        self.at += 1
+        if mark not in (",", end) or not mark:
+            raise ValueError(f"a comma or {end} is missing" if mark else "it ends too early")
+        return mark == ","
+
+    def items(self) -> list[Any]:
+        """The values of the array that begins here."""
+        self.at += 1
+        result = []
+        if self.peek() == "]":
+            self.at += 1
+            return result
+        while True:
+            result.append(self.value())
+            if not self._goes_on("]"):
+                return result
+
+    def members(self) -> dict[str, Any]:
+        """The object that begins here, its `traceEvents` read one by one."""
+        if self.peek() != "{":
+            self.value()
+            return {}
+        self.at += 1
+        result: dict[str, Any] = {}
+        while self.peek() == '"':
+            key = self.value()
+            if self.peek() != ":":
+                raise ValueError(f"a colon is missing after {printable(key):.50}")
+            self.at += 1
+            events = key == "traceEvents" and self.peek() == "["
+            result[key] = self.items() if events else self.value()
+            if not self._goes_on("}"):
+                return result
+        if result or self.peek() != "}":
+            raise ValueError("it ends too early, or the name of a value is missing")
+        self.at += 1
+        return result
+
+
+_BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def _open(path: str | Path) -> IO[bytes]:

@@ -17,7 +17,7 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from minipar.comm import device, kineto
+from minipar.comm import device, kineto, traces
 from minipar.comm.recorder import Recorder, hook_model, hook_optimizers
 from minipar.comm.spans import (
     NOT_COMPUTE,
@@ -58,12 +58,14 @@ class Overlap:
 class Timeline:
     """Spans of any number of ranks, in order of their start. `label` says where they come from.
 
-    `notes` are sentences on what was left out or guessed where the spans were read from files.
+    `notes` are sentences on what was left out or guessed where the spans were read from files;
+    `steps`, by rank, the steps that a profiler was told of: name, start, end.
     """
 
     def __init__(
         self, spans: Iterable[Span] = (), label: str = "", notes: Iterable[str] = ()
     ) -> None:
+        self.steps: dict[int, list[traces.Step]] = {}
         self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
         self.label, self.notes = label, tuple(notes)
 
@@ -261,15 +263,20 @@ class Timeline:
             raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
 
     @staticmethod
-    def from_profiler(paths: str | Path | Iterable[str | Path], label: str = "") -> "Timeline":
+    def from_profiler(
+        paths: str | Path | Iterable[str | Path],
+        label: str = "",
+        progress: Callable[..., Iterable] | None = None,
+    ) -> "Timeline":
         """Read chrome traces of `torch.profiler` (Kineto), plain or gzipped, one file per rank.
 
         `paths` is a file, a folder, a glob such as "traces/rank*.json.gz", or several files. The
         rank is what a file says (`distributedInfo`), else the number in its name, else its place.
 
         With GPU kernels: communication = those that `kernels.KERNELS` names or the profiler calls a
-        collective, and copies from GPU to GPU; compute = every other kernel, its kind by where it
-        was launched; other memcpys and memset are of kind copy. Without: communication =
+        collective, in their args or by a `record_param_comms` around the launch, and copies from
+        GPU to GPU; compute = every other kernel, its kind by where it was launched; other memcpys
+        and memset are of kind copy. Without: communication =
         what gloo timed (else the `c10d` calls); compute = outermost operators less blocking calls.
         What is neither backward nor optimizer is called forward. `axis` is the description of the
         process group; `num_bytes` follows from the message size where the trace has it, else 0.
@@ -277,12 +284,16 @@ class Timeline:
         Clocks: files of one host share one. Others are aligned at the ends of common collectives:
         the nth collective of a group ends on all of its ranks together (median over n).
 
-        The result starts at 0 s; its `notes` count malformed events, which are skipped, and name
-        kernels that only look like communication. Raises ValueError for a file that is no trace,
-        too large (`spans.LARGEST_TRACE`) or holds no work, for two of one rank, and for none.
+        The result starts at 0 s; its `notes` count malformed events, which are skipped, say how far
+        clocks were moved, and name kernels that only look like communication. `progress`, `tqdm`
+        for one, is told of the files. Raises ValueError for a file that is no trace, too large
+        (`spans.LARGEST_TRACE`) or holds no work, for two of one rank, and for none.
         """
-        spans, notes = kineto.read(paths)
-        return Timeline(spans, label, notes).shifted()
+        spans, notes, steps = traces.read(paths, progress)
+        read = Timeline(spans, label, notes)
+        result, by = read.shifted(), read.start
+        result.steps = {r: [(n, a - by, b - by) for n, a, b in steps[r]] for r in steps}
+        return result
 
 
 # ---------------------------------------------------------------------- the recorder

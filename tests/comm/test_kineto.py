@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minipar import cli
-from minipar.comm import kernels, kineto, spans
+from minipar.comm import kernels, kineto, spans, traces
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
@@ -244,7 +244,7 @@ def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
     del document["distributedInfo"]
     files = [write(tmp_path / name, document) for name in names]
     assert Timeline.from_profiler(files).ranks == sorted(ranks)
-    assert kineto._trace_ranks(files, [document] * len(files)) == ranks
+    assert traces._trace_ranks(files, [document] * len(files)) == ranks
 
 
 def test_bad_profiles_are_named(tmp_path):
@@ -521,7 +521,7 @@ ANY_JSON = st.recursive(
     JUNK,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from([*kineto._KEPT, "minipar", "x"]), inner, max_size=6)
+        | st.dictionaries(st.sampled_from([*kineto.KEPT, "minipar", "x"]), inner, max_size=6)
     ),
     max_leaves=20,
 )
