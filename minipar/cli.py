@@ -41,6 +41,7 @@ from minipar.lab.bench import (
     ddp,
     expert,
     fsdp,
+    mixture,
     pipeline,
     tensor,
 )
@@ -510,8 +511,10 @@ def summary(report: Report) -> str:
         rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
     if report.experts:
+        slots = [n for layer in report.experts["tokens_per_expert"].values() for n in layer]
         rows["experts"] = (
-            f"the busiest had {report.experts['expert_load']:.2f} times the mean load, "
+            f"{min(slots):,} to {max(slots):,} tokens each, the busiest had "
+            f"{report.experts['expert_load']:.2f} times the mean load, "
             f"{report.experts['dropped_slots']:,} slots were dropped, in the last step"
         )
     if report.hidden_fraction is not None:
@@ -710,6 +713,9 @@ _COMMANDS = {
     ),
     "bench expert": _command(
         expert.run, "our expert parallelism beside plain torch, balanced or not"
+    ),
+    "bench mixture": _command(
+        mixture.run, "a mixture of experts beside a dense model, after equal FLOPs"
     ),
     "bench pipeline": _command(
         pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"

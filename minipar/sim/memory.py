@@ -151,6 +151,7 @@ def llama_activations(
     tp: int = 1,
     sequence: bool = False,
     overlap: bool = False,
+    experts: bool = False,
     bytes_per_number: float = 2,
     fused_norm: bool = True,
 ) -> dict[str, float]:
@@ -167,6 +168,15 @@ def llama_activations(
     with `overlap` they gather again in backward, 4 D/tp. The latter is what the paper computes for
     sequence parallelism. Without `fused_norm` a norm keeps a copy of its input, as on CPUs.
 
+    A layer with experts has instead of the last, for k choices of a token, and k' = k + num_shared:
+
+        mlp        3 k D + 4 k' F     rows, the experts' answers, and these weighed, for their sum
+        routing    4 E + 40 k + 4 bytes    scores, weights, choices and their order
+
+    It is whole on each rank of `tp`; with `sequence`, each computes its own tokens; with `experts`
+    ("expert tensor parallelism"), F is cut and all tokens are there. Over ep it is the same, as
+    long as the load is even.
+
     Left out: numbers per token and head (log-sum-exp) or per token and norm. Source: Korthikanti et
     al. 2022, section 4. Raises `ValueError` for `tp` below 1, or `overlap` without `sequence`.
     """
@@ -182,7 +192,20 @@ def llama_activations(
         "attention": heads * config.head_dim,
         "mlp": 4 * config.intermediate_size / tp,
     }
-    return {part: bytes_per_number * num_tokens * count for part, count in numbers.items()}
+    moe, routing = config.moe, {}
+    if moe is not None:
+        own = tp if sequence else 1  # parts into which tokens are cut where they are routed
+        parts = tp if experts else own
+        hidden = 4 * (moe.top_k + moe.num_shared) * moe.expert_size
+        rows = 3 * moe.top_k * config.hidden_size
+        numbers["mlp"] = rows / (1 if experts else own) + hidden / parts
+        # A router multiplies its own tokens; of what is gathered, shared experts keep a copy.
+        numbers["norms"] = inputs / own + results / 2 * (1 / (tp if overlap else 1) + 1 / own)
+        if own > 1 and experts and moe.num_shared:
+            numbers["norms"] += config.hidden_size
+        routing["routing"] = num_tokens * (4 * moe.num_experts + 40 * moe.top_k + 4) / own
+    kept = {part: bytes_per_number * num_tokens * count for part, count in numbers.items()}
+    return kept | routing
 
 
 # ------------------------------------------------------------------------------ DeepSpeed's answer

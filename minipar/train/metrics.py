@@ -11,6 +11,7 @@ tokens_per_expert, see `report.expert_figures`.
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ class Metrics:
         self._file.write(_one_line(line))
         self._file.flush()
         if self._board is not None:
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, line["step"])
+            for name, value in _numbers(line):
+                self._board.add_scalar(name, value, line["step"])
             self._board.flush()
 
     def close(self) -> None:
@@ -90,6 +90,16 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}:{number} is no line of metrics: {error}") from None
         lines.append(line)
     return lines
+
+
+def _numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What of `line` can be drawn; tokens per expert by layer and number."""
+    for name, value in line.items():
+        if name == "tokens_per_expert":
+            for layer, slots in value.items():
+                yield from ((f"{name}/{layer}/{i}", num) for i, num in enumerate(slots))
+        elif name != "step" and isinstance(value, int | float):
+            yield name, value
 
 
 def _one_line(line: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import expert as bench
-from minipar.lab.bench.expert import OURS, THEIRS, ExpertConfig, contender
+from minipar.lab.bench.expert import OURS, ExpertConfig, contender, rivals
 from minipar.model.llama import PRESETS
 
 SMALL = ExpertConfig(batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
@@ -30,7 +30,7 @@ def test_check_refuses_what_cannot_work():
 
 def _losses(imbalance: int) -> dict[str, list[float]]:
     mesh, losses = Mesh(dp=1, ep=2), {}
-    for name in (*OURS, *THEIRS):
+    for name in (*OURS, *rivals()):
         step = contender(SMALL, mesh, name, PRESETS["tiny-moe"], imbalance)
         losses[name] = [step().item() for _ in range(3)]
     return losses

@@ -188,6 +188,19 @@ def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(ranks, kind, 
         assert says in message
 
 
+def _own_optimizer_state() -> str:
+    layer = one_layer()
+    spread = expert.apply(layer, Mesh(dp=1, ep=2).ep)
+    with pytest.raises(RuntimeError) as caught:
+        spread.full_optimizer_state(torch.optim.AdamW(layer.parameters()))
+    return str(caught.value)
+
+
+def test_trap_34_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole(ranks):
+    for message in ranks(2).run(_own_optimizer_state):
+        assert message.startswith("ExpertParallel has pieces along ep, and does not join")
+
+
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
     weights = models.llama(0, moe=SIX).state_dict()
     own = {name: tuple(value.shape) for name, value in weights.items()}

@@ -24,14 +24,7 @@ from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
-from tests.parity.harness import (
-    Outcome,
-    Task,
-    assert_parity,
-    make_optimizer,
-    parallel,
-    serial,
-)
+from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.tasks import Case, attach_plan, gradients_of_plan
 
 # ---------------------------------------------------------------------- what there is

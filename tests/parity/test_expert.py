@@ -20,14 +20,7 @@ from minipar.parallel.compose import apply
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import forward_backward
 from tests.parity import models
-from tests.parity.harness import (
-    Outcome,
-    Task,
-    assert_parity,
-    make_optimizer,
-    parallel,
-    serial,
-)
+from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.tasks import attach_plan, gradients_of_plan
 
 SIX = MoEConfig(6, 2, 12, balance="batch", balance_weight=0.1)

@@ -147,6 +147,21 @@ def test_activations_of_a_llama_are_those_that_autograd_keeps(ranks, size, mode)
         assert sum(parts.values()) == pytest.approx(found, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [(1, {}), (2, {}), (2, {"sequence": True}), (2, {"experts": True})]
+    + [(2, {"sequence": True, "experts": True})],
+)
+def test_activations_of_a_mixture_are_those_that_autograd_keeps(ranks, size, mode):
+    """Mutants: rows once or twice; experts cut where tokens are; a shared expert left out."""
+    config = replace(PRESETS["tiny-moe"], moe=replace(PRESETS["tiny-moe"].moe, num_shared=1))
+    on_cpu = {"bytes_per_number": 4, "fused_norm": False}
+    parts = llama_activations(config, 64, tp=size, **mode, **on_cpu)
+    asked = size, config, 64, mode
+    for found in ranks(size).run(_one_layer, *asked) if size > 1 else [_one_layer(*asked)]:
+        assert sum(parts.values()) == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_activations_of_a_llama_are_the_papers_where_layers_agree(tp, sequence):

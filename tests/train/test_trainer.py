@@ -22,7 +22,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import ddp
-from minipar.train import checkpoint, saver, trainer
+from minipar.train import checkpoint, metrics, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import ByteTokenizer, load_corpus
 from minipar.train.data import IGNORE, Sequences
@@ -404,6 +404,12 @@ def test_a_checkpoint_that_fails_in_the_background_stops_all_ranks(ranks, text, 
     assert "cannot write checkpoint" in message and "step_000001: rank 1 of 2: " in message
     assert checkpoint.available(tmp_path / "checkpoints") == []
     assert 1 <= len(read(tmp_path / "metrics.jsonl")) < 40
+
+
+def test_tensorboard_gets_tokens_per_expert_by_layer_and_number():
+    line = {"step": 3, "expert_load": 1.5, "tokens_per_expert": {"layers.0.mlp": [5, 7]}}
+    shown = {"expert_load": 1.5, "tokens_per_expert/layers.0.mlp/0": 5}
+    assert dict(metrics._numbers(line)) == shown | {"tokens_per_expert/layers.0.mlp/1": 7}
 
 
 def test_tensorboard_gets_the_numbers_of_every_line(run, monkeypatch, tmp_path):

@@ -4,15 +4,21 @@ How the race is run and what is counted: see `race.py`. A step is forward, loss,
 of a mixture whose experts are spread over all ranks; the dense part is summed by our ddp for all
 contenders, which differ in how tokens meet experts alone.
 
-torchtitan's expert parallelism wants a GPU's grouped product, and PyTorch itself has none. So ours
-is compared with what its users write by hand: `all_to_all_single` with counts exchanged before, and
-the form that gathers all tokens; the faster one counts. Routing is forced to an *imbalance*: slots
-of the busiest expert over the mean. 1 is perfect; at E/k every token chooses the same expert first.
+PyTorch itself has no expert parallelism. So ours is compared with what its users write by hand:
+`all_to_all_single` with counts exchanged before, and the form that gathers all tokens; and with
+torchtitan's dispatcher, where that is installed. The fastest one counts. Beside torch for CPUs,
+`pip install torchtitan` alone is not enough ("No module named 'triton'"): it needs triton, too, and
+then it runs on gloo (tried: 0.3.0 with triton 3.9.0). Its own experts compute in bfloat16 alone; so
+all contenders have ours.
+
+Routing is forced to an *imbalance*: slots of the busiest expert over the mean. 1 is perfect; at E/k
+every token chooses the same expert first.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm import backends
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
-from minipar.model.moe import MoE, Routing, mixtures
+from minipar.model.moe import MoE, MoEConfig, Routing, mixtures
 from minipar.parallel import ddp, expert
 
 OURS = ("gather", "all_to_all", "halves")
 THEIRS = ("all_to_all_single by hand", "all_gather by hand")
+TITAN = "torchtitan's dispatcher"
 COLUMNS = (
     ("imbalance", "{imbalance:g}"),
     *race.STEPS,
@@ -51,13 +57,9 @@ class ExpertConfig(StepConfig):
 
     def check(self) -> None:
         super().check()
-        moe = PRESETS[self.preset].moe
-        if moe is None:
-            good = [name for name, shape in PRESETS.items() if shape.moe is not None]
-            raise ValueError(f"--preset {self.preset} has no experts; use {' or '.join(good)}")
+        moe = check_shape(self)
         if self.ranks < 2:
             raise ValueError(f"--ranks {self.ranks}: it takes 2 to share experts")
-        expert.check_sizes(moe, self.ranks, "--ranks")
         for one in self.imbalance:
             if not 1 <= one <= moe.num_experts // moe.top_k:
                 raise ValueError(
@@ -66,16 +68,24 @@ class ExpertConfig(StepConfig):
                 )
 
 
+def check_shape(config: race.ModelConfig) -> MoEConfig:
+    """Return the experts of the preset; raise `ValueError` unless all ranks can share them."""
+    moe = PRESETS[config.preset].moe
+    if moe is None:
+        good = [name for name, shape in PRESETS.items() if shape.moe is not None]
+        raise ValueError(f"--preset {config.preset} has no experts; use {' or '.join(good)}")
+    expert.check_sizes(moe, config.ranks, "--ranks")
+    return moe
+
+
 def run(config: ExpertConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row for each of ours on each link."""
     config.check()
     rows = []
     for name in config.links:
-        backend = "gloo" if name == "gloo" else "link"
         for imbalance in config.imbalance:
-            with Ranks(config.ranks, backend=backend, sink=None) as ranks:
-                measured = ranks.run(measure, config, name, imbalance)[0]
-            found = [race.row(config, "expert", name, ours, THEIRS, measured) for ours in OURS]
+            measured = race.on_ranks(measure, config, name, imbalance)
+            found = [race.row(config, "expert", name, ours, rivals(), measured) for ours in OURS]
             num_tokens = config.ranks * config.batch_size * config.seq_len
             for row in found:
                 row |= {"imbalance": imbalance}
@@ -90,8 +100,14 @@ def run(config: ExpertConfig) -> list[dict[str, Any]]:
 def measure(config: ExpertConfig, link_name: str, imbalance: int) -> dict[str, race.Measured]:
     """Let all contenders take turns; called on every rank."""
     mesh, shape = Mesh(dp=1, ep=config.ranks), PRESETS[config.preset]
-    steps = {n: contender(config, mesh, n, shape, imbalance) for n in (*OURS, *THEIRS)}
+    steps = {n: contender(config, mesh, n, shape, imbalance) for n in (*OURS, *rivals())}
     return race.race(steps, mesh.ep, link_name, config.rounds)
+
+
+def rivals() -> tuple[str, ...]:
+    """Whom ours are compared with here."""
+    found = all(find_spec(name) for name in ("torchtitan", "triton"))
+    return (*THEIRS, TITAN) if found else THEIRS
 
 
 def contender(
@@ -104,9 +120,9 @@ def contender(
     expert.apply(model, mesh.ep, dispatch=name if name in OURS else "all_to_all")
     for _, moe in mixtures(model):
         moe.gate._choose = partial(skewed, shape.moe.num_experts, shape.moe.top_k, imbalance)
-        if name in THEIRS:
-            by_hand = exchange_by_hand if name == THEIRS[0] else gather_by_hand
-            moe.core = partial(by_hand, moe, mesh.ep)
+        if name not in OURS:
+            forms = dict(zip((*THEIRS, TITAN), BY_OTHERS, strict=True))
+            moe.core = partial(forms[name], moe, mesh.ep)
     strategy = ddp.apply(model, mesh.joint("dp", "ep"), average=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = config.tokens(shape, device, seed=mesh.rank)
@@ -134,7 +150,7 @@ def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tens
     return experts
 
 
-# ---------------------------------------------------------------------- written by hand
+# ---------------------------------------------------------------------- what others write
 class _Swap(torch.autograd.Function):
     """`all_to_all_single` of rows; its backward sends gradients the other way."""
 
@@ -211,3 +227,30 @@ def gather_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     weighed = (computed * weights.flatten()[order, None]).to(x.dtype)
     sums = torch.zeros_like(tokens).index_add(0, order // moe.config.top_k, weighed)
     return _Scatter.apply(sums, axis)
+
+
+@cache
+def _titan(num_experts: int, top_k: int, axis: Axis) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    set_spmd_backend("default")
+    config = AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=top_k)
+    dispatcher = AllToAllTokenDispatcher(config)
+    dispatcher.wire_meshes(
+        ep_mesh=DeviceMesh.from_group(axis.group, backends.compute_device().type)
+    )
+    return dispatcher
+
+
+def exchange_by_titan(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Dispatch and combine as in torchtitan's `RoutedExperts`."""
+    dispatcher = _titan(moe.config.num_experts, moe.config.top_k, axis)
+    counts = routing.experts.flatten().bincount(minlength=moe.config.num_experts)
+    rows, own, known = dispatcher.dispatch(x, routing.weights, routing.experts, counts)
+    return dispatcher.combine(moe.experts(rows, own), known, x)
+
+
+BY_OTHERS = (exchange_by_hand, gather_by_hand, exchange_by_titan)
+"""In the order of `THEIRS`, `TITAN`."""

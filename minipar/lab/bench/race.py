@@ -26,6 +26,7 @@ from torch import Tensor
 
 from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.train.config import check_numbers
@@ -142,6 +143,13 @@ def emulated(link_name: str) -> Iterator[None]:
     yield
     link.use("none")
     link.check_calls(True)
+
+
+def on_ranks(measure: Callable[..., Any], config: BenchConfig, link_name: str, *args: Any) -> Any:
+    """Return what `measure(config, link_name, *args)` tells on the first of ranks on that link."""
+    backend = "gloo" if link_name == "gloo" else "link"
+    with Ranks(config.ranks, backend=backend, sink=None) as ranks:
+        return ranks.run(measure, config, link_name, *args)[0]
 
 
 def race(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from minipar.comm import backends
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
@@ -75,8 +74,7 @@ def run(config: TensorConfig) -> list[dict[str, Any]]:
     config.check()
     rows = []
     for name in config.links:
-        with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
-            measured = ranks.run(measure, config, name)[0]
+        measured = race.on_ranks(measure, config, name)
         for ours, rivals in RIVALS.items():
             rows.append(race.row(config, "tensor", name, ours, rivals, measured))
         race.announce(rows[-len(RIVALS) :])

@@ -1,0 +1,151 @@
+"""`minipar bench mixture`: a mixture of experts beside the dense model that costs as many FLOPs.
+
+Both train on the same batches of real text, step by step in turns: the mixture, its experts spread
+over all ranks, and a Llama whose MLP is as wide as the experts that one token passes. Loss on other
+text is noted after equal FLOPs, by `LlamaConfig.flops_per_token`, which counts active experts and
+the router. Seconds are told as well: what few FLOPs cost in time on this machine is another matter.
+
+Source of the comparison: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), figure 1.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from minipar.comm import backends
+from minipar.comm.collectives import barrier
+from minipar.comm.mesh import Mesh
+from minipar.lab.bench import race
+from minipar.lab.bench.expert import check_shape
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.parallel import compose
+from minipar.parallel.plan import Plan
+from minipar.train.config import SMALLEST
+from minipar.train.corpus import ByteTokenizer, load_corpus
+from minipar.train.data import Batches, Sequences
+from minipar.train.optim import make_optimizer, warmup_cosine
+from minipar.train.step import evaluate, train_step
+
+COLUMNS = (
+    ("GFLOP", "{gflop:,.0f}"),
+    ("loss: mixture", "{mixture:.3f}"),
+    ("dense", "{dense:.3f}"),
+    ("seconds: mixture", "{mixture_seconds:.0f}"),
+    ("dense", "{dense_seconds:.0f}"),
+)
+
+
+@dataclass(frozen=True)
+class MixtureConfig(race.ModelConfig):
+    """Compare a mixture of experts with a dense model of its active size: loss per FLOP."""
+
+    preset: str = "tiny-moe"
+    """The mixture: tiny-moe or small-moe."""
+    batch_size: int = 8
+    """Sequences per rank and step."""
+    steps: int = 300
+    """Training steps of the mixture; the dense model trains until it has used as many FLOPs."""
+    points: int = 5
+    """How often losses are compared."""
+    lr: float = 2e-3
+    """Learning rate of AdamW at its peak, of both."""
+    seed: int = 0
+    """Of the weights, and of the order of the text."""
+
+    least = {"lr": SMALLEST, "seed": 0}
+
+    def check(self) -> None:
+        super().check()
+        check_shape(self)
+        if self.points > self.steps:
+            raise ValueError(f"--points {self.points} are more than --steps {self.steps}")
+
+
+def run(config: MixtureConfig) -> list[dict[str, Any]]:
+    """Train both, print their losses after equal FLOPs, and return a row for each point."""
+    config.check()
+    rows = race.on_ranks(measure, config, "gloo")
+    print(race.table(rows, COLUMNS))
+    last = rows[-1]
+    print(
+        f"\nper FLOP, the mixture's loss is {last['mixture'] - last['dense']:+.3f} nats per token "
+        f"beside the dense model's; it took {last['mixture_seconds'] / last['dense_seconds']:.1f} "
+        f"times as long here"
+    )
+    race.save(rows, config.json)
+    return rows
+
+
+def dense_like(shape: LlamaConfig) -> LlamaConfig:
+    """The Llama without experts in which a token passes as many hidden units."""
+    moe = shape.moe
+    wide = (moe.top_k + moe.num_shared) * moe.expert_size
+    return replace(shape, moe=None, intermediate_size=wide)
+
+
+class Learner:
+    """A model in training, and the FLOPs and seconds that it has used."""
+
+    def __init__(self, config: MixtureConfig, mesh: Mesh, plan: Plan, shape: LlamaConfig, flops):
+        self.config, self.mesh, self.total = config, mesh, flops
+        model = Llama(shape, seed=config.seed).to(backends.compute_device())
+        optimizer = partial(make_optimizer, lr=config.lr, weight_decay=0.1)
+        self.strategy = compose.apply(model, mesh, plan, optimizer)
+        self.batches = self._batches("train").forever()
+        num_tokens = config.ranks * config.batch_size * config.seq_len
+        self.flops_per_step = shape.flops_per_token(config.seq_len) * num_tokens
+        self.flops = self.seconds = 0.0
+
+    def train(self, flops: float) -> None:
+        """Go on for as long as a whole step remains within `flops`."""
+        barrier(self.strategy.axis)
+        start = time.monotonic()
+        while self.flops + self.flops_per_step <= flops * (1 + 1e-9):
+            done = round(self.flops / self.flops_per_step)
+            steps = max(1, int(self.total / self.flops_per_step))
+            options = dict(peak=self.config.lr, warmup_steps=steps // 10, total_steps=steps)
+            for group in self.strategy.optimizer.param_groups:
+                group["lr"] = warmup_cosine(min(done, steps - 1), **options)
+            step = self.strategy.model, [self.strategy], self.strategy.optimizer
+            train_step(*step, next(self.batches), self.strategy.axis, max_norm=1.0)
+            self.flops += self.flops_per_step
+        barrier(self.strategy.axis)
+        self.seconds += time.monotonic() - start
+
+    def validate(self) -> float:
+        """Loss on other text, nats per token."""
+        batches = (batch for _, batch in zip(range(16), self._batches("validation"), strict=False))
+        return evaluate(self.strategy.model, batches, self.strategy.axis)
+
+    def _batches(self, part: str) -> Batches:
+        axis, device = self.strategy.axis, backends.compute_device()
+        text: Tensor = getattr(load_corpus("stdlib", ByteTokenizer()), part).to(device)
+        size = self.config.batch_size * axis.size
+        sequences = Sequences(text, self.config.seq_len)
+        return Batches(sequences, size, axis.rank, axis.size, seed=self.config.seed)
+
+
+def measure(config: MixtureConfig, _: str) -> list[dict[str, float]]:
+    """Train both by turns; called on every rank."""
+    sparse = PRESETS[config.preset]
+    num_tokens = config.ranks * config.batch_size * config.seq_len
+    flops = config.steps * sparse.flops_per_token(config.seq_len) * num_tokens
+    learners = {
+        "mixture": Learner(
+            config, Mesh(dp=1, ep=config.ranks), Plan(ep=config.ranks), sparse, flops
+        ),
+        "dense": Learner(
+            config, Mesh(dp=config.ranks), Plan(dp=config.ranks), dense_like(sparse), flops
+        ),
+    }
+    rows = []
+    for point in range(1, config.points + 1):
+        row = {"gflop": flops * point / config.points / 1e9}
+        for name, learner in learners.items():
+            learner.train(flops * point / config.points)
+            row |= {name: learner.validate(), f"{name}_seconds": learner.seconds}
+        rows.append(row)
+    return rows
