@@ -15,6 +15,8 @@ Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
           experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
 
         `p.copies` of an expert names these, and ddp, zero and fsdp heed it (`copies_axis`).
+        Which ranks may share experts? Those that hold different tokens: ep, and cp as well, in any
+        numbers that divide E. Ranks of tp have a part of each of these experts, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, R as many as the data wants; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
