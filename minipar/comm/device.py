@@ -109,7 +109,7 @@ class Device:
 
     def __str__(self) -> str:
         larger = f" with {self.magnify:g}x the width and length" if self.magnify > 1 else ""
-        return f"{self.sheet.name}{larger}, slowed {self.slowdown:g}x"
+        return f"{self.sheet.name} by operation{larger}, slowed {self.slowdown:g}x"
 
 
 # ---------------------------------------------------------------------- of this process

@@ -43,6 +43,7 @@ class Emulated:
 
     device: devices.Device
     link: links.Link | links.Topology
+    has_lanes = True  # where messages do not queue behind collectives
 
     @property
     def name(self) -> str:

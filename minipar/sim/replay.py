@@ -5,7 +5,8 @@ Idea.   A rank is a list of events (`trace.py`), a machine says how long each ta
         all of its ranks have made it; a wait until its call is over.
 Streams. A device computes on one, and has another for each process group, where calls run in the
         order in which they were launched. Messages of one rank to one other queue up; they leave
-        when both ends have called (rendezvous).
+        when both ends have called (rendezvous). Those of an exchange, in which a group's ranks all
+        take part, run where its collectives do, as NCCL's; on the emulated link beside them.
 Host.   It launches kernels ahead of the device, and no layer is over before its host has launched
         it, in so many seconds for a forward, a recomputation and a backward each.
 Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
@@ -119,7 +120,9 @@ class _Prices:
 
     def __init__(self, traces: Traces, machine: Machine, host: float) -> None:
         self.traces, self.machine, self.host = traces, machine, host
-        self.counted = getattr(machine.device, "counted", int)  # an emulated one magnifies
+        # What an emulated machine does in another way: it magnifies, and has lanes for messages.
+        self.counted = getattr(machine.device, "counted", int)
+        self.has_lanes = getattr(machine, "has_lanes", False)
         self.sizes = traces.plan.mesh_sizes()
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
@@ -284,7 +287,7 @@ class _Stage:
             ranks = (peer, own) if launch.verb == "recv" else (own, peer)
         else:
             ranks = group
-        key = launch.axis, ranks
+        key = launch.axis, ranks, bool(launch.peers) and self.prices.has_lanes
         player.counts[key] += 1
         call = self.calls.get((key, player.counts[key]))
         if call is None:

@@ -3,7 +3,7 @@
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -146,6 +146,23 @@ def test_every_strategy(both, text, name):
 def test_random_plans(both, num_ranks, number):
     plan = random_plans(num_ranks, number + 1)[-1]
     both(plan, list(LINKS)[number % len(LINKS)]).check()
+
+
+@pytest.mark.parametrize("text", ["tp=4,sequence_parallel", "pp=2,microbatches=4", "cp=2"])
+def test_a_small_model_stands_for_a_large_one(text):
+    """Eight times as wide on sequences eight times as long: the same step, by traces of both.
+
+    Mutant: attention's heads magnified as well.
+    """
+    large = replace(CONFIG, vocab_size=2048, hidden_size=512, intermediate_size=1536, head_dim=64)
+    plan, wire = Plan.parse(text), LINKS["100gbe"]
+    machines = [emulate.Emulated(emulate.device("h100", k), wire) for k in (8, 1)]
+    small = replay(trace(CONFIG, plan, seq_len=SEQ_LEN), machines[0])
+    whole = replay(trace(large, plan, seq_len=8 * SEQ_LEN), machines[1])
+    assert small.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert small.computing == pytest.approx(whole.computing, rel=0.02)
+    sent = [step.timeline.bytes_by_axis() for step in (small, whole)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.02)
 
 
 def test_a_simulator_that_is_wrong_is_found_out(both):
