@@ -48,11 +48,13 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Axis, Mesh
+from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, guard, tensor, ulysses, zero
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.optimizer_state import pack, unpack
+from minipar.parallel.pieces import Interval
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 from minipar.parallel.strategy import Strategy
@@ -73,6 +75,7 @@ def apply(
     bucket_mb: float | None = None,
     reduce: ddp.Reduce | None = None,
     reduce_dtype: torch.dtype | None = None,
+    init: Callable[[str], Tensor] | None = None,
 ) -> "Composed":
     """Put all that `plan` asks for on `model`, in place; the weights are those of rank 0.
 
@@ -83,6 +86,8 @@ def apply(
             `optimizer_class`, or does its work in pieces (ZeRO 1 and 2).
         ddp_version, bucket_mb, reduce: as in `ddp.apply`; buckets are those of ZeRO, too.
         reduce_dtype: as in `fsdp.apply`.
+        init: for a model on the "meta" device, under ZeRO 3: returns the first value of a weight,
+            whole, by its serial name. Called for one after the other, so that no rank ever has all.
 
     Raises `ValueError` on every rank, before the first collective, for a plan that does not work or
     another mesh.
@@ -145,6 +150,7 @@ def apply(
             # Gradients are summed up in float32 all the same, unless told otherwise.
             reduce_dtype=reduce_dtype or (torch.float32 if dtype else None),
             average=False,
+            init=None if init is None else lambda name, _: parts.own_piece(name, init(name)),
         )
         optimizer = make_optimizer(model, make=optimizer_class)  # of the pieces
     elif plan.zero:
@@ -184,6 +190,14 @@ class Parts:
     pipeline: runtime.Pipeline | None = None
     compressed: Compressed | None = None
 
+    def own_piece(self, name: str, whole: Any) -> Any:
+        """Of a weight, or of an entry of its state: cut as the weight is, unless it is a number."""
+        own = {name: whole}
+        for part in (self.expert, self.tensor):
+            if part is not None and isinstance(whole, Tensor) and whole.ndim:
+                own = part.own(own)
+        return own[name]
+
 
 class Composed(Strategy):
     """Several strategies that look like one; made by `apply`.
@@ -211,6 +225,8 @@ class Composed(Strategy):
         # on its way elsewhere.
         every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
+        for strategy in self.strategies:
+            strategy.device = self.device  # a model that was on "meta" is somewhere only now
         cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
         if parts.expert is not None:
             cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
@@ -312,7 +328,7 @@ class Composed(Strategy):
                 if isinstance(value, Tensor) and value.ndim:
                     tensors[key][name] = value
                 else:
-                    numbers[self._serial_name(name)][key] = value
+                    numbers[self.serial_name(name)][key] = value
         whole: dict[str, dict[str, Any]] = defaultdict(dict)
         told = all_gather_object((list(tensors), dict(numbers)), self.mesh.pp)
         for _, theirs in told[::-1]:  # the first counts
@@ -321,7 +337,7 @@ class Composed(Strategy):
         for key in sorted({key for keys, _ in told for key in keys}):
             for name, value in self.join(tensors[key]).items():
                 if value is not None:
-                    whole[name][key] = value.cpu()
+                    whole[name][key] = to_host(value)
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -331,24 +347,70 @@ class Composed(Strategy):
         """
         whole, part, own_names = unpack(state, self.names), {}, self._own_names()
         for name in itertools.chain(*own_names):
-            if entries := whole.get(self._serial_name(name)):
-                part[name] = {key: self._own_piece(name, value) for key, value in entries.items()}
+            if entries := whole.get(self.serial_name(name)):
+                part[name] = {key: self._own_entry(name, value) for key, value in entries.items()}
         own_state = pack(part, own_names, state["param_groups"])
         self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
 
-    def _own_piece(self, name: str, whole: Any) -> Any:
-        """Of an entry of the state: cut as the parameter is, unless it is a number."""
-        own = {name: whole}
-        for part in (self.parts.expert, self.parts.tensor):
-            if part is not None and isinstance(whole, Tensor) and whole.ndim:
-                own = part.own(own)
-        return own[name]
+    def _own_entry(self, name: str, value: Any) -> Any:
+        """Of an entry of the state: this rank's piece, or what will read it."""
+        if callable(value):
+            return lambda: self.parts.own_piece(name, value())
+        return self.parts.own_piece(name, value)
+
+    # ------------------------------------------------------------------ in pieces, out and in
+    @property
+    def has_intervals(self) -> bool:
+        """Whether what a rank has of a weight is an interval of its numbers, under ZeRO 3."""
+        plan = self.plan
+        return plan.zero == 3 and plan.tp == plan.ep == 1 and not plan.experts_over_cp
+
+    def intervals(self) -> tuple[dict[str, Interval], dict[str, Any], dict[str, Interval]]:
+        """Return this rank's part of weights and optimizer state by serial names; gathers neither.
+
+        Needs `has_intervals`. The second is the state dict of `full_optimizer_state`, alike on all
+        ranks, with meta tensors in the place of all that is cut: the third, by "NAME/ENTRY". A
+        collective, of names and numbers.
+        """
+        row_of = {p: row for row in self.rows for p in row.pieces}
+        weights, state, kinds = {}, {}, {}
+        for name, t in self.model.state_dict(keep_vars=True).items():
+            if t in row_of:
+                weights[self.serial_name(name)] = row_of[t].interval(t, t)
+            elif self.axis.rank == 0:
+                weights[name] = Interval(t.flatten(), 0, tuple(t.shape))
+        for name, p in itertools.chain(
+            *(g.items() for g in self.parts.data.members(self.optimizer))
+        ):
+            name, entries = self.serial_name(name), self.optimizer.state.get(p, {})
+            kinds[name] = {}
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    state[f"{name}/{key}"] = row_of[p].interval(p, value)
+                    value = value.dtype
+                kinds[name][key] = to_host(value) if isinstance(value, Tensor) else value
+        told: dict[str, dict[str, Any]] = defaultdict(dict)
+        for theirs in all_gather_object(kinds, self.mesh.world)[::-1]:  # the first counts
+            for name, entries in theirs.items():
+                told[name] |= entries
+        for name, entries in told.items():
+            for key, kind in entries.items():
+                if isinstance(kind, torch.dtype):
+                    told[name][key] = torch.empty(self.shapes[name], dtype=kind, device="meta")
+        return weights, pack(told, self.names, self.optimizer.param_groups), state
+
+    def fill(self, read: Callable[[str], Tensor]) -> None:
+        """Take this rank's part of the weights, under ZeRO 3: ``read(name)`` returns a whole one.
+
+        One at a time, by serial names.
+        """
+        self.parts.data.fill(lambda name: self.parts.own_piece(name, read(self.serial_name(name))))
 
     def _own_names(self) -> list[list[str]]:
         """What this rank's parameters are called, by the groups of the optimizer."""
         return [list(group) for group in self.parts.data.members(self.optimizer)]
 
-    def _serial_name(self, name: str) -> str:
+    def serial_name(self, name: str) -> str:
         """A tied head, which may be alone on its stage, is the embedding in the serial model."""
         tied = name == "lm_head.weight" and self.model.config.tie_embeddings
         return "model.embed_tokens.weight" if tied else name
@@ -356,5 +418,5 @@ class Composed(Strategy):
     def _serial_names(self, order: list[str]) -> list[list[str]]:
         """What those of all ranks are called in the serial model; a collective along pp."""
         groups = zip(*all_gather_object(self._own_names(), self.mesh.pp), strict=True)
-        found = [set(map(self._serial_name, itertools.chain(*group))) for group in groups]
+        found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
         return [[name for name in order if name in names] for names in found]

@@ -42,7 +42,7 @@ Two versions: `FullySharded` gathers and frees, `Prefetching` gathers ahead. Bot
 comes and goes is in flat.py, which weights go together in blocks.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -227,8 +227,16 @@ class FullySharded(Strategy):
                 f"the state is of another model: here {sorted(ours - theirs)}, "
                 f"there {sorted(theirs - ours)}"
             )
-        for name, t in own.items():
-            t.copy_(row_of[t].part_of(t, state[name]) if t in row_of else state[name])
+        self.fill(state.__getitem__)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[str], Tensor]) -> None:
+        """Take this rank's pieces, and the buffers, out of ``read(name)``, whole, one at a time."""
+        row_of = {p: flat for flat in self.flats for p in flat.pieces}
+        own = self.model.state_dict(keep_vars=True)
+        names = {t: name for name, t in reversed(own.items())}  # of tied ones the first
+        for t, name in names.items():
+            t.copy_(row_of[t].part_of(t, read(name)) if t in row_of else read(name))
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")

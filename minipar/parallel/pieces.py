@@ -20,6 +20,7 @@ S = 6::
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,14 @@ def is_copy(p: Tensor) -> bool:
 def piece_of(p: nn.Parameter) -> nn.Parameter:
     """Return what an optimizer steps in the place of `p`, and where its gradient is in the end."""
     return getattr(p, "piece", p)
+
+
+class Interval(NamedTuple):
+    """What a rank has of a tensor of `shape`, laid out flat: `numbers` [k], from `start` on."""
+
+    numbers: Tensor
+    start: int
+    shape: tuple[int, ...]
 
 
 class Layout:
@@ -118,6 +127,11 @@ class Row:
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
         """Return what of `whole`, shaped as the parameter, belongs to `piece`."""
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
+
+    def interval(self, piece: nn.Parameter, own: Tensor) -> Interval:
+        """Return `own`, shaped as `piece`, as a part of what is shaped as the parameter."""
+        numbers = own.detach().flatten()
+        return Interval(numbers, self.cuts[piece].start, tuple(self.shapes[piece]))
 
     @torch.no_grad()
     def join(

@@ -156,5 +156,7 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     If it `is_data`, those that have copies of them.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_meta:
+            continue  # its first value is yet to come, alike for all
         over = copies_axis(tensor, axis) if is_data else axis
         broadcast(tensor.data, over, src=0, out=tensor.data)

@@ -7,8 +7,9 @@ Layout. One folder per checkpoint, `checkpoints/step_000120/`:
     state.pt                    the rest of the state: numbers, and where those tensors belong
     manifest.json               length and CRC-32 of the other files; written last
 
-Every tensor is whole, as one device would have it, in the file of whichever rank wrote it. So a run
-can go on by another plan or on another number of ranks, and one process can read it all.
+Every tensor is whole, as one device would have it, in the file of whichever rank wrote it; or each
+rank's file has an interval of its numbers, laid out flat, and the manifest says where it begins. So
+a run can go on by another plan or on another number of ranks, and one process can read it all.
 
 A folder of this name is complete. Its files are held against the manifest, so that one that is cut
 short or changed later is noticed: `verify` looks at their lengths, `load` also into them.
@@ -17,10 +18,12 @@ Proved by: tests/train/test_checkpoint.py.
 """
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,10 @@ from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pieces import full_shape
 
-FORMAT = 2  # of the layout above
+FORMATS = 2, 3  # of the layout above: without intervals, and with some
 ALONE = Axis("world", 0, 1, (0,))
-Files = dict[str, dict[str, int]]  # name of a file: {"num_bytes": ..., "crc32": ...}
+# Name of a file: {"num_bytes": ..., "crc32": ...}; "intervals": {name: [start, *shape]}, if any.
+Files = dict[str, dict[str, Any]]
 CHUNK = 1 << 22  # bytes of a file that are looked into at once
 _NAME = re.compile(r"step_([0-9]{6,18})")
 _FILE = re.compile(r"(weights|state)_[0-9]{1,9}\.safetensors|state\.pt")  # in this folder, always
@@ -60,10 +64,47 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def load(folder: Path, axis: Axis = ALONE) -> tuple[dict[str, Tensor], dict[str, Any]]:
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of `shape` in the files of a checkpoint; a call reads it."""
+
+    folder: Path
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[tuple[str, int | None, int], ...]  # file, where it begins, numbers; None: is all
+
+    def __call__(self) -> Tensor:
+        whole = None
+        for file, start, numel in self.places:
+            with reading(self.folder, file), _open(self.folder / file) as contents:
+                part = contents.get_tensor(self.name)
+                if start is None:
+                    return part
+                whole = part.new_empty(math.prod(self.shape)) if whole is None else whole
+                whole[start : start + numel] = part
+        return whole.view(self.shape)
+
+    def check(self) -> "Stored":
+        """Raise `CheckpointError` unless the files have all of it."""
+        end = 0
+        for file, start, numel in sorted(self.places, key=lambda place: place[1] or 0):
+            with reading(self.folder, file):
+                if start is not None and start > end:
+                    raise ValueError(f"of {self.name}, no file has numbers {end:,} to {start:,}")
+                end = max(end, (start or 0) + numel)
+        with reading(self.folder, file):
+            if end != math.prod(self.shape):
+                raise ValueError(f"{self.name} of shape {self.shape} has {end:,} numbers")
+        return self
+
+
+def load(
+    folder: Path, axis: Axis = ALONE, *, lazily: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (weights, state) of a checkpoint, as they were saved.
 
-    With `axis`, a collective: its ranks share out the check of the contents, and read them all.
+    With `axis`, a collective: its ranks share out the check of the contents, and read them all; but
+    `lazily`, there is a `Stored` in the place of every weight, and of what is of an optimizer.
     Raises `CheckpointError` if it is damaged, on all ranks of `axis` alike.
     """
     manifest = verify(folder)
@@ -75,8 +116,14 @@ def load(folder: Path, axis: Axis = ALONE) -> tuple[dict[str, Tensor], dict[str,
                 f"checkpoint {folder} is damaged: the contents of {names[0]} do not match their "
                 f"CRC-32; resume from an earlier one"
             )
-    weights = _read(folder, manifest["files"], "weights_")
-    tensors = _read(folder, manifest["files"], "state_")
+    weights, tensors = (find(folder, manifest["files"], k) for k in ("weights_", "state_"))
+    if not lazily:
+        weights = {name: stored() for name, stored in weights.items()}
+    is_left = "optimizer/state/" if lazily else None
+    tensors = {
+        name: stored if is_left and name.startswith(is_left) else stored()
+        for name, stored in tensors.items()
+    }
     with reading(folder, "state.pt"):
         skeleton = torch.load(folder / "state.pt", weights_only=True)
         if not isinstance(skeleton, dict):
@@ -112,30 +159,39 @@ def load_some(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """
     manifest = verify(folder)
     stored = {name: manifest["tied"].get(name, name) for name in names}
-    found = _read(folder, manifest["files"], "weights_", set(stored.values()))
+    found = find(folder, manifest["files"], "weights_")
     missing = sorted(name for name in names if stored[name] not in found)
     if missing:
         raise CheckpointError(f"checkpoint {folder} has no weight {missing[0]}")
-    return {name: found[stored[name]] for name in names}
+    read = {name: found[name]() for name in set(stored.values())}
+    return {name: read[stored[name]] for name in names}
 
 
-def _read(
-    folder: Path, files: Files, kind: str, wanted: set[str] | None = None
-) -> dict[str, Tensor]:
-    """The tensors of all ranks' files of a kind; of `wanted` names only, if there are such."""
-    tensors = {}
+def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
+    """Where the tensors of a kind are, in the files of all ranks; reads their heads alone."""
+    found: dict[str, Stored] = {}
     for file in sorted(name for name in files if name.startswith(kind)):
-        with reading(folder, file), safe_open(folder / file, framework="pt") as contents:
-            names = contents.keys()
-            names = names if wanted is None else wanted.intersection(names)
-            tensors |= {name: contents.get_tensor(name) for name in names}
-    return dict(sorted(tensors.items()))  # in an order that does not tell who wrote what
+        with reading(folder, file), _open(folder / file) as contents:
+            for name in list(contents.keys()):
+                shape = tuple(contents.get_slice(name).get_shape())
+                start, *whole = files[file].get("intervals", {}).get(name, (None, *shape))
+                stored = found.get(name, Stored(folder, name, tuple(whole), ()))
+                if tuple(whole) != stored.shape or (start is not None and len(shape) != 1):
+                    raise ValueError(f"{name} has another shape here than {stored.shape}")
+                place = file, start, math.prod(shape)
+                found[name] = replace(stored, places=(*stored.places, place))
+    # In an order that does not tell who wrote what.
+    return {name: found[name].check() for name in sorted(found)}
+
+
+def _open(path: Path) -> safe_open:
+    return safe_open(path, framework="pt")
 
 
 def _damage(path: Path, digest: dict[str, int]) -> bool:
     """Whether the contents of a file are not those that were written."""
     try:
-        return digest_of(path) != digest
+        return digest_of(path) != {key: digest[key] for key in ("num_bytes", "crc32")}
     except OSError:
         return True
 
@@ -149,7 +205,10 @@ def verify(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         layout, tied = manifest.get("format", 1), dict(manifest["tied"])
         files = {
-            name: {key: int(digest[key]) for key in ("num_bytes", "crc32")}
+            name: {
+                **{key: int(digest[key]) for key in ("num_bytes", "crc32")},
+                "intervals": {k: _place(v) for k, v in digest.get("intervals", {}).items()},
+            }
             for name, digest in manifest["files"].items()
         }
         if strange := [name for name in files if not _FILE.fullmatch(name)]:
@@ -160,10 +219,10 @@ def verify(folder: Path) -> dict[str, Any]:
             raise TypeError("tied weights must be names")
     except (OSError, *_NOT_JSON, KeyError, AttributeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: its manifest.json: {error}") from None
-    if layout != FORMAT:
+    if layout not in FORMATS:
         raise CheckpointError(
             f"checkpoint {folder} has format {layout}, and this version of minipar reads "
-            f"{FORMAT}; go on with the version that wrote it"
+            f"{' and '.join(map(str, FORMATS))}; go on with the version that wrote it"
         )
     for name, digest in files.items():
         path, num_bytes = folder / name, digest["num_bytes"]
@@ -175,6 +234,13 @@ def verify(folder: Path) -> dict[str, Any]:
                 f"resume from an earlier one"
             )
     return {"files": files, "tied": tied}
+
+
+def _place(told: Any) -> list[int]:
+    """Where an interval begins, and the shape of what it is of."""
+    if not (isinstance(told, list) and told and all(type(n) is int and n >= 0 for n in told)):
+        raise TypeError(f"{str(told)[:80]} is no place of an interval")
+    return told
 
 
 def map_tensors(tree: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:

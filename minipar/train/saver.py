@@ -1,8 +1,9 @@
 """Saving: all ranks write a part of a checkpoint at once, in the background if they are asked to.
 
 Shares. Every rank writes some of the tensors, dealt out by their bytes, and each tensor whole, as
-one device would have it. Pieces as the plan of the run cuts them would save gathering them, but
-would bind the checkpoint to that plan; these files can be read by any other, and by one process.
+one device would have it. Where a rank has but intervals of the tensors (ZeRO 3), it writes these,
+and gathers nothing. What a file holds is said in terms of whole tensors: so any other plan can read
+it, and one process.
 
 Atomic. The files are written into a folder of another name and forced to disk. Only when all ranks
 know that all have succeeded does rank 0 write the manifest and rename the folder; a checkpoint that
@@ -23,7 +24,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,10 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
+from minipar.parallel.pieces import Interval
 from minipar.train.checkpoint import (
     ALONE,
-    FORMAT,
+    FORMATS,
     Files,
     available,
     digest_of,
@@ -46,7 +48,9 @@ from minipar.train.checkpoint import (
     step_of,
 )
 
-Share = dict[str, dict[str, Tensor]]  # "weights" and "state": the tensors of one rank, by name
+Intervals = Mapping[str, Mapping[str, Interval]]  # by kind and name
+# "weights" and "state": the tensors of one rank, by name, or what it has of them
+Share = dict[str, dict[str, Tensor | Interval]]
 _CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)  # torch and safetensors wrap OSError
 _T = TypeVar("_T")
 
@@ -79,17 +83,27 @@ class Saver:
         self.folder, self.axis, self.keep, self.in_background = folder, axis, keep, in_background
         self._writing: _InProgress | None = None
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        weights: dict[str, Tensor],
+        state: dict[str, Any],
+        own: Intervals | None = None,
+        tied: dict[str, str] | None = None,
+    ) -> None:
         """Write checkpoint `step`; in the background, begin to, after the save before is finished.
 
         `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back,
         in nested dicts, lists and tuples. Both are equal on all ranks. A collective.
 
+        `own` is what this rank alone has: of "weights", and of "state", where meta tensors are in
+        the place of what is cut. `tied` says which weights are stored under another name.
+
         Raises `OSError` on every rank where one cannot write, such as on a full disk; the
         checkpoints before are then as they were.
         """
         self.finish()
-        tied, of_state = _ties(weights), {}
+        tied, of_state = _ties(weights) if tied is None else tied, {}
         skeleton = _take_tensors(state, of_state)
         tensors = {("weights", name): t for name, t in weights.items() if name not in tied}
         tensors |= {("state", name): t for name, t in of_state.items()}
@@ -98,6 +112,10 @@ class Saver:
         share: Share = {"weights": {}, "state": {}}
         for kind, name in mine:
             share[kind][name] = _copy_on_host(tensors[kind, name])
+        for kind, intervals in (own or {}).items():
+            for name, interval in intervals.items():
+                if interval.numbers.numel():
+                    share[kind][name] = self._still(interval)
         work = _write_share, self._unfinished(step), self.axis.rank, share
         executor = ThreadPoolExecutor(1)
         files = executor.submit(*work, skeleton if self.axis.rank == 0 else None)
@@ -143,6 +161,12 @@ class Saver:
             self._writing.files.exception()
             self._writing = None
 
+    def _still(self, own: Interval) -> Interval:
+        """What training leaves as it is until it is written: a copy, if need be."""
+        if own.numbers.device.type == "cpu" and not self.in_background:
+            return own
+        return own._replace(numbers=_copy_on_host(own.numbers))
+
     def _together(self, step: int, work: Callable[[], _T]) -> list[_T]:
         """Do `work` on every rank; return what each returned. If it fails on one, all raise."""
         result = problem = None
@@ -175,7 +199,9 @@ class Saver:
             path = unfinished / name
             if not path.is_file() or path.stat().st_size != digest["num_bytes"]:
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
-        manifest = {"format": FORMAT, "step": step, "tied": tied, "files": files}
+        has_intervals = any("intervals" in digest for digest in files.values())
+        layout = FORMATS[has_intervals]
+        manifest = {"format": layout, "step": step, "tied": tied, "files": files}
         (unfinished / "manifest.json").write_text(
             json.dumps(manifest, indent=2) + "\n", encoding="utf-8"
         )
@@ -218,6 +244,8 @@ def _take_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
     """
 
     def take(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor  # every rank has its part
         if tensor.ndim == 0:
             return _copy_on_host(tensor)
         assert name not in tensors, f"two tensors of the state are called {name}"
@@ -247,11 +275,15 @@ def _copy_on_host(tensor: Tensor) -> Tensor:
 def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
     """Write the files of one rank, down to the disk; return their digests."""
     folder.mkdir(exist_ok=True)
-    written = []
-    for kind, tensors in share.items():
-        if tensors:
+    written, intervals = [], {}
+    for kind, own in share.items():
+        if own:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
-            save_file(tensors, written[-1])
+            cut = {name: part for name, part in own.items() if isinstance(part, Interval)}
+            save_file(own | {name: part.numbers for name, part in cut.items()}, written[-1])
+            if cut:
+                places = {name: [part.start, *part.shape] for name, part in cut.items()}
+                intervals[written[-1]] = {"intervals": places}
     if skeleton is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
@@ -259,7 +291,7 @@ def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
         written[-1].write_bytes(content.getbuffer())
     for path in written:
         _force_to_disk(path)
-    return {path.name: digest_of(path) for path in written}
+    return {path.name: digest_of(path) | intervals.get(path, {}) for path in written}
 
 
 def _remove(checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ What a checkpoint says of weights and optimizer is what one device would have, s
 kind can go on by any other plan, and on any number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,14 +28,29 @@ from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import reduce_in
+from minipar.train.saver import Saver
 from minipar.train.workload import Workload
 
 
-def make(config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> "Setup":
-    """Make `model` parallel along the axes of `mesh`, in place, as `config` says; a collective."""
+def make(
+    config: TrainConfig,
+    model: Llama,
+    mesh: Mesh,
+    workload: Workload,
+    init: Callable[[str], Tensor] | None = None,
+) -> "Setup":
+    """Make `model` parallel along the axes of `mesh`, in place, as `config` says; a collective.
+
+    `init` as in `compose.apply`: where `is_in_parts` says so.
+    """
     if config.local_method != "none":
         return Local(config, model, mesh)
-    return Planned(config, model, mesh, workload)
+    return Planned(config, model, mesh, workload, init)
+
+
+def is_in_parts(config: TrainConfig) -> bool:
+    """Whether no rank ever has the whole model: it comes, stays and goes in parts."""
+    return config.zero == 3
 
 
 class Setup:
@@ -56,7 +71,14 @@ class Setup:
         """Return the model of the run as one device would hold it; a collective."""
         return self.strategy.full_state_dict()
 
-    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
+    def save(self, saver: Saver, step: int, state: dict[str, Any], names: Sequence[str]) -> None:
+        """Write a checkpoint of all this and `state`, of parameters of these `names`."""
+        weights, own = self.full_state_dict(), self.state_dict()
+        if "optimizer" in own:
+            own["optimizer"] = checkpoint.by_name(own["optimizer"], names)
+        saver.save(step, weights, state | own)
+
+    def load_weights(self, weights: dict[str, Any], where: str) -> None:
         """Take over what `full_state_dict` returned. Raises `CheckpointError` naming `where`."""
         checkpoint.check_weights(self.model, weights, where)
         self.strategy.load_full_state_dict(weights)
@@ -102,7 +124,14 @@ class Setup:
 class Planned(Setup):
     """Ranks train one model together: data, tensor, pipeline and context parallelism, ZeRO."""
 
-    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Llama,
+        mesh: Mesh,
+        workload: Workload,
+        init: Callable[[str], Tensor] | None = None,
+    ) -> None:
         super().__init__(config, model, mesh)
         plan, reduce, reduce_dtype = config.as_plan(), None, None
         if config.reduce_dtype != "same":
@@ -117,16 +146,32 @@ class Planned(Setup):
             bucket_mb=config.bucket_mb or None,
             reduce=workload.watch(reduce),
             reduce_dtype=reduce_dtype,
+            init=init,
         )
         self.optimizer = self.strategy.optimizer
         self.data_axis = self.strategy.axis
         self.compressed = self.strategy.parts.compressed
         self.crosses_steps = plan.zero in (1, 2)  # weights arrive in the next forward
 
-    def load_weights(self, weights: dict[str, Tensor], where: str) -> None:
+    def save(self, saver: Saver, step: int, state: dict[str, Any], names: Sequence[str]) -> None:
+        """Where ranks have intervals of tensors, each writes its own, and nothing is gathered."""
+        strategy = self.strategy
+        if not strategy.has_intervals:
+            super().save(saver, step, state, names)
+            return
+        weights, optimizer, entries = strategy.intervals()
+        own = {f"optimizer/state/{name}": part for name, part in entries.items()}
+        tied = {n: strategy.serial_name(n) for n in strategy.shapes if n != strategy.serial_name(n)}
+        state = state | {"optimizer": checkpoint.by_name(optimizer, names)}
+        saver.save(step, {}, state, {"weights": weights, "state": own}, tied)
+
+    def load_weights(self, weights: dict[str, Any], where: str) -> None:
         """Take this rank's part of them. Raises `CheckpointError` naming `where`."""
         checkpoint.check_shapes(self.strategy.shapes, weights, where)
-        self.strategy.load_full_state_dict(weights)
+        if is_in_parts(self.config):
+            self.strategy.fill(lambda name: weights[name]())
+        else:
+            self.strategy.load_full_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state as of one device; what each rank has kept back of its gradients."""

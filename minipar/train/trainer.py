@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
-from minipar.model.llama import Llama, LlamaConfig, generate
+from minipar.model.llama import Llama, LlamaConfig, generate, initial_weight
 from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, peak, strategies
 from minipar.train.config import TrainConfig
@@ -62,7 +63,11 @@ class Trainer:
         self.batches = self._batches(self.corpus.train, config.seed, config.microbatches)
 
         shape = config.model_config(self.tokenizer.vocab_size)
-        if config.init:
+        in_parts = strategies.is_in_parts(config)
+        if in_parts:
+            with torch.device("meta"):
+                self.model = Llama(shape).to(getattr(torch, config.dtype))
+        elif config.init:
             self.model = hf.load(config.init, getattr(torch, config.dtype), self.device)
         else:
             self.model = self._whole_model(shape)
@@ -70,7 +75,9 @@ class Trainer:
         self.parameter_names = names_in_order(self.model)  # of the serial model, whatever follows
         checkpoint_activations(self.model, config.recompute)
         self.workload = Workload(config, self.model, self.mesh)
-        self.setup = strategies.make(config, self.model, self.mesh, self.workload)
+        shapes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        init = partial(self._first_value, shapes) if in_parts else None
+        self.setup = strategies.make(config, self.model, self.mesh, self.workload, init)
         self.optimizer = self.setup.optimizer
         self.precision = Precision(config.precision, self.device, self.setup.overflow_axes)
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
@@ -85,6 +92,17 @@ class Trainer:
     def _whole_model(self, model_config: LlamaConfig) -> Llama:
         model = Llama(model_config, seed=self.config.seed)
         return model.to(self.device, getattr(torch, self.config.dtype))
+
+    def _first_value(self, shapes: dict[str, tuple[int, ...]], name: str) -> Tensor:
+        """Return one weight of the serial model as it begins, or a buffer."""
+        config, dtype, shape = self.config, getattr(torch, self.config.dtype), self.model.config
+        if name == hf.HEAD and shape.tie_embeddings:
+            name = hf.EMBEDDING
+        if name not in self.parameter_names:
+            return torch.zeros(shapes[name], device=self.device)
+        if config.init:
+            return hf.read_tensors(config.init, {name}.__contains__, dtype, self.device)[name]
+        return initial_weight(shape, name, shapes[name], config.seed).to(self.device, dtype)
 
     def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
         sequences, axis = Sequences(tokens, self.config.seq_len), self.mesh.joint("dp", "ep")
@@ -262,19 +280,15 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, or begin to with --async-save; a collective."""
         with self._waiting_for_files():
-            weights = self.setup.full_state_dict()
             state = {
                 "step": self.step,
                 "model": asdict(self.model.config),
-                **self.setup.state_dict(),
                 "precision": self.precision.state_dict(),
                 "data": self.batches.state_dict(),
                 "workload": self.workload.state_dict(),
                 "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
             }
-            if "optimizer" in state:
-                state["optimizer"] = checkpoint.by_name(state["optimizer"], self.parameter_names)
-            self.saver.save(self.step, weights, state)
+            self.setup.save(self.saver, self.step, state, self.parameter_names)
 
     def _finish_save(self) -> None:
         with self._waiting_for_files():
@@ -291,7 +305,9 @@ class Trainer:
 
         A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit.
         """
-        weights, state = checkpoint.load(folder, self.mesh.world)
+        weights, state = checkpoint.load(
+            folder, self.mesh.world, lazily=strategies.is_in_parts(self.config)
+        )
         self.setup.load_weights(weights, f"checkpoint {folder}")
         with checkpoint.reading(folder):
             if state["step"] != checkpoint.step_of(folder):
@@ -332,7 +348,7 @@ class Trainer:
             hidden_fraction=hidden_fraction,
             experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
-            sample=self.sample(),
+            sample="",
         )
 
     def _mfu(self, lines: list[dict[str, Any]]) -> float | None:
@@ -348,13 +364,15 @@ class Trainer:
         """
         if not self.config.sample_tokens:
             return ""
-        # With whole weights on one rank, or all would have to gather them for each token.
-        weights = self.setup.full_state_dict()
-        if not self.is_first:
-            return ""
+        model = self.model
+        if not (strategies.is_in_parts(self.config) and self.mesh.size == self.mesh.dp.size):
+            # With whole weights on one rank, or all would have to gather them for each token.
+            weights = self.setup.full_state_dict()
+            if not self.is_first:
+                return ""
+            model = self._whole_model(self.model.config)
+            model.load_state_dict(weights)
         self._tell(f"writing a sample of {self.config.sample_tokens:,} tokens ...")
-        model = self._whole_model(self.model.config)
-        model.load_state_dict(weights)
         tokens = self.corpus.validation[:32].to(self.device, torch.int64)[None]
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         total, told = self.config.sample_tokens, time.monotonic()
@@ -402,7 +420,15 @@ def train(
         if trainer.is_first and report is not None:
             if trainer.timeline.spans:
                 trainer.timeline.save(place / "timeline.json")
-            (place / "sample.txt").write_text(report.sample, encoding="utf-8")
-            content = json.dumps(asdict(report), indent=2) + "\n"
-            (place / "report.json").write_text(content, encoding="utf-8")
+            _write_report(report, place)
+        if report is not None:
+            report.sample = trainer.sample()  # may fail, or take long: what there is, is written
+            if trainer.is_first and report.sample:
+                _write_report(report, place)
         return report
+
+
+def _write_report(report: Report, folder: Path) -> None:
+    (folder / "sample.txt").write_text(report.sample, encoding="utf-8")
+    content = json.dumps(asdict(report), indent=2) + "\n"
+    (folder / "report.json").write_text(content, encoding="utf-8")

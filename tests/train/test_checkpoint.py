@@ -375,12 +375,14 @@ def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
 
 def test_a_checkpoint_of_another_format_is_refused(saved):
     manifest = json.loads((saved / "manifest.json").read_text(encoding="utf-8"))
-    for found, said in ({}, 1), ({"format": 3}, 3):
+    for found, said in ({}, 1), ({"format": 4}, 4):
         other = {**manifest, **found}
         if not found:
             del other["format"]  # as before there was a number
         (saved / "manifest.json").write_text(json.dumps(other), encoding="utf-8")
-        with pytest.raises(CheckpointError, match=f"has format {said}, and .* reads 2; go on with"):
+        with pytest.raises(
+            CheckpointError, match=f"has format {said}, and .* reads 2 and 3; go on with"
+        ):
             load(saved)
 
 

@@ -1,5 +1,6 @@
 """Several ranks write one checkpoint: all of it or nothing, in the background as well."""
 
+import json
 import os
 import random
 import resource
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
+from minipar.parallel.pieces import Interval
 from minipar.train import checkpoint, saver
 from minipar.train.checkpoint import CheckpointError, available, load, step_of
 from minipar.train.saver import Saver, deal
@@ -141,6 +143,60 @@ def test_a_rank_that_cannot_write_tells_all(ranks, tmp_path, in_background):
     assert_is(tmp_path / "step_000001", 1, 20)
     assert ranks(3).run(save_with_little_room, tmp_path, 2, 0, 10**7) == [""] * 3
     assert_is(tmp_path / "step_000002", 2, 20)
+
+
+# ---------------------------------------------------------------------- intervals
+def save_intervals(folder: Path, in_background: bool) -> None:
+    """Each rank a part of 10 numbers [2, 5]: of ranks 0 and 1 the same ones, of rank 2 the rest."""
+    axis, whole = world(), torch.arange(10.0)
+    start, stop = ((0, 6), (0, 6), (6, 10))[axis.rank]
+    own = Interval(whole[start:stop], start, (2, 5))
+    nothing = Interval(whole[:0], 0, (3,))  # of which rank 1 has all
+    more = Interval(torch.ones(3), 0, (3,)) if axis.rank == 1 else nothing
+    state = {"step": 1, "optimizer": {"w": {"m": torch.empty(2, 5, device="meta"), "n": 7}}}
+    intervals = {"weights": {"w": own, "v": more}, "state": {"optimizer/w/m": own}}
+    saver = Saver(folder, axis, in_background=in_background)
+    saver.save(1, {}, state, intervals, {"tied": "w"})
+    saver.finish()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_intervals_of_all_ranks_are_one_tensor(ranks, tmp_path, in_background):
+    """Mutants: put together in the order of the files; the first of them taken for the whole."""
+    ranks(3).run(save_intervals, tmp_path, in_background)
+    folder, whole = tmp_path / "step_000001", torch.arange(10.0).view(2, 5)
+    weights, state = load(folder)
+    assert weights["w"].equal(whole) and weights["tied"] is weights["w"]
+    assert weights["v"].equal(torch.ones(3))
+    assert state["optimizer"]["w"]["m"].equal(whole) and state["optimizer"]["w"]["n"] == 7
+    lazy, _ = load(folder, lazily=True)
+    assert lazy["w"].shape == (2, 5) and lazy["w"]().equal(whole)
+    assert checkpoint.load_some(folder, ["tied"])["tied"].equal(whole)
+
+
+@pytest.mark.parametrize(
+    "place, says",
+    [
+        ([7, 2, 5], "numbers 6 to 7"),
+        ([5, 2, 5], "9 numbers"),
+        ([6, 5, 2], "another shape"),
+        ([-1, 2, 5], "no place of an interval"),
+        (None, "another shape"),
+    ],
+)
+def test_intervals_that_leave_a_gap_are_refused(ranks, tmp_path, place, says):
+    """And by the name of the file. Mutant: what no file has is left as memory happens to be."""
+    ranks(3).run(save_intervals, tmp_path, False)
+    path = tmp_path / "step_000001/manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    assert manifest["format"] == 3
+    intervals = manifest["files"]["weights_00002.safetensors"]["intervals"]
+    intervals["w"] = place
+    if place is None:
+        del intervals["w"]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=says):
+        load(path.parent)
 
 
 # ---------------------------------------------------------------------- in the background

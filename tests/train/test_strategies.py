@@ -16,6 +16,7 @@ from torch import nn
 from minipar.comm import timeline
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
+from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import Plan
@@ -99,7 +100,8 @@ def test_any_plan_leaves_what_one_device_would(run, on_one_device, plan):
     weights read before they have arrived; only rank 0 in a collective (which would hang); moments
     of one stage; tokens that all ranks of tp count.
     """
-    one, many = on_one_device, run(Plan.parse(plan).num_ranks, "many", plan=plan, **WHOLE_RUN)
+    one = on_one_device
+    many = run(Plan.parse(plan).num_ranks, "many", plan=plan, **WHOLE_RUN)
     assert any(norm > PLAIN.max_norm for (norm,) in lines_of(one, "grad_norm"))
     assert_same_run(many, one)
     (weights, state), (expected, serial) = saved(many, 4), saved(one, 4)
@@ -442,3 +444,28 @@ def test_a_step_that_overflows_on_one_rank_is_left_out_on_all(ranks, text, tmp_p
     config.check()
     found = ranks(2).run(with_an_overflow_on_one_rank, config, str(tmp_path))
     assert found == [(1, True), (1, True)]
+
+
+# ---------------------------------------------------------------------- never whole
+@pytest.mark.parametrize(
+    "text", some(["dp=2", "dp=2,tp=2", "pp=2,microbatches=2", "cp=2"], ["dp=2", "dp=2,tp=2"])
+)
+def test_zero_3_begins_as_the_whole_model_does(ranks, tmp_path, text, run):
+    """From "meta", by a seed or from a folder: weights as of one process, bit for bit.
+
+    Mutants: a rank draws its pieces from the global stream; a tied head of its own."""
+    folder, tied = tmp_path / "model", "pp" not in text  # which two stages cannot share here
+    hf.save(Llama(replace(PRESETS["tiny"], tie_embeddings=tied), seed=5), folder)
+    config = replace(PLAIN, data=str(Path(checkpoint.__file__)), plan=f"{text},zero=3")
+    for init, seed in (("", 3), (str(folder), 3))[not tied :]:
+        expected = hf.load(folder) if init else Llama(PRESETS["tiny"], seed=seed)
+        asked = replace(config, init=init, seed=seed)
+        for found in ranks(config.num_ranks).run(first_weights, asked, str(tmp_path / "run")):
+            wanted = {name: t.double() for name, t in expected.state_dict().items()}
+            assert found.keys() == wanted.keys()
+            assert all(found[name].equal(wanted[name]) for name in wanted)
+
+
+def first_weights(config: TrainConfig, folder: str) -> dict:
+    with torch.random.fork_rng():
+        return Trainer(config, Path(folder)).setup.full_state_dict()
