@@ -11,9 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from minipar.comm import collectives, strict
+from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.parallel import compose
+from minipar.parallel import compose, ddp, fsdp, offload
+from minipar.parallel.compression import COMPRESSORS
 from minipar.parallel.plan import Plan
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
@@ -56,6 +58,40 @@ def test_no_strategy_has_a_race(ranks, name):
     expected = serial(task_of(plan))
     expected.gradients = [{}, {}]
     for found in ranks(4, "link").run(train, plan):
+        assert_parity(found, expected)
+
+
+@pytest.mark.parametrize(
+    "method", [m if m == "int8" else pytest.param(m, marks=pytest.mark.slow) for m in COMPRESSORS]
+)
+def test_compression_has_no_race(ranks, method):
+    """What is sent is less, and arrives late; it is not the gradient of one device."""
+    for found in ranks(4, "link").run(train, Plan(dp=4, compression=method)):
+        assert all(map(math.isfinite, found.losses + found.norms))
+
+
+def attach_offloaded(model, mesh: Mesh, how: str) -> list:
+    copies = HostCopy(pcie="none")
+    if how == "shards":
+        strategy = fsdp.apply(model, mesh.dp, average=False)
+        offload.shards_on_host(strategy, copies)
+        return [strategy]
+    inside = ddp.apply(model, mesh.dp, bucket_mb=0.004, average=False)
+    return [offload.apply(model, mesh.dp, inside=inside, copies=copies)]
+
+
+def train_offloaded(how: str, slip: Callable = contextlib.nullcontext) -> Outcome:
+    with slip(), strict.watching():
+        attach = partial(attach_offloaded, how=how)
+        return parallel(task_of(PLANS["ddp"]), {"dp": 4}, attach, gradients=lambda model: {})
+
+
+@pytest.mark.parametrize("how", ["after ddp", "shards"])
+def test_offload_has_no_race(ranks, how):
+    """Gradients leave for the host when they have arrived; weights are sent when they are back."""
+    expected = serial(task_of(PLANS["ddp"]))
+    expected.gradients = [{}, {}]
+    for found in ranks(4, "link").run(train_offloaded, how):
         assert_parity(found, expected)
 
 
@@ -104,10 +140,27 @@ SLIPS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "run, what, slip",
+    [
+        (train, Plan(dp=4, compression="int8"), wait_left_out),
+        (train, Plan(dp=4, compression="int8"), partial(buffer_reused, "all_to_all_single")),
+        (train_offloaded, "after ddp", wait_left_out),
+        (train_offloaded, "shards", wait_left_out),
+    ],
+)
+def test_a_slip_beside_plans_is_caught(ranks, run, what, slip):
+    assert_caught(ranks, run, what, slip)
+
+
 @pytest.mark.parametrize("name, slip", SLIPS)
 def test_a_slip_is_caught(ranks, name, slip):
+    assert_caught(ranks, train, PLANS[name], slip)
+
+
+def assert_caught(ranks, run: Callable, what: Plan | str, slip: Callable) -> None:
     try:
-        found = ranks(4, "link").run(train, PLANS[name], slip)
+        found = ranks(4, "link").run(run, what, slip)
     except RankError:
         return
     assert any(math.isnan(x) for outcome in found for x in outcome.losses + outcome.norms)
