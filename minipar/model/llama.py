@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minipar.model.moe import MoE, MoEConfig
 
@@ -452,6 +453,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, seed: int = 0):
         super().__init__()
         self.config = config
+        self.loss_chunk = 0  # tokens whose logits there are at a time, see `loss_on`; 0: of all
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global stream
             self.model = LlamaModel(config)
@@ -475,9 +477,15 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         valid: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head)."""
+        """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head).
+
+        With `targets` [B, T], their loss: a scalar, by `chunked_loss`.
+        """
         hidden = self.model(tokens, positions, mask, valid)
+        if targets is not None:
+            return chunked_loss(hidden, self.lm_head.weight, targets, self.loss_chunk)
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 
@@ -538,6 +546,30 @@ def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+def chunked_loss(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """`token_loss` of hidden [B, T, D] @ head [V, D]ᵀ, without logits of all tokens at once.
+
+    Those of `chunk` tokens take 4 V chunk bytes; they are dropped, and computed again in backward:
+    2 D V FLOPs more per token. The head is an argument, and not looked up again, as fsdp has it
+    here in forward alone.
+    """
+
+    def of_some(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(F.linear(hidden, head), targets)
+
+    parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+    losses = [checkpoint(of_some, h, head, t, use_reentrant=False) for h, t in parts]
+    return torch.stack(losses).sum()
+
+
+def loss_on(model: nn.Module, inputs: Tensor, targets: Tensor, context: Sequence[Tensor]) -> Tensor:
+    """Return the summed loss of `model` on a microbatch: by `chunked_loss`, if it says so."""
+    rest = beside(model, targets, context)
+    if getattr(model, "loss_chunk", 0):
+        return model(inputs, *rest, targets=targets)
+    return loss_of(model)(model(inputs, *rest), targets)
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:

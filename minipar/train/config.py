@@ -50,7 +50,9 @@ SMALLEST = 1e-12
 """What a number that must be positive may be at least. Less would vanish in a product."""
 
 _FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every record_every local_every"
-_FROM_ZERO = "warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
+_FROM_ZERO = (
+    "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
+)
 _LEAST: dict[str, float] = {
     **dict.fromkeys(f"{_FROM_ONE} timeout".split(), 1),
     **dict.fromkeys(f"{_FROM_ZERO} stall_seconds".split(), 0),
@@ -194,6 +196,9 @@ class TrainConfig:
     compress: str = "none"
     """Send gradients with fewer bytes: none, fp16, bf16, int8, fp8-e4m3, fp8-e5m2, sign, top-k,
     random-k or powersgd. What is left out of a step is added to the next."""
+    loss_chunk: int = 0
+    """Compute the logits of that many tokens at a time, and once more in backward, instead of
+    holding those of all; 0: all at once."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward instead of being kept."""
 
@@ -279,6 +284,11 @@ class TrainConfig:
                 raise ValueError(f"{asked} is unknown; use none, {names}")
         self._check_clashes()
         self._check_data_parallel_alone(plan)
+        if self.loss_chunk and plan.tp * plan.pp > 1:
+            raise ValueError(
+                f"--loss-chunk {self.loss_chunk} needs the whole head and the last hidden states "
+                f"on each rank, and --mesh {self.mesh} cuts them up; use tp=1 and pp=1"
+            )
         plan.check(self.model_config())
 
     def _check_data_parallel_alone(self, plan: Plan) -> None:
@@ -365,8 +375,10 @@ class TrainConfig:
         return found
 
     def weight_bytes(self) -> int:
-        """Bytes of the whole model, which each rank holds before it is cut up."""
-        return self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
+        """Bytes of the model that each rank holds at first: all of it, before it is cut up, or
+        under ZeRO 3 its part."""
+        whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
+        return whole // self.num_ranks if self.zero == 3 else whole
 
     def check_text(self) -> None:
         """Raise `ValueError` where the tokenizer or the text cannot be used; reads all of it.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.model.llama import beside, loss_of
+from minipar.model.llama import loss_of, loss_on
 from minipar.model.moe import routers, start_step
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import Strategy, device_of, in_order
@@ -62,7 +62,7 @@ def forward_backward(
                 for strategy in strategies:
                     stack.enter_context(strategy.no_sync())
             with autocast():
-                loss = loss_of(model)(model(inputs, *beside(model, targets, context)), targets)
+                loss = loss_on(model, inputs, targets, context)
             weigh(loss).backward()
             total += loss.detach()
     return total

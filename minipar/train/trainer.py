@@ -74,6 +74,7 @@ class Trainer:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.parameter_names = names_in_order(self.model)  # of the serial model, whatever follows
         checkpoint_activations(self.model, config.recompute)
+        self.model.loss_chunk = config.loss_chunk
         self.workload = Workload(config, self.model, self.mesh)
         shapes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
         init = partial(self._first_value, shapes) if in_parts else None
@@ -274,7 +275,13 @@ class Trainer:
     def _on_device(self, batches: Iterable[Sequence[Microbatch]]) -> Iterator[list[Microbatch]]:
         shard = self.setup.strategy.shard
         for batch in batches:
-            yield [shard((x.to(self.device), y.to(self.device))) for x, y in batch]
+            yield [shard((self._moved(x), self._moved(y))) for x, y in batch]
+
+    def _moved(self, tokens: Tensor) -> Tensor:
+        """Return `tokens` on the device. A GPU takes them while it computes, from pinned memory."""
+        if self.device.type == "cuda":
+            return tokens.pin_memory().to(self.device, non_blocking=True)
+        return tokens.to(self.device)
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:
