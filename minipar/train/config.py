@@ -20,6 +20,7 @@ from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
+from minipar.train import compiled
 from minipar.train.batch_size import LARGEST_BATCH, parse_ramp
 from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, try_out
 from minipar.train.metrics import summary_writer
@@ -199,6 +200,9 @@ class TrainConfig:
     loss_chunk: int = 0
     """Compute the logits of that many tokens at a time, and once more in backward, instead of
     holding those of all; 0: all at once."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Compile each block by itself, under strategies that stay outside of blocks: inductor for
+    speed, aot_eager to try it without a compiler."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward instead of being kept."""
 
@@ -284,6 +288,8 @@ class TrainConfig:
                 raise ValueError(f"{asked} is unknown; use none, {names}")
         self._check_clashes()
         self._check_data_parallel_alone(plan)
+        if self.compile != "none":
+            compiled.check(plan, self.model_config().moe is not None)
         if self.loss_chunk and plan.tp * plan.pp > 1:
             raise ValueError(
                 f"--loss-chunk {self.loss_chunk} needs the whole head and the last hidden states "

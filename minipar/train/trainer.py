@@ -22,7 +22,7 @@ from minipar.comm.timeline import Timeline
 from minipar.model import hf
 from minipar.model.llama import Llama, LlamaConfig, generate, initial_weight
 from minipar.model.recompute import checkpoint_activations
-from minipar.train import checkpoint, peak, strategies
+from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
 from minipar.train.data import Batches, Sequences
@@ -79,6 +79,8 @@ class Trainer:
         shapes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
         init = partial(self._first_value, shapes) if in_parts else None
         self.setup = strategies.make(config, self.model, self.mesh, self.workload, init)
+        if config.compile != "none":
+            compiled.compile_blocks(self.model, config.compile)
         self.optimizer = self.setup.optimizer
         self.precision = Precision(config.precision, self.device, self.setup.overflow_axes)
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
