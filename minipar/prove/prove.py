@@ -18,11 +18,12 @@ from textwrap import wrap
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import coordinates
 from minipar.prove.causes import Both, Suspect, cause_of
-from minipar.prove.compare import RTOL, Stage, State, differing, forms, is_close, whole
+from minipar.prove.compare import RTOL, Stage, State, differing, forms, whole
 from minipar.prove.job import Job, WrongFile
 from minipar.prove.observe import Trial, observe
 
@@ -145,9 +146,10 @@ def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
 
 def _assembled(both: Both, stage: Stage, pieces: list[State], expected: State) -> list[State]:
     """For each rank, what it has as one device would: pieces joined, losses of the whole batch."""
-    unknown = stage[0] == "gradient norm" and not all(pieces)
-    if unknown or (stage[0] == "loss" and _is_loss_of_all(both, pieces, expected, stage[1])):
+    if stage[0] == "gradient norm" and not all(pieces):
         return [expected] * len(pieces)
+    if stage[0] == "loss":
+        return _losses(both, [state[""] for state in pieces], expected, stage[1])
     found: list[State] = [{} for _ in pieces]
     for name, theirs in expected.items():
         own = [state.get(name) for state in pieces]
@@ -159,21 +161,21 @@ def _assembled(both: Both, stage: Stage, pieces: list[State], expected: State) -
     return found
 
 
-def _is_loss_of_all(both: Both, pieces: list[State], expected: State, step: int) -> bool:
-    """Whether ranks have the loss of the batch, or summands of it, or each that of its share.
+def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[State]:
+    """What ranks have as the loss of the batch, or as summands of it, or each as that of its share.
 
     Whether these are weighed rightly is seen in the gradients.
     """
-    own, loss, parts = [state[""] for state in pieces], expected[""], both.device.parts
-    for _, joined in forms(own, both.sizes, loss.shape, "mean", "sum"):
-        if all(is_close(each, loss, both.rtol) for each in joined):
-            return True
+    loss, parts = expected[""], both.device.parts
     shares = [both.share_of(rank) for rank in range(len(own))]
     theirs = [sum(of[share][0] for of in parts) / len(parts) for share in shares]
-    if step == 0:
-        return all(math.isclose(a, b, rel_tol=both.rtol) for a, b in zip(own, theirs, strict=True))
-    mean = sum(theirs) / len(theirs)  # where that is another, later losses cannot be told
-    return not math.isclose(mean, both.device.losses[0], rel_tol=both.rtol)
+    is_mean = math.isclose(sum(theirs) / len(theirs), both.device.losses[0], rel_tol=both.rtol)
+    pairs = zip(own, theirs, strict=True)
+    if all(math.isclose(a, b, rel_tol=both.rtol) for a, b in pairs) if step == 0 else not is_mean:
+        return [expected] * len(own)  # unless it is a mean, later ones cannot be told
+    joined = [joined for _, joined in forms(own, both.sizes, loss.shape, "mean", "sum")]
+    nearest = min(joined, key=lambda values: max(abs(value - loss) for value in values))
+    return [{"": value} for value in nearest]
 
 
 def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
