@@ -90,9 +90,10 @@ def cause_of(suspect: Suspect) -> Cause:
 
 # ---------------------------------------------------------------------- any tensor
 def _shape(s: Suspect) -> Cause | None:
-    if (found := s.found[s.ranks[0]]).shape == s.expected.shape:
+    odd = [list(found.shape) for found in s.found if found.shape != s.expected.shape]
+    if not odd:
         return None
-    why = f"pieces of {list(found.shape)} make no {list(s.expected.shape)} in rank order; a "
+    why = f"pieces of {odd[0]} make no {list(s.expected.shape)} in rank order; a function "
     return "cut in an unknown way", why + "gather(name, tensor, mesh) in the file can join them"
 
 
@@ -219,7 +220,7 @@ def _shares(s: Suspect) -> Cause | None:
     here, there = solve(s.found[own]), solve(s.expected)
     if here is None:
         return None
-    told = f"rank {own} has {_times(here)}" + (f"; one device {_times(there)}" if m * n else "")
+    told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
     over = " x ".join(s.device.data)
     if n > 1 and is_nothing(here[:, ~mine]):
         divided = is_nothing(here[:, mine] - 1 / (m * n))
@@ -311,7 +312,7 @@ def _log(s: Suspect) -> Cause | None:
 _ANY: list[Callable[[Suspect], Cause | None]] = [_shape, _rounding]
 SUSPICIONS = {
     "initial weights": [*_ANY, _tie_lost, _not_broadcast, _pieces, _factor],
-    "output": [_bias, _unfinished, *_ANY, _factor, _pending, _pieces],
+    "output": [_shape, _bias, _unfinished, _rounding, _factor, _pending, _pieces],
     "loss": [_rounding, _log, _unfinished, _kept, _factor],
     "gradient": [_none, *_ANY, _tie_lost, _kept, _factor, _shares, _pending, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
