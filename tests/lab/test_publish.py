@@ -35,6 +35,15 @@ def png(num_bytes: int) -> str:
     return base64.b64encode(b"\x89PNG" + bytes(num_bytes - 4)).decode()
 
 
+def test_of_what_is_said_about_a_picture_its_text_is_kept():
+    """Catches a publisher that throws the alternative text away, or keeps all that it is given."""
+    picture = shown("image/png", png(100))
+    picture.metadata = {"image/png": {"alt": "Two bars. measured", "width": 3}, "seconds": 2}
+    notebook = new_notebook(cells=[code("plot()", picture)])
+    publish.normalise(notebook, Path(PROJECT))
+    assert notebook.cells[0].outputs[0].metadata == {"image/png": {"alt": "Two bars. measured"}}
+
+
 GOOD = [
     new_markdown_cell(f"# A title, and {HOME}anybody may be named in prose"),
     code("print('a')", text("[0] a\n")),

@@ -47,7 +47,8 @@ def _frame_pairs(ax: Axes, timeline: Timeline) -> None:
         row = [span for span in timeline.select(rank=rank).spans if span.kind != "comm"]
         for one, other in pairwise(row):
             f, b = _action(one), _action(other)
-            if (f.kind, b.kind) == ("F", "B") and f.stage != b.stage:
+            touch = other.start - one.end < 1e-9
+            if touch and (f.kind, b.kind) == ("F", "B") and f.stage != b.stage:
                 box = one.start, rank + 0.06, other.end - one.start, 0.88
                 pen.rectangle(ax, *box, fc="none", ec=INK, lw=1.3, zorder=5)
 
