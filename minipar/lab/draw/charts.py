@@ -243,7 +243,7 @@ def bars(
             ink = inks.get(part, KIND["forward" if highlight not in (None, name) else "backward"])
             ax.barh(i, value, left=start, height=0.62, color=ink, edgecolor=PAPER, lw=0.7)
             said = pen.number(value)
-            if part and value / longest * (wide - room) > 0.08 * len(said) + 0.06:
+            if len(parts) > 1 and value / longest * (wide - room) > 0.08 * len(said) + 0.06:
                 style = {"size": 7.5, "ha": "center", "color": pen.ink_on(ink)}
                 pen.text(ax, start + value / 2, i, said, **style)
             start += value
