@@ -1,179 +1,133 @@
-"""Which strategy when? The figure in README: `python -m minipar.lab.guide`.
+"""Which plan when? The figure in README: `python -m minipar.lab.guide`.
 
-Questions in the order in which they are asked; the first "yes" decides. On every "yes" stands what
-was measured of that choice, read from the rows that `minipar bench ... --json` has written to
-`notebooks/assets/measured/`. So the figure says nothing that a command has not printed.
+The planner is asked for each model, number of GPUs and network. Plans that are as fast as makes no
+difference are not told apart: the simplest of them is drawn. No number in the figure is typed in.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
+from minipar.sim import planner
+from minipar.sim.planner import PlanConfig, Ranked, Search
 
-MEASURED = Path("notebooks/assets/measured")
-Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by the name of their file
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One question, and what to do if the answer is yes."""
-
-    question: str
-    strategy: str
-    flags: str  # of `minipar train`
-    axis: str  # of the mesh, which gives the colour
-    template: str  # of the fact: two lines at most, with rows by name
-    rows: dict[str, dict[str, Any]]  # which rows: their "file", and values that they have
-
-    def fact(self, rows: Rows) -> str:
-        """Return the fact in numbers. Raises `LookupError` where they were not measured."""
-        return self.template.format(
-            **{name: _row(rows, **where) for name, where in self.rows.items()}
-        )
+MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "llama-3-405b")
+GPUS = (8, 64, 512)
+NETWORKS = {
+    "h100-ndr": "InfiniBand, 400 Gb/s for each GPU",
+    "h100-100gbe": "Ethernet, 100 Gb/s for each node",
+}
+ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
+NEAR = 1.05
+"""Plans that take up to so many times as long as the fastest are as good."""
+CUTS = {
+    "dp": "dp: other sequences",
+    "tp": "tp: a part of each matrix",
+    "pp": "pp: other layers",
+}
+Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
 
-def _row(rows: Rows, file: str, **where: Any) -> Mapping[str, Any]:
-    """The one row of a file with these values. Raises `LookupError` if there is none."""
-    for row in rows[file]:
-        if all(row.get(key) == value for key, value in where.items()):
-            return row
-    raise LookupError(f"{file}.json has no row with {where}; measure it again")
+def ask(
+    models: Sequence[str] = MODELS,
+    gpus: Sequence[int] = GPUS,
+    networks: Sequence[str] = (*NETWORKS,),
+) -> dict[tuple[str, str, int], Search]:
+    """Ask the planner for 512 sequences of 8,192 tokens a step, one at a time on a GPU."""
+    found = {}
+    for network in networks:
+        for model in models:
+            base = planner.base_of(PlanConfig(model=model, hardware=network, seq=8192))
+            for n in gpus:
+                found[network, model, n] = planner.search(base, n, 512, ASKED)
+    return found
 
 
-WIRE = {"link": "emulated 1 GbE"}
-WHOLE = {"file": "ddp", **WIRE}
-CUT = {"file": "fsdp", **WIRE}
-LESS = {"file": "compression"}
-SEQUENCE = {"file": "tensor", "ours": "sequence"}
-IDLE = {"file": "pipeline", "bench": "pipeline, idle"}
-CHOICES = (
-    Choice(
-        "Does training fit on one device,\nand can the link keep up?",
-        "data parallel",
-        "--mesh dp=8",
-        "dp",
-        "{ddp[ours_hidden]:.0%} of communication\nhidden on 1 GbE",
-        {"ddp": WHOLE},
-    ),
-    Choice(
-        "Does it fit on one device,\nbut the link cannot keep up?",
-        "compress, or meet less often",
-        "--compress int8",
-        "dp",
-        "a step in {int8[ratio]:.2f} of the time, loss {int8[gap]:+.3f};\n"
-        "DiLoCo: in {local[ratio]:.2f}, loss {local[gap]:+.3f}",
-        {"int8": {**LESS, "method": "int8"}, "local": {**LESS, "method": "DiLoCo streaming"}},
-    ),
-    Choice(
-        "Do weights fit, but not gradients\nand optimizer state beside them?",
-        "ZeRO-1, ZeRO-2",
-        "--zero 1, --zero 2",
-        "dp",
-        "{cut[ours_megabytes]:.1f} MB sent a step,\nin place of {ddp[megabytes]:.1f} by ddp",
-        {"cut": {**CUT, "ours": "ZeRO-2"}, "ddp": WHOLE},
-    ),
-    Choice(
-        "Does one block at a time fit?",
-        "fully sharded (FSDP)",
-        "--zero 3",
-        "dp",
-        "{cut[ours_peak_mb]:.0f} MB of memory in place of {kept[ours_peak_mb]:.0f},\n"
-        "for {cut[ours_megabytes]:.1f} MB sent in place of {kept[ours_megabytes]:.1f}",
-        {"cut": {**CUT, "ours": "FSDP"}, "kept": {**CUT, "ours": "FSDP, weights kept"}},
-    ),
-    Choice(
-        "In any case: do activations\nof one long sequence not fit?",
-        "context parallel",
-        "--mesh dp=2,cp=4",
-        "cp",
-        "{order[ranks]} ranks: attention {order[ratio]:.1f}x as fast\nin zigzag as in plain order",
-        {"order": {"file": "context", "bench": "context, order"}},
-    ),
-    Choice(
-        "Is a layer too large, or are there\nmore devices than sequences?",
-        "tensor + sequence parallel,\ninside a node",
-        "--mesh dp=2,tp=4",
-        "tp",
-        "a step of {inside[ours_ms]:.0f} ms inside a machine,\n"
-        "{across[ours_ms]:.0f} ms across 1 GbE",
-        {"inside": {**SEQUENCE, "link": "gloo, this machine"}, "across": {**SEQUENCE, **WIRE}},
-    ),
-    Choice(
-        "Are there several nodes, with a\nslow link between them?",
-        "pipeline parallel, across nodes",
-        "--mesh pp=2,dp=2,tp=4",
-        "pp",
-        "{plain[ranks]} ranks, {plain[microbatches]} microbatches: idle\n"
-        "{plain[measured]:.0%} in 1F1B, {zero[measured]:.0%} in zero bubble",
-        {"plain": {**IDLE, "schedule": "1f1b"}, "zero": {**IDLE, "schedule": "interleaved_zb"}},
-    ),
-)
+def simplest(found: Search) -> Ranked | None:
+    """Return, of the legal plans near the fastest, that with the fewest axes, then the least ZeRO.
 
-
-def read(folder: Path = MEASURED) -> dict[str, list[dict[str, Any]]]:
-    """Read all rows that were measured, by the name of their file without its ending."""
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*.json"))
-    }
-
-
-def guide(rows: Rows) -> Figure:
-    """Draw the questions, top to bottom, and what to do at the first yes.
-
-    Raises `LookupError` where a choice was not measured.
+    Of those, one that computes nothing again, and of those the fastest. None where nothing fits.
     """
-    pitch, half = 0.98, 0.3  # inches from one question to the next; half a box
-    height = pitch * len(CHOICES) + 0.75
-    title = "Which strategy when: the first yes decides; long sequences are a question of their own"
-    figure, ax = pen.sheet(pen.WIDTH, height, title, "measured on emulated links by minipar bench")
-    left, right, width = 0.15, 6.35, 2.95
-    middle = left + width / 2
-    for i, choice in enumerate(CHOICES):
-        y = height - 0.95 - pitch * i
-        ink = pen.colour(choice.axis)
-        box = {"height": 2 * half, "radius": 0.08, "lw": 1.1}
-        pen.rounded(ax, left, y - half, width, **box, fc=pen.PAPER, ec=pen.MUTED)
-        pen.text(ax, middle, y, choice.question, ha="center", size=10)
-        pen.rounded(ax, right, y - half, pen.WIDTH - 0.15 - right, **box, fc=ink + "38", ec=ink)
-        name = (right + pen.WIDTH - 0.15) / 2
-        pen.text(ax, name, y + 0.09, choice.strategy, ha="center", size=10, weight="bold")
-        lower = y - (0.2 if "\n" in choice.strategy else 0.13)
-        flags = {"ha": "center", "size": 8, "color": pen.MUTED, "family": "monospace"}
-        pen.text(ax, name, lower, choice.flags, **flags)
-        pen.arrow(ax, (left + width, y), (right, y), 12, color=ink, lw=1.3)
-        centre = (left + width + right) / 2
-        pen.text(ax, left + width + 0.1, y + 0.1, "yes", size=8.5, color=pen.MUTED)
-        style = {"ha": "center", "size": 8.5, "linespacing": 1.35}
-        pen.text(ax, centre, y + 0.12, choice.fact(rows), va="bottom", **style)
-        if i < len(CHOICES) - 1:
-            down = (middle, y - half), (middle, y - pitch + half)
-            pen.arrow(ax, *down, 12, color=pen.MUTED, lw=1.3)
-            no = middle + 0.1, y - pitch / 2
-            pen.text(ax, *no, "no", size=8.5, color=pen.MUTED)
-        else:
-            last = "no: recompute activations, or keep optimizer state on the host"
-            pen.text(ax, left, y - half - 0.17, last, size=8.5, color=pen.MUTED)
+    best = found.best()
+    if best is None:
+        return None
+    near = [r for r in found.fit if r.step <= NEAR * best.step]
+
+    def parts(ranked: Ranked) -> tuple:
+        plan = ranked.job.plan
+        axes = sum(getattr(plan, axis) > 1 for axis in ("tp", "pp"))
+        return axes, plan.zero, plan.checkpointing != "none", ranked.step
+
+    return next(r for r in sorted(near, key=parts) if planner.problem(r.job) is None)
+
+
+def guide(found: Found) -> Figure:
+    """Draw a box for each model and number of GPUs, the networks side by side."""
+    networks, models, gpus = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
+    left, gap, pitch, wide = 0.95, 0.3, 0.86, 1.28
+    width = left + len(networks) * (len(gpus) * wide + gap)
+    height = 1.15 + pitch * len(models) + 0.62
+    title = "Which plan when: matrices cut inside a node, pipelines over slow networks"
+    note = "predicted by minipar plan: Llama 3 on nodes of 8 H100, 512 sequences of 8,192 tokens"
+    figure, ax = pen.sheet(width, height, title, note)
+    for i, network in enumerate(networks):
+        x = left + i * (len(gpus) * wide + gap)
+        pen.text(ax, x, height - 0.62, NETWORKS.get(network, network), size=10, weight="bold")
+        for k, n in enumerate(gpus):
+            pen.text(ax, x + k * wide, height - 0.92, f"{n} GPUs", color=pen.MUTED)
+            for j, model in enumerate(models):
+                _box(
+                    ax, x + k * wide, height - 1.5 - j * pitch, wide - 0.1, found[network, model, n]
+                )
+    for j, model in enumerate(models):
+        name = model.rpartition("-")[2].upper()
+        pen.text(ax, 0.15, height - 1.33 - j * pitch, name, size=11, weight="bold")
+    pen.key(
+        figure, pen.flow([(pen.colour(a), text) for a, text in CUTS.items()], width), left, 0.32
+    )
     return figure
+
+
+def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
+    """A strip for each axis of the plan, and below it the rest; or why there is none."""
+    ranked = simplest(found)
+    small = {"size": 8, "color": pen.MUTED}
+    if ranked is None:
+        needs, limit = sum(found.smallest().memory.values()), found.limit
+        pen.rectangle(ax, x, y, wide, 0.34, fc=pen.KIND["idle"])
+        pen.text(ax, x + wide / 2, y + 0.17, "does not fit", ha="center", color=pen.MUTED)
+        pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB, has {limit / 1e9:.0f}", **small)
+        return
+    plan = ranked.job.plan
+    axes = [axis for axis in CUTS if getattr(plan, axis) > 1]
+    for i, axis in enumerate(axes):
+        ink, start = pen.colour(axis), x + i * wide / len(axes)
+        pen.rectangle(ax, start, y, wide / len(axes), 0.34, fc=ink + "70", ec=pen.PAPER, lw=1.2)
+        middle = start + wide / len(axes) / 2
+        pen.text(ax, middle, y + 0.17, f"{axis} {getattr(plan, axis)}", ha="center", size=8.5)
+    rest = f"ZeRO {plan.zero}" if plan.zero else ""
+    again = f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}"
+    rest = ", ".join(filter(None, [rest, again if plan.checkpointing != "none" else ""]))
+    pen.text(ax, x, y - 0.12, f"MFU {ranked.mfu(False):.0%}", **small)
+    pen.text(ax, x, y - 0.27, rest, **small)
 
 
 @dataclass(frozen=True)
 class Guide:
-    """Draw which strategy to choose when, with what was measured of each."""
+    """Draw which plan to choose when."""
 
-    out: str = "notebooks/assets/guide.png"
+    out: Path = Path("notebooks/assets/guide.png")
     """Where to draw."""
 
 
 def main() -> None:
-    """Draw the figure from what was measured."""
-    print(pen.save(guide(read()), tyro.cli(Guide).out))
+    """Ask, and draw."""
+    print(pen.save(guide(ask()), tyro.cli(Guide).out))
 
 
 if __name__ == "__main__":

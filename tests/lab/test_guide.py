@@ -1,44 +1,64 @@
-"""The guide says what was measured, and nothing when it was not."""
+"""The guide says what the planner says, and why where it says nothing."""
 
-import copy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from minipar.lab import draw, guide
+from minipar.lab import guide
+from minipar.sim import planner
 from tests.lab.figures import texts
 
 ROOT = Path(__file__).parents[2]
-ROWS = guide.read(ROOT / guide.MEASURED)
 
 
-def test_every_arrow_bears_what_was_measured():
-    """Mutant: a figure with numbers of its own, that does not change when a measurement does."""
-    said = texts(guide.guide(ROWS))
-    for choice in guide.CHOICES:
-        assert choice.fact(ROWS) in said and choice.strategy in said and choice.question in said
-        assert any(map(str.isdigit, choice.fact(ROWS)))
-    facts = [choice.fact(ROWS) for choice in guide.CHOICES]
-    doubled = copy.deepcopy(ROWS)
-    for row in (row for rows in doubled.values() for row in rows):
-        row |= {k: 2 * v for k, v in row.items() if isinstance(v, float)}
-    others = [choice.fact(doubled) for choice in guide.CHOICES]
-    assert all(a != b for a, b in zip(facts, others, strict=True))
+@pytest.fixture(scope="module")
+def found():
+    return guide.ask(["llama-3.2-1b", "llama-3-70b"], [8, 64], ["h100-ndr"])
 
 
-def test_what_was_not_measured_is_not_drawn():
-    for name in ("ddp", "fsdp", "compression", "tensor", "context", "pipeline"):
-        with pytest.raises(LookupError, match=f"{name}.json has no row"):
-            guide.guide({**ROWS, name: []})
+def test_a_box_bears_the_plan_that_the_planner_takes(found):
+    """Mutant: a figure with plans of its own."""
+    said = texts(guide.guide(found))
+    for search in found.values():
+        ranked = guide.simplest(search)
+        if ranked is None:
+            assert "needs" in said and "does not fit" in said
+            continue
+        plan = ranked.job.plan
+        assert f"MFU {ranked.mfu(False):.0%}" in said
+        for axis in ("dp", "tp", "pp"):
+            size = getattr(plan, axis)
+            assert size == 1 or f"{axis} {size}" in said
+    assert "InfiniBand, 400 Gb/s for each GPU" in said and "70B" in said and "64 GPUs" in said
+
+
+def test_the_simplest_is_legal_near_the_fastest_and_none_nearer_is_simpler(found):
+    """Mutant: the fastest, with an axis more for a percent."""
+
+    def axes(ranked):
+        return sum(getattr(ranked.job.plan, axis) > 1 for axis in ("tp", "pp"))
+
+    checked = 0
+    for search in found.values():
+        best, ranked = search.best(), guide.simplest(search)
+        assert (best is None) == (ranked is None)
+        if best is None:
+            continue
+        assert planner.problem(ranked.job) is None and best.step <= ranked.step
+        assert ranked.step <= guide.NEAR * best.step
+        near = [r for r in search.fit if r.step <= guide.NEAR * best.step]
+        legal = [r for r in near if planner.problem(r.job) is None]
+        assert axes(ranked) == min(map(axes, legal))
+        checked += 1
+    assert checked == 3  # 70B does not fit on 8
 
 
 @pytest.mark.slow
-def test_the_committed_figure_is_the_one_of_the_committed_measurements(tmp_path):
-    """Mutant: measured again, but not drawn again."""
+def test_the_committed_figure_is_the_one_of_the_planner(tmp_path):
+    """Mutant: the planner says something else by now, and nothing was drawn again."""
     out = tmp_path / "guide.png"
     command = [sys.executable, "-m", "minipar.lab.guide", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert out.read_bytes() == (ROOT / "notebooks/assets/guide.png").read_bytes()
-    assert draw.png(guide.guide(ROWS)) == out.read_bytes()

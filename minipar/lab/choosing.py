@@ -1,0 +1,203 @@
+"""Choosing a plan: a calculator, where the rest of a step goes, and strategies on networks.
+
+    calculator("llama-3-8b", "dp=8,tp=8", tokens=8192)    # GB by part, ms by part, MFU: a Figure
+    waterfall(calculate("llama-3-8b", "dp=8,tp=8"))       # from the peak down to what is reached
+
+All numbers are the planner's closed form (`minipar.sim.cost`); nothing is measured here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minipar.lab.draw import pen
+from minipar.parallel.plan import Plan
+from minipar.sim import cost, planner
+from minipar.sim.hardware import OF_CEILING
+from minipar.sim.planner import PlanConfig, Ranked
+
+ENDLESS = 1e30  # bytes/s
+SHOWN = 0.003  # of the largest bar: what is less is left out
+
+
+# ---------------------------------------------------------------------- the calculator
+def calculate(
+    model: str = "llama-3-8b",
+    plan: str = "dp=8,tp=8",
+    tokens: int = 8192,
+    recompute: str = "none",
+    link: str = "h100-ndr",
+    *,
+    microbatch: int = 1,
+    software: str = "any",
+) -> Ranked:
+    """Return the time and memory of a plan by part.
+
+    Args:
+        model: as `minipar plan --model` takes it.
+        plan: as `minipar train --plan` takes it; it says how many GPUs there are.
+        tokens: of a sequence.
+        recompute: none, selective or full.
+        link: a machine with its network, as `minipar plan --hardware` takes it.
+
+    Raises `ValueError`, in one line, for what is unknown or cannot be.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}: use 1 or more")
+    parsed = replace(Plan.parse(plan), checkpointing=recompute)
+    batch = parsed.dp * parsed.ep * parsed.microbatches * microbatch
+    asked = PlanConfig(model, parsed.num_ranks, link, tokens, batch, software, explain=str(parsed))
+    return planner.answer(asked)[1][0]
+
+
+def calculator(
+    model: str = "llama-3-8b",
+    plan: str = "dp=8,tp=8",
+    tokens: int = 8192,
+    recompute: str = "none",
+    link: str = "h100-ndr",
+) -> Figure:
+    """Draw GB by part beside ms by part; arguments and errors are those of `calculate`."""
+    found = calculate(model, plan, tokens, recompute, link)
+    held, step = {k: b / 1e9 for k, b in found.memory.items()}, found.seconds
+    limit = cost.HEADROOM * found.job.machine.device.memory / 1e9
+    names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
+    times = {names.get(part, part): 1e3 * s for part, s in step.items()}
+    inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}
+    rows = max(len(_seen(held)), len(_seen(times)))
+    height = 0.3 * rows + 1.35
+    verb = "fits" if sum(held.values()) <= limit else "does not fit"
+    title = f"{found.mfu(False):.0%} MFU; {sum(held.values()):.0f} of {limit:.0f} GB: it {verb}"
+    figure, ax = pen.sheet(
+        pen.WIDTH, height, title, "predicted; 90 % of published runs: within 15 %"
+    )
+    pen.text(
+        ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED
+    )
+    for left, unit, values in ((0.15, "GB", held), (4.6, "ms", times)):
+        inner = pen.panel(figure, left + 1.15, 0.45, 3.3, 0.3 * rows)
+        _rows(inner, _seen(values), unit, inks, rows)
+    return figure
+
+
+def _seen(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: v for name, v in values.items() if v > SHOWN * max(values.values())}
+
+
+def _rows(
+    ax: Axes, values: Mapping[str, float], unit: str, inks: Mapping[str, str], rows: int
+) -> None:
+    """Horizontal bars with their values, from above, in a panel with room for `rows`."""
+    ax.set_xlim(0, 1.35 * max(values.values()))
+    ax.set_ylim(rows - 0.5, -0.5)
+    ax.set_xticks([])
+    ax.set_yticks(range(len(values)), list(values), color=pen.INK, fontsize=9)
+    for i, (name, value) in enumerate(values.items()):
+        ax.barh(i, value, height=0.62, color=inks.get(name, pen.KIND["backward"]))
+        pen.text(ax, value + 0.02 * ax.get_xlim()[1], i, f"{pen.number(value)} {unit}")
+
+
+# ---------------------------------------------------------------------- where the rest goes
+def losses(found: Ranked) -> dict[str, float]:
+    """Return the seconds of a step at the peak, then what each shortcoming adds, in their order.
+
+    The machine is made ideal, and gets its shortcomings back one after the other; their sum is the
+    step. What belongs to two of them is counted with the first. The first entry counts the FLOPs as
+    MFU does, with the whole square of attention.
+    """
+    job, device = found.job, found.job.machine.device
+    flops = {causal: found.mfu(causal) * found.step for causal in (False, True)}
+    free = dict(bandwidth=ENDLESS, latency=0.0, launch=0.0, by_ranks={})
+    networks = {name: replace(getattr(job.machine, name), **free) for name in ("inside", "between")}
+    peak = {job.dtype: device.peak[job.dtype] / OF_CEILING}
+    ideal = {
+        "products below the peak": dict(ceiling=peak, tile=1, processors=1, launch=0),
+        "attention below the peak": dict(
+            attention={"": dict(forward=1, backward=1, half_length=0)}
+        ),
+        "moving bytes": dict(memory_bandwidth=ENDLESS),
+    }
+    prompt = dict(host=0.0, host_tp=0.0, host_across=0.0, fixed=0.0)
+    added = {
+        "FLOPs at the peak": flops[False],
+        "masked, never computed": flops[True] - flops[False],
+    }
+    before = flops[True]
+    for i, name in enumerate(["computed again, uneven stages", *ideal]):
+        left = {key: v for part in list(ideal)[i:] for key, v in ideal[part].items()}
+        software = replace(job.software, **prompt, exposed=0.0)
+        if "attention" in left:
+            software = replace(software, attention=1.0)
+        machine = replace(job.machine, device=replace(device, **left), **networks)
+        seconds = cost.seconds(replace(job, machine=machine, software=software))
+        now = sum(seconds.values()) - seconds["bubble"]
+        added[name], before = now - before, now
+    talking = cost.seconds(replace(job, software=replace(job.software, **prompt)))
+    added |= {axis: talking[axis] for axis in cost.AXES if talking[axis]}
+    added["the pipeline's bubble"] = found.seconds["bubble"]
+    added["host, once a step"] = found.step - sum(added.values())
+    return added
+
+
+def waterfall(found: Ranked, title: str = "") -> Figure:
+    """Draw `losses`: each bar begins where the one above ends."""
+    added = {k: v for k, v in losses(found).items() if abs(v) > SHOWN * found.step}
+    left, row = 2.35, 0.34
+    height = 0.6 + row * (len(added) + 1) + 0.4
+    paper = pen.figure(pen.WIDTH, height)
+    ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
+    ax.set_xlim(0, 1.22 * found.step)
+    ax.set_ylim(len(added) + 0.5, -0.5)
+    ax.set_xticks([])
+    names = [f"{name}, exposed" if name in cost.AXES else name for name in added]
+    ax.set_yticks(range(len(added) + 1), [*names, "the step"], color=pen.INK, fontsize=9)
+    end = 0.0
+    for i, (name, seconds) in enumerate({**added, "": found.step}.items()):
+        start = end if name else 0.0
+        ink = pen.colour(name) if name in cost.AXES else pen.KIND["backward" if i else "forward"]
+        ink = {"": pen.INK, "the pipeline's bubble": pen.MUTED}.get(name, ink)
+        ax.barh(i, seconds, left=start, height=0.62, color=ink)
+        end = start + seconds
+        if name and i + 1 < len(added):
+            ax.plot([end, end], [i + 0.31, i + 0.69], color=pen.MUTED, lw=0.7)
+        share = f"{seconds:+.2f} s" if i and name else f"{seconds:.2f} s"
+        pen.text(ax, max(start, end) + 0.01 * found.step, i, f"{share}, {seconds / found.step:.0%}")
+    pen.title(paper, title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes")
+    pen.footnote(paper, f"predicted: {found.job.plan}", height)
+    return paper
+
+
+# ---------------------------------------------------------------------- side by side
+def panels(
+    lines: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    inks: Mapping[str, str],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    note: str = "",
+) -> Figure:
+    """Curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
+    paper = pen.figure(pen.WIDTH, 3.9)
+    wide = (pen.WIDTH - 0.8) / len(lines)
+    top = 1.05 * max(max(y) for panel in lines.values() for _, y in panel.values())
+    for i, (name, curves) in enumerate(lines.items()):
+        ax = pen.panel(paper, 0.65 + i * wide, 1.0, wide - 0.3, 2.0)
+        ax.set_xscale("log", base=2)
+        ax.set_ylim(0, top)
+        ax.grid(axis="y", color=pen.GRID, lw=0.8)
+        ax.tick_params(labelleft=i == 0)
+        ticks = sorted({v for x, _ in curves.values() for v in x})
+        ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
+        for curve, (x, y) in curves.items():
+            ax.plot(x, y, color=inks[curve], lw=2, marker="o", ms=3.5)
+        ax.text(0, 1.06, name, size=9.5, color=pen.INK, weight="bold", transform=ax.transAxes)
+    ax.set_xlabel(xlabel, color=pen.MUTED, fontsize=9, loc="right")
+    style = {"size": 9, "color": pen.MUTED}
+    paper.text(0.15 / pen.WIDTH, 1 - 0.5 / 3.9, ylabel, va="top", **style)
+    pen.key(paper, pen.flow([(ink, name) for name, ink in inks.items()], pen.WIDTH), 0.65, 0.32)
+    pen.title(paper, title)
+    pen.footnote(paper, note, 3.9)
+    return paper
