@@ -67,6 +67,13 @@ def thinned(object: dict[str, Any]) -> dict[str, Any]:
     if object.get("ph", "X") != "X" and isinstance(object["ph"], str):
         return _DULL
     kept = {key: object[key] for key in object.keys() & KEPT}
+    # Of an event five keys at most, so that a dict of it is small: no empty args, no "X".
+    if kept.get("args") == {}:
+        del kept["args"]
+    if "ph" in kept:
+        del kept["ph"]
+    elif "ts" in kept:
+        kept["ph"] = None  # it said nothing
     for key in ("name", "cat"):  # a few names stand in a hundred thousand events
         if type(kept.get(key)) is str:
             kept[key] = sys.intern(kept[key])
@@ -81,7 +88,7 @@ def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
             continue
         if not (
             isinstance(event, dict)
-            and event.get("ph") == "X"
+            and event.get("ph", "X") == "X"
             and isinstance(event.get("name"), str)
             and isinstance(event.get("cat", ""), str)
             and isinstance(event.get("args", {}), dict)
@@ -173,7 +180,9 @@ def _enclosing(events: list[dict[str, Any]], at: set[tuple]) -> dict[tuple, tupl
         if event.get("cat") in _HOST and event.get("tid") in moments:
             threads[event.get("tid")].append(event)
     for thread, wanted in moments.items():
-        ours = sorted(threads[thread], key=lambda e: (e["ts"], -e["dur"]))
+        ours = threads[thread]
+        ours.sort(key=lambda e: e["dur"], reverse=True)  # twice, for tuples would take memory
+        ours.sort(key=lambda e: e["ts"])
         stack, i = [], 0
         for moment in sorted(wanted):
             while i < len(ours) and ours[i]["ts"] <= moment:

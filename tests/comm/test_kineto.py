@@ -5,6 +5,7 @@ Every number here is worked out by hand beside the trace that it follows from.
 
 import copy
 import gzip
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from torch import nn
 
 from minipar import cli
 from minipar.comm import kernels, kineto, spans, traces
+from minipar.comm.breakdown import breakdown
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
@@ -438,6 +440,111 @@ def test_most_of_a_trace_is_never_held(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * path.stat().st_size
+
+
+# ---------------------------------------------------------------------- taken apart
+def launched(name, at, ts, dur, correlation, cat="kernel", **args):
+    """A kernel, and the call on the host that launched it at `at`."""
+    launch = _host("cudaLaunchKernel", at, 1, 1, cat="cuda_runtime", correlation=correlation)
+    return [launch, _kernel(name, ts, dur, correlation, **args) | {"cat": cat}]
+
+
+def steps_trace(rank, host="a", skew=0.0, late=0.0):
+    """Two steps of 1000 us: a gemm, and an all-gather that it hides by half."""
+    said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
+    said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
+    events = []
+    for i in range(2):
+        t, number = 1000.0 * i, 10 * i
+        events += [
+            _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
+            _host("train.py(12): step", t + 1, 900, 1, cat="python_function"),
+            _host("torch/nn/modules/module.py(9): f", t + 2, 90, 1, cat="python_function"),
+            _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
+            *launched("gemm", t + 10, t + 100, 200, number + 1),
+            # No table names these two: the annotation says what they are, and torch's own are not.
+            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
+            *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
+        ]
+    peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
+    events += launched("Memcpy DtoD (Device -> Device)", 1500, 1600, 50, 90, "gpu_memcpy", **peers)
+    peers |= {"toDevice": 0}
+    events += launched("Memcpy DtoD (Device -> Device)", 1510, 1700, 50, 91, "gpu_memcpy", **peers)
+    events = [e | {"ts": e["ts"] + skew} for e in events]
+    return {"distributedInfo": {"rank": rank}, "host_name": host, "traceEvents": events}
+
+
+@pytest.fixture(params=[False, True], ids=["here", "in processes"])
+def two_hosts(request, tmp_path, monkeypatch):
+    """Rank 1 on another host, its clock 3 s ahead, and 30 us late for each all-gather."""
+    if request.param:
+        monkeypatch.setattr(traces, "PARALLEL", 0)
+    write(tmp_path / "r0.json", steps_trace(0))
+    write(tmp_path / "r1.json.gz", steps_trace(1, "b", 3e6, 30.0))
+    return tmp_path
+
+
+def test_steps_call_sites_and_who_is_waited_for(two_hosts):
+    """By hand. Catches annotated kernels as computing, seq 0 taken for none, a sign of clocks."""
+    t = Timeline.from_profiler(two_hosts)
+    assert any("rank 1 (b) -3000.000 ms" in note for note in t.notes)
+    parts = breakdown(t)
+    median, first, second = parts.parts["step"]
+    assert (median.name, first.name, second.name) == ("median", "ProfilerStep#3", "ProfilerStep#4")
+    assert first.seconds == pytest.approx(1e-3)
+    # 200..400 of rank 0, 230..400 of rank 1, beside a gemm until 300 us
+    assert first.total == pytest.approx(185e-6) and first.exposed == pytest.approx(100e-6)
+    assert second.exposed == pytest.approx(150e-6)  # with the copy to the other GPU
+    names = {kind: {row.name for row in rows} for kind, rows in parts.parts.items()}
+    assert names["collective"] == {"all_gather", "peer_copy"}
+    assert names["call site"] == {"train.py(12): step"}
+    (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
+    assert dp.calls == 2 and dp.num_bytes == 2 * 100
+    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
+    assert copied.num_bytes == 77
+    (waited,) = parts.waited
+    assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
+    assert waited.seconds == pytest.approx(60e-6)
+
+
+def test_a_trace_that_is_bad_is_named_from_another_process(two_hosts):
+    (two_hosts / "r2.json").write_text('{"traceEvents": [1', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"r2\.json is no readable trace"):
+        Timeline.from_profiler(two_hosts)
+
+
+def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
+    document = steps_trace(0)
+    document["traceEvents"][0]["name"] = "ProfilerStep#<script>"
+    for event in document["traceEvents"]:
+        event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
+    path = write(tmp_path / "a.json", document)
+    cli.overlap(cli.Overlap([str(path)], str(tmp_path / "page.html")))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
+    assert "data:image/png;base64," in page and "http" not in page
+    assert "\x1b" not in page + capsys.readouterr().out
+    cli.overlap(cli.Overlap([str(path)], json=True))
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
+
+
+@pytest.mark.parametrize("letters", [1, 7, 1 << 18])
+def test_json_is_read_piece_by_piece_as_it_is_whole(tmp_path, monkeypatch, letters):
+    """Catches numbers, escapes and names cut where a piece ends."""
+    document = steps_trace(0) | {"x": [1.5, -2e-7, '\u20ac\\"', None, True, {}, []]}
+    path = write(tmp_path / "a.json", document)
+    if letters == 1:
+        text = path.read_text(encoding="utf-8")[:600].rpartition(", {")[0]
+        path.write_text(text + "]}", encoding="utf-8")
+        document = json.loads(path.read_bytes())
+
+    class Slow(io.TextIOWrapper):
+        def read(self, size=-1):
+            return super().read(min(size, letters))
+
+    monkeypatch.setattr(spans.io, "TextIOWrapper", Slow)
+    assert spans.read_json(path) == document
 
 
 def overlap(path, picture=None) -> str | None:
