@@ -37,7 +37,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -53,29 +53,11 @@ LATE = 0.05
 """Share of a recording, late by which a rank says so."""
 
 
-class DataSheet(Protocol):
-    """What is asked of a device, in seconds: `minipar.sim.hardware.Device` answers."""
-
-    name: str
-
-    def seconds_of_matmul(self, m: float, n: float, k: float, dtype: str, *, batch: float) -> float:
-        """`batch` products [m, k] @ [k, n]."""
-
-    def seconds_of_attention(
-        self, batch: float, heads: float, queries: float, keys: float, head_dim: float, dtype: str,
-        *, causal: bool, backward: bool,
-    ) -> float:  # fmt: skip
-        """Fused attention of Q [batch, heads, queries, head_dim]."""
-
-    def seconds_of_bytes(self, num_bytes: float) -> float:
-        """An operation that reads and writes so many bytes."""
-
-
 @dataclass(frozen=True)
 class Device:
     """What a rank computes on, by declaration. Raises `ValueError` for a factor below 1."""
 
-    sheet: DataSheet
+    sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
     slowdown: float = 1.0
     magnify: float = 1.0
 
@@ -92,11 +74,11 @@ class Device:
         return self.sheet.seconds_of_matmul(m, n, k, dtype, batch=batch)
 
     def seconds_of_attention(
-        self, batch: float, heads: float, queries: float, keys: float, head_dim: float, dtype: str,
-        **how: bool,
-    ) -> float:  # fmt: skip
+        self, batch: float, heads: float, *sides_and_dtype: Any, **how: bool
+    ) -> float:
         """Declared seconds of attention; tokens and widths count `magnify` times."""
-        sides = (side * self.magnify for side in (queries, keys, head_dim))
+        *sides, dtype = sides_and_dtype
+        sides = [side * self.magnify for side in sides]  # queries, keys, width of a head
         return self.sheet.seconds_of_attention(batch, heads, *sides, dtype, **how)
 
     def seconds_of_bytes(self, num_bytes: float) -> float:

@@ -53,7 +53,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
 
 
 def seconds_of(work: Any, device: Any) -> float:
-    """Seconds of a `Work`, or of what has its fields, on a device (`device.DataSheet`)."""
+    """Seconds of a `Work`, or of what has its fields, on a `device.Device` or one of hardware."""
     if work.work == "product":
         batch, *mnk = work.shape
         return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)

@@ -46,10 +46,6 @@ class Emulated:
     has_lanes = True  # where messages do not queue behind collectives
 
     @property
-    def name(self) -> str:
-        return f"{self.device}; {self.link.label}"
-
-    @property
     def gpus(self) -> int:
         """Ranks of a node."""
         return getattr(self.link, "ranks_per_node", 1 << 30)

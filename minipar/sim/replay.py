@@ -13,7 +13,9 @@ Ranks.  One of each place on the pipeline is played; the others of its dp, cp an
         the same time. Of a slow rank all its pipeline is played, too, and calls wait for the last.
 Steps.  Two are played, and the second is told: what the first leaves to be waited for is in it.
 
-Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
+Limits: a machine's links are not shared between groups; nothing fails or is slow by chance. An
+exchange begins when all of its group have called, not neighbours alone: of a ring of 4 ranks whose
+blocks differ, the hidden share is some points off.
 """
 
 import math
@@ -223,10 +225,12 @@ class _Stage:
 
     def __init__(self, prices: _Prices, contention: float, slow: Mapping[int, float]) -> None:
         self.prices, self.contention, traces = prices, contention, prices.traces
-        stride = traces.plan.num_ranks // traces.plan.pp
+        stride, sizes = traces.plan.num_ranks // traces.plan.pp, prices.sizes
         self.players: dict[int, _Player] = {}
-        for place, trace in traces.ranks.items():
-            for column in sorted({0, *(rank % stride for rank in slow)}):
+        on_cp = (rank_at({a: c * (a == "cp") for a in sizes}, sizes) for c in traces.along_cp)
+        for column in sorted({0, *on_cp, *(rank % stride for rank in slow)}):
+            ranks = traces.along_cp.get(coordinates(column, sizes).get("cp"), traces.ranks)
+            for place, trace in ranks.items():
                 rank = place * stride + column
                 self.players[rank] = _Player(rank, trace, slow.get(rank, 1.0))
         self.calls: dict[Any, _Call] = {}  # by who takes part, and the how-manieth of theirs

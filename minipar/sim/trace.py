@@ -22,7 +22,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm import collectives
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Mesh, rank_at
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
@@ -93,6 +93,7 @@ class Traces:
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
+    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # and before, by that on cp
 
 
 # ---------------------------------------------------------------------- the rank that is played
@@ -153,11 +154,20 @@ class Actor:
 
 
 # ---------------------------------------------------------------------- from a rank to its program
-def trace(config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int) -> Traces:
+def trace(
+    config: LlamaConfig,
+    plan: Plan,
+    *,
+    sequences: int = 1,
+    seq_len: int,
+    every_cp: bool = False,
+) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
     Args:
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
+        every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
+            where kernels are short that makes a difference of some percent.
 
     Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
     """
@@ -170,14 +180,18 @@ def trace(config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int) 
     alike: dict[Any, list[int]] = defaultdict(list)
     for place in range(plan.pp):
         alike[_kind_of(config, plan, place)].append(place)
-    ranks: dict[int, Trace] = {}
-    for places in alike.values():
-        with pretend(plan, places[0] * (plan.num_ranks // plan.pp)) as mesh:
-            actor = Actor(config, plan, mesh, sequences, seq_len)
-            ranks |= _record(actor, places)
-            del actor
+    found: dict[int, dict[int, Trace]] = defaultdict(dict)
+    sizes = plan.mesh_sizes()
+    for c in range(plan.cp if every_cp else 1):
+        for places in alike.values():
+            own = {"pp": places[0], "cp": c}
+            with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh:
+                actor = Actor(config, plan, mesh, sequences, seq_len)
+                found[c] |= _record(actor, places)
+                del actor
+        found[c] = dict(sorted(found[c].items()))
     tokens = plan.dp * plan.microbatches * sequences * seq_len
-    return Traces(config, plan, tokens, dict(sorted(ranks.items())))
+    return Traces(config, plan, tokens, found.pop(0), dict(found))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
