@@ -101,7 +101,8 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
         needs, limit = sum(found.smallest().memory.values()), found.limit
         pen.rectangle(ax, x, y, wide, 0.34, fc=pen.KIND["idle"])
         pen.text(ax, x + wide / 2, y + 0.17, "does not fit", ha="center", color=pen.MUTED)
-        pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB, has {limit / 1e9:.0f}", **small)
+        pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB a GPU,", **small)
+        pen.text(ax, x, y - 0.27, f"may fill {limit / 1e9:.0f}", **small)
         return
     plan = ranked.job.plan
     axes = [axis for axis in CUTS if getattr(plan, axis) > 1]
