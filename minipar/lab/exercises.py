@@ -19,7 +19,7 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     def bonus_one_message(case): ...    # asked for by check("2.1", fn, bonus=True) only
     def solution(tensor, axis): ...     # the learner's function gets the Axis after what is given
     def solution_bonus(tensor, axis): ...                # where there are bonus targets
-    @fails("traffic")                   # which check refuses this wrong answer
+    @fails("traffic", "All is sent.")   # which check refuses it; what is said of answers like it
     def wrong_sends_everything(tensor, axis): ...
     def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
 
@@ -51,18 +51,24 @@ from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, group_timeout, groups_along
 from minipar.comm.pack import CannotTravel
-from minipar.lab import cells
+from minipar.lab import cells, slips
 from minipar.lab.shell import Source, call_from
 
 TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
 
 
 class CheckFailed(AssertionError):
-    """A check refused an answer; `criterion` is the name of what was not met."""
+    """A check refused an answer; `criterion` is the name of what was not met, in which `case`."""
 
-    def __init__(self, message: str, criterion: str = "") -> None:
+    def __init__(self, message: str, criterion: str = "", case: "Case | None" = None) -> None:
         super().__init__(message)
-        self.criterion = criterion
+        self.criterion, self.case = criterion, case
+
+    @property
+    def fingerprint(self) -> str:
+        """How the answer failed, for `slips`."""
+        seen = () if self.case is None else (self.case.sent, self.case.results)
+        return slips.fingerprint(self.criterion, str(self), *seen)
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()  # a learner is not helped by our frames
@@ -145,11 +151,14 @@ def _total(sent: Counter) -> int:
     return sum(one.num_bytes * count for one, count in sent.items())
 
 
-def fails(criterion: str) -> Callable[[Callable], Callable]:
-    """Say of a wrong answer which check refuses it: "result" for ``check_result``."""
+def fails(criterion: str, sentence: str) -> Callable[[Callable], Callable]:
+    """Say of a wrong answer which check refuses it: "result" for ``check_result``.
+
+    `sentence` tells a learner whose answer behaves in the same way what may be wrong.
+    """
 
     def mark(answer: Callable) -> Callable:
-        answer.fails = criterion
+        answer.fails, answer.sentence = criterion, sentence
         return answer
 
     return mark
@@ -174,6 +183,7 @@ class Exercise:
         self.run = getattr(module, "run", _run)
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
+        self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {})
 
 
 def _run(answer: Callable, axis: Axis | list[Axis], *given: Any) -> Any:
@@ -247,15 +257,30 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
                 model = asked.solution_bonus if bonus and asked.bonuses else asked.solution
                 _check_the_check(asked, model, size, seed, criteria)
             again = f'check("{number}", {name_of(answer)}, seed={seed})'
+            guess = _looks_like(asked, answer, size, error)
             raise CheckFailed(
                 f"Exercise {number}{_on((size,))}: not there yet ({error.criterion}).\n{error}\n"
-                f"What counts as good: {asked.good}.\nThe same inputs again: {again}",
+                f"{guess}What counts as good: {asked.good}.\nThe same inputs again: {again}",
                 error.criterion,
             ) from None
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
     if asked.bonuses and not bonus:
         harder = f'check("{number}", {name_of(answer)}, bonus=True)'
         print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
+
+
+def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
+    """A line with the sentence of the wrong answer that fails alike on the same inputs, or ""."""
+    if not asked.slips:
+        return ""
+    if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
+        try:
+            _examine(asked, answer, size, asked.slips["seed"], asked.checks)
+            return ""
+        except CheckFailed as known:
+            error = known
+    sentence = asked.slips["told"].get(error.fingerprint)
+    return f"A guess: {sentence}\n" if sentence else ""
 
 
 def name_of(answer: Callable) -> str:
@@ -286,7 +311,7 @@ def _examine(
         try:
             criterion(case)
         except CheckFailed as error:
-            raise CheckFailed(str(error), name) from None
+            raise CheckFailed(str(error), name, case) from None
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
             raise StrangeAnswer(f"this is no answer: {why}", name) from error

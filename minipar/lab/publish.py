@@ -3,6 +3,7 @@
     python -m minipar.lab.publish notebooks/            # execute, normalise, write
     python -m minipar.lab.publish notebooks/ --check    # only look at what is there
     python -m minipar.lab.publish notebooks/ --handout course/  # copies without the answers
+    python -m minipar.lab.publish notebooks/ --slips    # learn how wrong answers fail
 
 A published notebook holds its outputs and figures, but no trace of the machine it ran on: no paths,
 no times of execution, no versions, no widget state. A check says what is wrong with one: outputs
@@ -17,13 +18,16 @@ import hashlib
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
+
+from minipar.lab import exercises, slips
 
 MAX_FIGURE_BYTES = 100_000
 CELL_TIMEOUT = 120  # seconds
@@ -104,7 +108,8 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 def _normalise_output(output: NotebookNode, root: Path) -> None:
     if "metadata" in output:
-        output.metadata = NotebookNode()
+        texts = {kind: known.get("alt") for kind, known in output.metadata.items() if "/" in kind}
+        output.metadata = NotebookNode({k: {"alt": text} for k, text in texts.items() if text})
     if "text" in output:
         output.text = without_paths(output.text, root)
     if "traceback" in output:
@@ -169,11 +174,12 @@ def _complaints(cell: NotebookNode) -> list[str]:
 def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     """Copy `notebooks`, and the exercises beside them without answers, into a new folder.
 
-    Returns the files written. Raises `FileExistsError` if the folder is there already.
+    The sentences that a check may say of a wrong answer go along, by how it fails. Returns the
+    files written. Raises `FileExistsError` if the folder is there already.
     """
     folder.mkdir(parents=True)
     (folder / "solutions").mkdir()
-    written = []
+    written, known = [], {}
     for path in notebooks:
         written.append(folder / path.name)
         written[-1].write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
@@ -182,7 +188,42 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
             written[-1].write_text(
                 without_answers(exercise.read_text(encoding="utf-8")), encoding="utf-8"
             )
-    return written
+            number = exercise.stem.removeprefix("ex_").replace("_", ".")
+            known |= {n: s for n, s in slips.read(exercise.parent).items() if n == number}
+    return [*written, slips.write(folder / "solutions", known)]
+
+
+def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Run the wrong answers of exercises; return how each fails, and its sentence, for `slips`.
+
+    The seed is the first whose inputs tell apart all wrong answers that have different sentences.
+    Raises `ValueError` where none of twenty does.
+    """
+    known = {}
+    for asked in map(exercises.Exercise, files):
+        for seed in range(20):
+            told: dict[str, str] = {}
+            found = [
+                (_failure(asked, wrong, seed), wrong.sentence) for wrong in asked.wrongs.values()
+            ]
+            if all(
+                mark and told.setdefault(mark, sentence) == sentence for mark, sentence in found
+            ):
+                known[asked.id] = {"seed": seed, "told": told}
+                break
+        else:
+            raise ValueError(f"exercise {asked.id}: two wrong answers fail alike; share a sentence")
+    return known
+
+
+def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
+    """How an answer fails on the first number of ranks that refuses it; "" if none does."""
+    for size in asked.sizes:
+        try:
+            exercises._examine(asked, answer, size, seed, asked.checks)
+        except exercises.CheckFailed as error:
+            return error.fingerprint
+    return ""
 
 
 def without_answers(source: str) -> str:
@@ -232,10 +273,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, help="notebooks, or folders of them")
     parser.add_argument("--check", action="store_true", help="execute nothing, change nothing")
     parser.add_argument("--handout", type=Path, help="only copy, without answers, to a new folder")
+    parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds per cell")
     asked = parser.parse_args(arguments)
     if asked.handout is not None:
         print(*hand_out(find(asked.paths), asked.handout), sep="\n")
+        return 0
+    if asked.slips:
+        for folder in {path.parent / "solutions" for path in find(asked.paths)}:
+            print(slips.write(folder, learn_slips(sorted(folder.glob("ex_*.py")))))
         return 0
     found = 0
     for path in find(asked.paths):

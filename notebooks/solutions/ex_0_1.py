@@ -42,17 +42,26 @@ def solution(numbers, axis):
     return total / count
 
 
-@fails("result")
+@fails(
+    "result",
+    "This is the mean of each rank's own numbers: did the ranks talk?",
+)
 def wrong_sends_nothing(numbers, axis):
     return numbers.mean()
 
 
-@fails("result")
+@fails(
+    "result",
+    "This is a mean of means: a rank with few numbers weighs as much as one with many.",
+)
 def wrong_is_a_mean_of_means(numbers, axis):
     return all_reduce(numbers.mean().nan_to_num(), axis) / axis.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "A mean of the means of those who have any: sum and count first, divide last.",
+)
 def wrong_leaves_out_who_has_none(numbers, axis):
     mean, present = all_reduce(torch.stack([numbers.mean().nan_to_num(), _any(numbers)]), axis)
     return mean / present
@@ -62,13 +71,19 @@ def _any(numbers):
     return torch.tensor(float(len(numbers) > 0), dtype=numbers.dtype)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Sum and count travel in two calls: put both into one tensor.",
+)
 def wrong_asks_twice(numbers, axis):
     count = torch.tensor(len(numbers), dtype=numbers.dtype)
     return all_reduce(numbers.sum(), axis) / all_reduce(count, axis)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All numbers are sent: two are enough, a sum and a count.",
+)
 def wrong_sends_all_numbers(numbers, axis):
     padded = torch.full((MOST,), torch.nan, dtype=numbers.dtype)
     padded[: len(numbers)] = numbers

@@ -68,29 +68,44 @@ def solution(rank, sizes, name):
     return [first + k * stride for k in range(sizes[name])]
 
 
-@fails("result")
+@fails(
+    "result",
+    "The list is empty.",
+)
 def wrong_says_nothing(rank, sizes, name):
     return []
 
 
-@fails("result")
+@fails(
+    "result",
+    "These are neighbours by number, as along the last axis: what is this axis's stride?",
+)
 def wrong_takes_neighbours(rank, sizes, name):
     first = rank - rank % sizes[name]
     return list(range(first, first + sizes[name]))
 
 
-@fails("result")
+@fails(
+    "result",
+    "The list begins at the rank itself: go back by its own coordinate first.",
+)
 def wrong_starts_at_itself(rank, sizes, name):
     names = list(sizes)
     stride = math.prod(sizes[later] for later in names[names.index(name) + 1 :])
     return [rank + k * stride for k in range(sizes[name])]
 
 
-@fails("result")
+@fails(
+    "result",
+    "As if the first axis varied fastest: it is the last one that does.",
+)
 def wrong_counts_column_by_column(rank, sizes, name):
     return solution(rank, dict(reversed(sizes.items())), name)
 
 
-@fails("by_hand")
+@fails(
+    "by_hand",
+    "The library has answered: work it out with // and %.",
+)
 def wrong_asks_the_library(rank, sizes, name):
     return next(list(group) for group in groups_along([name], sizes) if rank in group)

@@ -85,12 +85,18 @@ def _with_warmup(rank, m, warmup):
     return order
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The list is empty.",
+)
 def wrong_says_nothing(rank, p, m):
     return []
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The warm-up has more forwards than there are microbatches.",
+)
 def wrong_expects_enough_microbatches(rank, p, m):
     """Right for m >= p; for fewer it runs forwards of microbatches that are not there."""
     warmup = p - 1 - rank
@@ -100,21 +106,33 @@ def wrong_expects_enough_microbatches(rank, p, m):
     return order
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "This is GPipe: all forwards first, so that all are held.",
+)
 def wrong_is_gpipe(rank, p, m):
     return [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)]
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All ranks warm up alike: how many ranks come after rank r?",
+)
 def wrong_warms_up_alike_on_all_ranks(rank, p, m):
     return _with_warmup(rank, m, p - 1)
 
 
-@fails("bubble")
+@fails(
+    "bubble",
+    "The warm-up is one forward too short.",
+)
 def wrong_warms_up_one_too_few(rank, p, m):
     return _with_warmup(rank, m, p - 2 - rank)
 
 
-@fails("bubble")
+@fails(
+    "bubble",
+    "Each microbatch goes alone: warm up with some forwards first.",
+)
 def wrong_is_naive(rank, p, m):
     return [f"{rank}{kind}{i}" for i in range(m) for kind in "FB"]

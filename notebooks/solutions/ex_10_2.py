@@ -92,12 +92,18 @@ def _one_f_one_b(forward, backward, warmup):
     return order
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The list is empty.",
+)
 def wrong_says_nothing(rank, p, m, v):
     return []
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "Backward begins with the first stage: gradients come from the last.",
+)
 def wrong_goes_backward_through_the_first_stage_first(rank, p, m, v):
     stages = [rank + p * chunk for chunk in range(v)]
     rounds = [range(first, first + p) for first in range(0, m, p)]
@@ -107,7 +113,10 @@ def wrong_goes_backward_through_the_first_stage_first(rank, p, m, v):
     return _one_f_one_b(forward, backward, (v - 1) * p + 2 * (p - 1 - rank))
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The warm-up is that of plain 1F1B: too short for v stages per rank.",
+)
 def wrong_warms_up_as_plain_1f1b(rank, p, m, v):
     stages = [rank + p * chunk for chunk in range(v)]
     rounds = [range(first, first + p) for first in range(0, m, p)]
@@ -116,7 +125,10 @@ def wrong_warms_up_as_plain_1f1b(rank, p, m, v):
     return _one_f_one_b(forward, backward, p - 1 - rank)
 
 
-@fails("bubble")
+@fails(
+    "bubble",
+    "Each round drains before the next begins: let them follow at once.",
+)
 def wrong_runs_one_round_after_the_other(rank, p, m, v):
     """Every round is a little pipeline that fills and drains."""
     order = []
@@ -127,7 +139,10 @@ def wrong_runs_one_round_after_the_other(rank, p, m, v):
     return order
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All forwards come first, so that too much is held.",
+)
 def wrong_is_breadth_first(rank, p, m, v):
     stages = [rank + p * chunk for chunk in range(v)]
     forward = [f"{s}F{i}" for s in stages for i in range(m)]

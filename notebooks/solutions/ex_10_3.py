@@ -95,17 +95,26 @@ def solution(row, bound):
     return placed + owed
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The list is empty.",
+)
 def wrong_says_nothing(row, bound):
     return []
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "There is no W at all: weights would get no gradient.",
+)
 def wrong_leaves_w_out(row, bound):
     return row
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The W that are left when the row ends are missing.",
+)
 def wrong_drops_what_is_owed_at_the_end(row, bound):
     whole = solution(row, bound)
     while "W" in whole[-1]:
@@ -113,12 +122,18 @@ def wrong_drops_what_is_owed_at_the_end(row, bound):
     return whole
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All W come last, so that too many microbatches are held.",
+)
 def wrong_puts_all_w_last(row, bound):
     return row + [action.replace("I", "W") for action in row if "I" in action]
 
 
-@fails("bubble")
+@fails(
+    "bubble",
+    "W right after I is a whole B again: put it off to where a rank waits.",
+)
 def wrong_puts_w_right_after_i(row, bound):
     """That is B again: rank r - 1 gets its gradient in time, but nothing fills the cool-down."""
     placed = []

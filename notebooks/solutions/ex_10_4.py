@@ -145,26 +145,38 @@ def _stage_of(action):
     return int(action)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Gradients are those of one rank: nothing was sent.",
+)
 def wrong_sends_nothing(row, compute, gradients, axis):
     for action in row:
         compute(action)
 
 
-@fails("row")
+@fails(
+    "row",
+    "compute was not called for the row.",
+)
 def wrong_runs_nothing(row, compute, gradients, axis):
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=axis.group)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Sent after the last I: a gradient is complete after the last B or W.",
+)
 def wrong_takes_the_last_i_for_the_end(row, compute, gradients, axis):
     """The stage before has its gradient then; the weights of this one still wait for W."""
     last = {_stage_of(action): at for at, action in enumerate(row) if "I" in action}
     _send_at(last, row, compute, gradients, axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "What was summed is summed again with each W: once per stage.",
+)
 def wrong_sums_again_and_again(row, compute, gradients, axis):
     """What was added up already is added up once more with the next microbatch."""
     for action in row:
@@ -173,7 +185,10 @@ def wrong_sums_again_and_again(row, compute, gradients, axis):
             dist.all_reduce(gradients[_stage_of(action)], group=axis.group)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One call per microbatch: one per stage, after its last gradient.",
+)
 def wrong_sends_every_microbatch(row, compute, gradients, axis):
     total = {stage: torch.zeros_like(gradient) for stage, gradient in gradients.items()}
     for action in row:
@@ -187,7 +202,10 @@ def wrong_sends_every_microbatch(row, compute, gradients, axis):
         gradient.copy_(total[stage])
 
 
-@fails("moment")
+@fails(
+    "moment",
+    "All calls come at the end of the row: each right after its last gradient.",
+)
 def wrong_sends_at_the_end(row, compute, gradients, axis):
     for action in row:
         compute(action)
@@ -199,7 +217,10 @@ def wrong_sends_at_the_end(row, compute, gradients, axis):
         work.wait()
 
 
-@fails("asynchronous")
+@fails(
+    "asynchronous",
+    "Each call is waited for at once: keep the works, and wait at the end.",
+)
 def wrong_waits_at_once(row, compute, gradients, axis):
     last = {_stage_of(action): at for at, action in enumerate(row) if "W" in action}
     _send_at(last, row, compute, gradients, axis)

@@ -198,28 +198,43 @@ def solution_bonus(p, m):
     )
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "The text is empty.",
+)
 def wrong_says_nothing(p, m):
     return ""
 
 
-@fails("own")
+@fails(
+    "own",
+    "This one is made by the library.",
+)
 def wrong_takes_one_from_the_shelf(p, m):
     return SCHEDULES["zb_h1"](p, m)
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "A W is missing: a stage would step with a part of its gradient.",
+)
 def wrong_forgets_a_weight_gradient(p, m):
     """The step is a little shorter, and trains on a part of the gradient."""
     return solution(p, m).removesuffix(f" {p - 1}W{m - 1}")
 
 
-@fails("valid")
+@fails(
+    "valid",
+    "A backward stands before what it needs, so all ranks wait.",
+)
 def wrong_goes_backward_before_there_is_anything(p, m):
     return solution(p, m).replace("0F0 0F1 0F2 0F3 0I0", "0F0 0F1 0I0 0F2 0F3")
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All forwards come first, so that all microbatches are held.",
+)
 def wrong_holds_all_microbatches(p, m):
     lines = [f"mine: microbatches {m}; stages on ranks {' '.join(map(str, range(p)))}"]
     for rank in range(p):
@@ -228,7 +243,10 @@ def wrong_holds_all_microbatches(p, m):
     return "\n".join(lines)
 
 
-@fails("bubble")
+@fails(
+    "bubble",
+    "As long as 1F1B itself: split B into I and W, and move a W.",
+)
 def wrong_is_1f1b(p, m):
     lines = [f"mine: microbatches {m}; stages on ranks {' '.join(map(str, range(p)))}"]
     for rank in range(p):

@@ -44,20 +44,29 @@ def solution(logits, k):
     return experts, best.softmax(-1)
 
 
-@fails("sum")
+@fails(
+    "sum",
+    "Shares of all experts, of which k are kept: take the softmax over those k.",
+)
 def wrong_keeps_shares_of_all(logits, k):
     """Shares of all experts, of which k are kept, sum to less than one."""
     weights, experts = logits.softmax(-1).topk(k, dim=-1)
     return experts, weights
 
 
-@fails("result")
+@fails(
+    "result",
+    "All k weigh alike: their logits say how much.",
+)
 def wrong_weighs_alike(logits, k):
     experts = logits.topk(k, dim=-1).indices
     return experts, torch.full_like(experts, 1 / k, dtype=logits.dtype)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Logits over their sum may be negative: take a softmax.",
+)
 def wrong_divides_logits(logits, k):
     """They sum to one, and may be negative."""
     best, experts = logits.topk(k, dim=-1)

@@ -59,14 +59,20 @@ def solution(experts, num_experts, axis):
     return send.tolist(), receive.tolist()
 
 
-@fails("result")
+@fails(
+    "result",
+    "What comes in is taken for what goes out: exchange the counts.",
+)
 def wrong_receives_what_it_sends(experts, num_experts, axis):
     """True only where all ranks choose alike."""
     send = experts.bincount(minlength=num_experts).view(axis.size, -1).sum(1)
     return send.tolist(), send.tolist()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Experts are dealt out in turn: those of a rank lie side by side.",
+)
 def wrong_deals_experts_out_in_turn(experts, num_experts, axis):
     send = (experts % axis.size).bincount(minlength=axis.size)
     receive = torch.empty_like(send)
@@ -74,7 +80,10 @@ def wrong_deals_experts_out_in_turn(experts, num_experts, axis):
     return send.tolist(), receive.tolist()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All choices travel: send one count to each rank.",
+)
 def wrong_sends_all_choices(experts, num_experts, axis):
     """Right, and each rank learns every choice of every token: more bytes with every token."""
     every = experts.new_empty(axis.size, len(experts))

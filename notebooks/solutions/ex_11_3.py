@@ -42,14 +42,20 @@ def solution(gradient, dp, ep):
     return gradient / (dp.size * ep.size)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Exactly ep times too large: divide by the ranks of ep as well.",
+)
 def wrong_averages_over_its_copies(gradient, dp, ep):
     """The mean that data parallelism takes by itself: ep times too large."""
     dist.all_reduce(gradient, group=dp.group)
     return gradient / dp.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "Summed over ep as well: other experts' gradients are mixed in.",
+)
 def wrong_sums_over_all_ranks(gradient, dp, ep):
     """The group of the dense layers: gradients of different experts are mixed."""
     dist.all_reduce(gradient, group=dp.group)
@@ -57,6 +63,9 @@ def wrong_sums_over_all_ranks(gradient, dp, ep):
     return gradient / (dp.size * ep.size)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Nothing was summed: copies along dp have seen other tokens.",
+)
 def wrong_sums_nothing(gradient, dp, ep):
     return gradient / (dp.size * ep.size)

@@ -56,19 +56,28 @@ def solution(bias, counts, speed, axis):
     return bias + speed * (load.mean() - load).sign()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank steers by its own counts: sum them over all ranks.",
+)
 def wrong_counts_for_itself(bias, counts, speed, axis):
     """Every rank steers its own way, and routers drift apart."""
     load = counts.double()
     return bias + speed * (load.mean() - load).sign()
 
 
-@fails("result")
+@fails(
+    "result",
+    "The bias goes the wrong way: up where the load is below the mean.",
+)
 def wrong_steers_the_other_way(bias, counts, speed, axis):
     return 2 * bias - solution(bias, counts, speed, axis)
 
 
-@fails("counts")
+@fails(
+    "counts",
+    "counts was changed in place: sum a clone.",
+)
 def wrong_sums_in_place(bias, counts, speed, axis):
     dist.all_reduce(counts, group=axis.group)
     load = counts.double()

@@ -51,18 +51,27 @@ def solution(rows):
     return node
 
 
-@fails("crossing")
+@fails(
+    "crossing",
+    "Placed by number: look at which node sends each expert more rows.",
+)
 def wrong_takes_them_as_numbered(rows):
     return torch.arange(rows.shape[1]) * 2 // rows.shape[1]
 
 
-@fails("halves")
+@fails(
+    "halves",
+    "One node has more than its half of the experts.",
+)
 def wrong_lets_each_go_where_it_is_wanted(rows):
     """Fewest rows of all, and one node may have all experts."""
     return [0] * rows.shape[1]
 
 
-@fails("crossing")
+@fails(
+    "crossing",
+    "The load is even, but many rows cross: compare rows[0] with rows[1].",
+)
 def wrong_balances_the_load(rows):
     """As many rows on each node, however far they come."""
     order = rows.sum(0).argsort(descending=True)

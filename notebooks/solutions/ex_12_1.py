@@ -91,31 +91,46 @@ def solution(num_bytes, sizes, topology):
     return min(itertools.permutations(sizes), key=seconds)
 
 
-@fails("order")
+@fails(
+    "order",
+    "The list is empty.",
+)
 def wrong_says_nothing(num_bytes, sizes, topology):
     return []
 
 
-@fails("time")
+@fails(
+    "time",
+    "A fixed order by name: the bytes decide.",
+)
 def wrong_has_a_fixed_order(num_bytes, sizes, topology):
     """What one reads everywhere: pp outside, tp inside. Bytes depend on model and batch."""
     usual = ["pp", "dp", "cp", "tp"]
     return [axis for axis in usual if axis in sizes]
 
 
-@fails("time")
+@fails(
+    "time",
+    "The most bytes are outermost: the last axis is the one inside of a node.",
+)
 def wrong_puts_the_most_bytes_outside(num_bytes, sizes, topology):
     """Takes the first axis for the fastest one."""
     return sorted(sizes, key=lambda axis: -num_bytes[axis])
 
 
-@fails("time")
+@fails(
+    "time",
+    "By bytes alone: an axis longer than a node crosses wherever it stands.",
+)
 def wrong_looks_at_bytes_alone(num_bytes, sizes, topology):
     """The most bytes innermost, also where that axis is longer than a node."""
     return sorted(sizes, key=lambda axis: num_bytes[axis])
 
 
-@fails("time")
+@fails(
+    "time",
+    "By sizes alone: the bytes that cross are what counts.",
+)
 def wrong_looks_at_sizes_alone(num_bytes, sizes, topology):
     """As many axes as possible inside of a node, whatever they send."""
     return sorted(sizes, key=lambda axis: -sizes[axis])

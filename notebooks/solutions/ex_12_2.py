@@ -81,27 +81,39 @@ def _sum(squares, *axes):
     return squares
 
 
-@fails("result")
+@fails(
+    "result",
+    "This is each rank's own norm: nothing was sent.",
+)
 def wrong_is_my_own_norm(gradients, dp, tp):
     """What torch's clip_grad_norm_ computes: it sees one rank. Nothing is sent."""
     return torch.cat([gradient for gradient, _ in gradients]).norm()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Everything is summed over both axes: copies count two or four times.",
+)
 def wrong_counts_copies(gradients, dp, tp):
     """Everything over both axes: copies count two or four times."""
     squares = sum(gradient.square().sum() for gradient, _ in gradients)
     return _sum(squares, dp, tp).sqrt()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Divided by all ranks: right for copies, too small for pieces.",
+)
 def wrong_divides_by_all_ranks(gradients, dp, tp):
     """Right for copies, and too small for pieces."""
     squares = sum(gradient.square().sum() for gradient, _ in gradients)
     return (_sum(squares, dp, tp) / (dp.size * tp.size)).sqrt()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Summed over tp alone: pieces that are cut over dp are missing.",
+)
 def wrong_sums_over_tp_alone(gradients, dp, tp):
     """Forgets what an optimizer that is sharded over dp keeps apart."""
     squares = [
@@ -111,7 +123,10 @@ def wrong_sums_over_tp_alone(gradients, dp, tp):
     return sum(squares).sqrt()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Norms were added: add squares, and take the root at the end.",
+)
 def wrong_adds_norms(gradients, dp, tp):
     """The norm of a whole is not the sum of the norms of its pieces."""
     total = 0.0
@@ -121,7 +136,10 @@ def wrong_adds_norms(gradients, dp, tp):
     return total.sqrt()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Whole gradients travel: four sums of squares are enough.",
+)
 def wrong_sends_gradient_by_gradient(gradients, dp, tp):
     """The right norm, from whole gradients that travel to everybody."""
     total = 0.0

@@ -123,17 +123,26 @@ def _first_that_fits(explained, budget, need):
     return next((one.plan for one in explained if need(one) <= budget), None)
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "The first plan was taken, whether it fits or not.",
+)
 def wrong_takes_the_first(explained, layer_bytes, budget):
     return explained[0].plan
 
 
-@fails("first")
+@fails(
+    "first",
+    "None came back, although a plan fits.",
+)
 def wrong_never_finds_one(explained, layer_bytes, budget):
     return None
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "The optimizer's state is not counted.",
+)
 def wrong_forgets_the_optimizer(explained, layer_bytes, budget):
     def need(one):
         held = [one.bytes_on(place) for place in range(one.plan.pp)]
@@ -142,19 +151,28 @@ def wrong_forgets_the_optimizer(explained, layer_bytes, budget):
     return _first_that_fits(explained, budget, need)
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "Only the first place was looked at: the last one has the head.",
+)
 def wrong_looks_at_the_first_place(explained, layer_bytes, budget):
     """It has begun the most microbatches, but it has no head."""
     return _first_that_fits(explained, budget, lambda one: _places(one, layer_bytes)[0])
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "Only the last place was looked at: the first holds more microbatches.",
+)
 def wrong_looks_at_the_last_place(explained, layer_bytes, budget):
     """It has the head, but one microbatch at a time."""
     return _first_that_fits(explained, budget, lambda one: _places(one, layer_bytes)[-1])
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "The mean of the places was taken: the fullest one decides.",
+)
 def wrong_takes_the_mean_of_places(explained, layer_bytes, budget):
     def need(one):
         places = _places(one, layer_bytes)
@@ -177,14 +195,20 @@ def _need_with(begun):
     return need
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "One microbatch per place was counted: 1F1B has begun more.",
+)
 def wrong_forgets_what_is_in_flight(explained, layer_bytes, budget):
     """One microbatch at a time, as without a pipeline."""
     need = _need_with(lambda plan: 1)
     return _first_that_fits(explained, budget, lambda one: need(one, layer_bytes))
 
 
-@fails("first")
+@fails(
+    "first",
+    "All microbatches were counted, as in GPipe: 1F1B has begun fewer.",
+)
 def wrong_keeps_all_microbatches(explained, layer_bytes, budget):
     """As GPipe does: 1F1B begins a backward as soon as it can."""
     need = _need_with(lambda plan: plan.microbatches)

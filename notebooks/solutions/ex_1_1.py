@@ -96,33 +96,51 @@ def solution_bonus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(out, dim=2)
 
 
-@fails("result")
+@fails(
+    "result",
+    "This is q itself, unchanged.",
+)
 def wrong_computes_nothing(q, k, v):
     return q
 
 
-@fails("by_hand")
+@fails(
+    "by_hand",
+    "torch has done it: write the two products and the softmax yourself.",
+)
 def wrong_asks_torch(q, k, v):
     return dense_core(q, k, v)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Heads 0 and 1 share keys: repeat_interleave, where repeat deals out like cards.",
+)
 def wrong_deals_the_heads_out_like_cards(q, k, v):
     share = q.shape[1] // k.shape[1]
     return solution(q, k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))
 
 
-@fails("run")
+@fails(
+    "run",
+    "k and v have fewer heads than q: repeat each of them H/G times.",
+)
 def wrong_forgets_the_groups(q, k, v):
     return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
-@fails("result")
+@fails(
+    "result",
+    "The scores are not divided by the square root of K.",
+)
 def wrong_forgets_the_scale(q, k, v):
     return solution(q * q.shape[-1] ** 0.5, k, v)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Masked after the softmax, rows no longer sum to 1: mask the scores.",
+)
 def wrong_masks_after_the_softmax(q, k, v):
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
@@ -130,7 +148,10 @@ def wrong_masks_after_the_softmax(q, k, v):
     return weights.tril() @ v
 
 
-@fails("result")
+@fails(
+    "result",
+    "A token does not see itself: triu(1) leaves the diagonal visible.",
+)
 def wrong_hides_the_token_itself(q, k, v):
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -67,34 +67,52 @@ def solution(config):
     return tables * config.vocab_size * width + config.num_layers * layer + width
 
 
-@fails("result")
+@fails(
+    "result",
+    "The count is 0.",
+)
 def wrong_says_nothing(config):
     return 0
 
 
-@fails("run")
+@fails(
+    "run",
+    "The library's own count is not there: add up the matrices yourself.",
+)
 def wrong_asks_the_library(config):
     return config.num_parameters
 
 
-@fails("result")
+@fails(
+    "result",
+    "Keys and values have num_kv_heads heads, not num_heads.",
+)
 def wrong_gives_every_head_its_own_keys(config):
     extra = 2 * config.hidden_size * (config.num_heads - config.num_kv_heads) * config.head_dim
     return solution(config) + config.num_layers * extra
 
 
-@fails("result")
+@fails(
+    "result",
+    "Tied embeddings are one table, counted once.",
+)
 def wrong_counts_tied_tables_twice(config):
     again = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
     return solution(config) + again
 
 
-@fails("result")
+@fails(
+    "result",
+    "Norms are missing: two per layer and one at the end, D weights each.",
+)
 def wrong_forgets_the_norms(config):
     return solution(config) - (2 * config.num_layers + 1) * config.hidden_size
 
 
-@fails("result")
+@fails(
+    "result",
+    "A head is head_dim wide, which need not be D / H.",
+)
 def wrong_takes_the_width_for_all_heads(config):
     heads = config.num_heads + config.num_kv_heads
     error = config.hidden_size // config.num_heads - config.head_dim

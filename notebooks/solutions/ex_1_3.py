@@ -85,32 +85,47 @@ def solution(config, batch_size, seq_len):
     return 3 * batch_size * seq_len * per_token, 4 * 4 * config.num_parameters
 
 
-@fails("flops")
+@fails(
+    "flops",
+    "Both numbers are 0.",
+)
 def wrong_says_nothing(config, batch_size, seq_len):
     return 0, 0
 
 
-@fails("flops")
+@fails(
+    "flops",
+    "Attention is missing: two products of T x T per head and layer.",
+)
 def wrong_forgets_attention(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
     return flops - batch_size * seq_len * attention, num_bytes
 
 
-@fails("flops")
+@fails(
+    "flops",
+    "The look-up of an untied embedding multiplies nothing.",
+)
 def wrong_lets_the_look_up_multiply(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     return flops + 6 * batch_size * seq_len * table, num_bytes
 
 
-@fails("flops")
+@fails(
+    "flops",
+    "Two thirds of the truth: forward is one part, backward two.",
+)
 def wrong_takes_backward_for_forward(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
     return flops * 2 // 3, num_bytes
 
 
-@fails("bytes")
+@fails(
+    "bytes",
+    "Three quarters of the truth: weight, gradient and two moments are four numbers.",
+)
 def wrong_forgets_the_gradients(config, batch_size, seq_len):
     flops, num_bytes = solution(config, batch_size, seq_len)
     return flops, num_bytes * 3 // 4

@@ -57,12 +57,18 @@ def solution(tensor, axis):
     return torch.cat(blocks)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank multiplied its own numbers: nothing was sent.",
+)
 def wrong_sends_nothing(tensor, axis):
     return tensor * axis.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank has one finished block: in the second half these are passed around.",
+)
 def wrong_stops_half_way(tensor, axis):
     pieces = list(tensor.clone().chunk(axis.size))
     right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -76,14 +82,20 @@ def wrong_stops_half_way(tensor, axis):
     return torch.cat(pieces)
 
 
-@fails("verbs")
+@fails(
+    "verbs",
+    "The library's all-reduce has done it: use exchange alone.",
+)
 def wrong_asks_the_library(tensor, axis):
     result = tensor.clone()
     dist.all_reduce(result, group=axis.group)
     return result
 
 
-@fails("messages")
+@fails(
+    "messages",
+    "Whole tensors travel: cut into n blocks, and pass one block per round.",
+)
 def wrong_passes_whole_tensors(tensor, axis):
     total, passing = tensor.clone(), tensor
     right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -96,7 +108,10 @@ def wrong_passes_whole_tensors(tensor, axis):
     return total
 
 
-@fails("messages")
+@fails(
+    "messages",
+    "The bytes are right, but every rank talks to all: send to the right neighbour only.",
+)
 def wrong_is_no_ring(tensor, axis):
     """As many bytes as the ring, but every rank talks to every other."""
     pieces = list(tensor.clone().chunk(axis.size))

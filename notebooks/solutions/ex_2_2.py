@@ -74,22 +74,34 @@ def solution(tensor, src, axis):
     return result
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank kept its own tensor.",
+)
 def wrong_sends_nothing(tensor, src, axis):
     return tensor
 
 
-@fails("result")
+@fails(
+    "result",
+    "The tensor is that of another rank than src.",
+)
 def wrong_takes_another_source(tensor, src, axis):
     return solution(tensor, (src + 1) % axis.size, axis)
 
 
-@fails("verbs")
+@fails(
+    "verbs",
+    "The library's broadcast has done it: use send and recv.",
+)
 def wrong_asks_the_library(tensor, src, axis):
     return broadcast(tensor, axis, src)
 
 
-@fails("messages")
+@fails(
+    "messages",
+    "More than n - 1 messages: some rank gets what it has already.",
+)
 def wrong_sends_to_those_who_have_it(tensor, src, axis):
     """The tree, and then everybody thanks the source by sending it back."""
     result = solution(tensor, src, axis)
@@ -102,7 +114,10 @@ def wrong_sends_to_those_who_have_it(tensor, src, axis):
     return result
 
 
-@fails("rounds")
+@fails(
+    "rounds",
+    "The source sends to all others itself: a rank that has received must send, too.",
+)
 def wrong_source_does_it_all(tensor, src, axis):
     result = tensor.clone()
     if axis.rank != src:
@@ -113,7 +128,10 @@ def wrong_source_does_it_all(tensor, src, axis):
     return result
 
 
-@fails("rounds")
+@fails(
+    "rounds",
+    "It goes along a chain: in each round, all that have it should send.",
+)
 def wrong_passes_it_along_a_chain(tensor, src, axis):
     result, place = tensor.clone(), (axis.rank - src) % axis.size
     if place > 0:

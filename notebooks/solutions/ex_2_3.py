@@ -66,12 +66,18 @@ def solution(block, axis):
     return torch.cat([blocks[rank] for rank in range(axis.size)])
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank repeated its own block.",
+)
 def wrong_sends_nothing(block, axis):
     return block.repeat(axis.size)
 
 
-@fails("result")
+@fails(
+    "result",
+    "In order of arrival: if the partner's number is smaller, its blocks come first.",
+)
 def wrong_joins_in_the_order_of_arrival(block, axis):
     mine, reach = block, 1
     while reach < axis.size:
@@ -81,12 +87,18 @@ def wrong_joins_in_the_order_of_arrival(block, axis):
     return mine
 
 
-@fails("verbs")
+@fails(
+    "verbs",
+    "The library's all-gather has done it: use exchange.",
+)
 def wrong_asks_the_library(block, axis):
     return all_gather(block, axis)
 
 
-@fails("rounds")
+@fails(
+    "rounds",
+    "This is a ring of n - 1 rounds: swap all that you have with rank ^ 1, ^ 2, ^ 4.",
+)
 def wrong_is_a_ring(block, axis):
     blocks = {axis.rank: block}
     right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -97,7 +109,10 @@ def wrong_is_a_ring(block, axis):
     return torch.cat([blocks[rank] for rank in range(axis.size)])
 
 
-@fails("bytes")
+@fails(
+    "bytes",
+    "The whole buffer is sent, zeros included: send only the blocks that you have.",
+)
 def wrong_swaps_the_whole_buffer(block, axis):
     """Right, and in few rounds, but what a rank does not have yet is sent as zeros."""
     joined = block.new_zeros(axis.size * len(block))

@@ -72,7 +72,10 @@ def solution(num_bytes, seconds, axis):
     return at_zero / rounds, rounds / axis.size / slope
 
 
-@fails("result")
+@fails(
+    "result",
+    "Fitted to this rank's own times, which hold waits: take the least over the ranks.",
+)
 def wrong_trusts_its_own_stopwatch(num_bytes, seconds, axis):
     """Sends nothing."""
     rounds = 2 * (axis.size - 1)
@@ -81,18 +84,27 @@ def wrong_trusts_its_own_stopwatch(num_bytes, seconds, axis):
     return latency, 1 / inverse
 
 
-@fails("result")
+@fails(
+    "result",
+    "Fitted to the longest times, which hold waits: take the least over the ranks.",
+)
 def wrong_takes_the_slowest_stopwatch(num_bytes, seconds, axis):
     return wrong_trusts_its_own_stopwatch(num_bytes, all_reduce(seconds, axis, "max"), axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The latency is that of all 2(n-1) rounds: alpha belongs to one.",
+)
 def wrong_forgets_the_rounds(num_bytes, seconds, axis):
     latency, bandwidth = solution(num_bytes, seconds, axis)
     return 2 * (axis.size - 1) * latency, bandwidth
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One call for each time: send all times in one tensor.",
+)
 def wrong_sends_each_time_alone(num_bytes, seconds, axis):
     seconds = torch.cat([all_reduce(one, axis, "min") for one in seconds.split(1)])
     rounds = 2 * (axis.size - 1)

@@ -79,35 +79,50 @@ def solution_bonus(model, axis):
         grad.copy_(mean.view_as(grad))
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank divided its own gradient: no sum was taken.",
+)
 def wrong_sends_nothing(model, axis):
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= axis.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "Exactly n times the average: did you divide by axis.size?",
+)
 def wrong_forgets_to_divide(model, axis):
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=axis.group)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Gradients are as they were: did you average p.data in place of p.grad?",
+)
 def wrong_averages_the_weights(model, axis):
     for parameter in model.parameters():
         dist.all_reduce(parameter.data, group=axis.group)
         parameter.data /= axis.size
 
 
-@fails("run")
+@fails(
+    "run",
+    "A frozen parameter has grad None: skip it.",
+)
 def wrong_ignores_frozen_parameters(model, axis):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=axis.group)
         parameter.grad /= axis.size
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All gradients are gathered, then averaged: an all-reduce sends less.",
+)
 def wrong_gathers_everything(model, axis):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -116,7 +131,10 @@ def wrong_gathers_everything(model, axis):
             parameter.grad = torch.stack(every).mean(0)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Each gradient is sent twice.",
+)
 def wrong_does_it_twice(model, axis):
     for _ in range(2):
         solution(model, axis)

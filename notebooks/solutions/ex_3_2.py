@@ -98,20 +98,29 @@ def solution(model, axis, capacity):
             parameter.grad = piece.view_as(parameter)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank divided its own gradient: no sum was taken.",
+)
 def wrong_sends_nothing(model, axis, capacity):
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= axis.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "Gradients are as they were: torch.cat copies, so give the pieces back to p.grad.",
+)
 def wrong_forgets_to_hand_out(model, axis, capacity):
     grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     dist.all_reduce(torch.cat(grads), group=axis.group)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The last bucket was never sent.",
+)
 def wrong_drops_the_last_bucket(model, axis, capacity):
     bucket, room = [], capacity
     for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
@@ -122,19 +131,28 @@ def wrong_drops_the_last_bucket(model, axis, capacity):
         room -= parameter.nbytes
 
 
-@fails("buckets")
+@fails(
+    "buckets",
+    "One call per parameter: put several into a bucket, up to its capacity.",
+)
 def wrong_one_call_per_parameter(model, axis, capacity):
     for parameter in reversed(list(model.parameters())):
         if parameter.grad is not None:
             _reduce([parameter], axis)
 
 
-@fails("buckets")
+@fails(
+    "buckets",
+    "One call for everything: begin a new bucket where the next would not fit.",
+)
 def wrong_one_call_for_everything(model, axis, capacity):
     _reduce([p for p in model.parameters() if p.grad is not None], axis)
 
 
-@fails("buckets")
+@fails(
+    "buckets",
+    "In another order than backward finishes gradients: the last parameters go first.",
+)
 def wrong_first_parameter_first(model, axis, capacity):
     bucket, room = [], capacity
     for parameter in [p for p in model.parameters() if p.grad is not None]:
@@ -146,7 +164,10 @@ def wrong_first_parameter_first(model, axis, capacity):
     _reduce(bucket, axis)
 
 
-@fails("buckets")
+@fails(
+    "buckets",
+    "In another order than backward finishes gradients: the last parameters go first.",
+)
 def wrong_order_of_buckets(model, axis, capacity):
     for bucket in reversed(_buckets(model, capacity)):
         _reduce(bucket, axis)

@@ -125,13 +125,19 @@ def solution(model, backwards, axis):
         hook.remove()
 
 
-@fails("result")
+@fails(
+    "result",
+    "No gradient was sent.",
+)
 def wrong_sends_nothing(model, backwards, axis):
     for backward in backwards:
         backward()
 
 
-@fails("result")
+@fails(
+    "result",
+    "The parameters were sent: a hook is given p, and p.grad is what to send.",
+)
 def wrong_sends_the_weights(model, backwards, axis):
     works = []
 
@@ -148,7 +154,10 @@ def wrong_sends_the_weights(model, backwards, axis):
         work.wait()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Only the last microbatch is summed: register_hook sees what is added, not p.grad.",
+)
 def wrong_sends_the_last_increment(model, backwards, axis):
     """A hook on the tensor sees what this backward adds, not what has accumulated."""
 
@@ -165,7 +174,10 @@ def wrong_sends_the_last_increment(model, backwards, axis):
     last()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Every microbatch is sent: send during the last backward alone.",
+)
 def wrong_sends_every_microbatch(model, backwards, axis):
     total = None
     for backward in backwards:
@@ -179,7 +191,10 @@ def wrong_sends_every_microbatch(model, backwards, axis):
         parameter.grad = grad
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "All calls come after the last backward: make each one in a hook.",
+)
 def wrong_sends_after_backward(model, backwards, axis):
     for backward in backwards:
         backward()
@@ -190,7 +205,10 @@ def wrong_sends_after_backward(model, backwards, axis):
         grad /= axis.size
 
 
-@fails("asynchronous")
+@fails(
+    "asynchronous",
+    "The hook waits for its call: async_op=True, and wait after backward.",
+)
 def wrong_waits_in_the_hook(model, backwards, axis):
     def send(parameter):
         dist.all_reduce(parameter.grad, group=axis.group)

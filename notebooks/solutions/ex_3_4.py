@@ -110,7 +110,10 @@ def solution_bonus(model, microbatches, axis):
     return loss / count
 
 
-@fails("result")
+@fails(
+    "result",
+    "This is each rank's own loss: nothing was sent.",
+)
 def wrong_sends_nothing(model, microbatches, axis):
     count = sum((targets != IGNORE).sum() for _, targets in microbatches).clamp(min=1)
     loss = sum(_sum_of_losses(model, x, targets) for x, targets in microbatches) / count
@@ -118,7 +121,10 @@ def wrong_sends_nothing(model, microbatches, axis):
     return loss
 
 
-@fails("result")
+@fails(
+    "result",
+    "A mean of means: sum all losses, and divide once, by the tokens of all ranks.",
+)
 def wrong_mean_of_means(model, microbatches, axis):
     total = torch.zeros((), dtype=torch.float64)
     for x, targets in microbatches:
@@ -129,7 +135,10 @@ def wrong_mean_of_means(model, microbatches, axis):
     return _average(model, total, axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Right within a rank, but every rank weighs alike: count the tokens of all ranks.",
+)
 def wrong_mean_of_the_ranks_means(model, microbatches, axis):
     """By tokens within a rank, but every rank weighs the same."""
     count = sum((targets != IGNORE).sum() for _, targets in microbatches).clamp(min=1)
@@ -138,7 +147,10 @@ def wrong_mean_of_the_ranks_means(model, microbatches, axis):
     return _average(model, loss.detach(), axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "A mean of means: sum all losses, and divide once, by the tokens of all ranks.",
+)
 def wrong_nan_without_targets(model, microbatches, axis):
     """The mean of no losses is not a number, and one rank's NaN is everybody's."""
     mean = nn.CrossEntropyLoss(ignore_index=IGNORE)
@@ -147,7 +159,10 @@ def wrong_nan_without_targets(model, microbatches, axis):
     return _average(model, loss.detach(), axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Gradients are n times too small: divided by all tokens, they are to be summed.",
+)
 def wrong_divides_by_the_ranks_too(model, microbatches, axis):
     """Already divided by the tokens of all ranks, a gradient is to be summed, not averaged."""
     loss = solution(model, microbatches, axis)
@@ -156,7 +171,10 @@ def wrong_divides_by_the_ranks_too(model, microbatches, axis):
     return loss
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Gradients are sent for every microbatch: let them add up first.",
+)
 def wrong_reduces_every_microbatch(model, microbatches, axis):
     """The right gradients, and as many times the bytes as there are microbatches."""
     count = sum((targets != IGNORE).sum() for _, targets in microbatches)

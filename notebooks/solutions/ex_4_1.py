@@ -76,12 +76,18 @@ def solution(vector, block, axis):
     return (all_codes * all_scales).sum(0).flatten()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank multiplied its own vector: nothing was sent.",
+)
 def wrong_keeps_to_itself(vector, block, axis):
     return vector * axis.size
 
 
-@fails("result")
+@fails(
+    "result",
+    "One scale for the whole vector: each block needs its own.",
+)
 def wrong_one_scale_for_all(vector, block, axis):
     scale = vector.abs().max() / 127
     codes = (vector / scale).round().to(torch.int8)
@@ -89,7 +95,10 @@ def wrong_one_scale_for_all(vector, block, axis):
     return (codes * all_gather(scale, axis)[:, None]).sum(0)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Codes were added as int8, which overflows: decode, then add.",
+)
 def wrong_adds_codes(vector, block, axis):
     """Even with a scale that all share, a sum of four int8 is no int8."""
     blocks = vector.view(-1, block)
@@ -99,7 +108,10 @@ def wrong_adds_codes(vector, block, axis):
     return (every.sum(0, dtype=torch.int8) * scale).flatten()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Codes are cut off: round() before .to(torch.int8).",
+)
 def wrong_cuts_instead_of_rounding(vector, block, axis):
     blocks = vector.view(-1, block)
     scale = blocks.abs().amax(1, keepdim=True) / 127
@@ -108,7 +120,10 @@ def wrong_cuts_instead_of_rounding(vector, block, axis):
     return (every * all_gather(scale, axis).view(axis.size, *scale.shape)).sum(0).flatten()
 
 
-@fails("agreement")
+@fails(
+    "agreement",
+    "Each rank adds its own vector unrounded, so the ranks get different sums.",
+)
 def wrong_spares_its_own_rounding(vector, block, axis):
     """Better for one rank, but every rank then has a sum, and a model, of its own."""
     blocks = vector.view(-1, block)
@@ -120,14 +135,20 @@ def wrong_spares_its_own_rounding(vector, block, axis):
     return values.sum(0).flatten()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Decoded numbers travel, 4 bytes each: send codes and scales.",
+)
 def wrong_decodes_before_sending(vector, block, axis):
     blocks = vector.view(-1, block)
     scale = blocks.abs().amax(1, keepdim=True) / 127
     return all_reduce(((blocks / scale.clamp(min=1e-38)).round() * scale).flatten(), axis)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "A scale for each number: one per block is enough.",
+)
 def wrong_a_scale_per_number(vector, block, axis):
     scale = vector.abs() / 127
     codes = (vector / scale.clamp(min=1e-38)).round().to(torch.int8)

@@ -104,7 +104,10 @@ def solution(gradient, residue, k, axis):
     return total / axis.size, residue
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank uses only what it picked itself: nothing was sent.",
+)
 def wrong_sends_nothing(gradient, residue, k, axis):
     v = gradient + residue
     places = v.abs().topk(k).indices
@@ -113,12 +116,18 @@ def wrong_sends_nothing(gradient, residue, k, axis):
     return sent, v - sent
 
 
-@fails("result")
+@fails(
+    "result",
+    "The old residue is lost: add it to the gradient before you choose.",
+)
 def wrong_forgets_what_it_kept(gradient, residue, k, axis):
     return solution(gradient, torch.zeros_like(residue), k, axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The largest were chosen, not the strongest: by magnitude, -5 counts like 5.",
+)
 def wrong_the_largest_not_the_strongest(gradient, residue, k, axis):
     """-5 is a strong gradient, too."""
     v = gradient + residue
@@ -129,7 +138,10 @@ def wrong_the_largest_not_the_strongest(gradient, residue, k, axis):
     return torch.zeros_like(v).index_add(0, everywhere, values) / axis.size, residue
 
 
-@fails("result")
+@fails(
+    "result",
+    "Two ranks sent the same place, and one overwrote the other: index_add adds.",
+)
 def wrong_the_last_rank_wins(gradient, residue, k, axis):
     """Where two ranks send the same place, both count."""
     v = gradient + residue
@@ -142,13 +154,19 @@ def wrong_the_last_rank_wins(gradient, residue, k, axis):
     return total / axis.size, residue
 
 
-@fails("result")
+@fails(
+    "result",
+    "The residue still has what was sent: zeros at your own places.",
+)
 def wrong_keeps_what_was_sent(gradient, residue, k, axis):
     average, _ = solution(gradient, residue, k, axis)
     return average, gradient + residue
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "A whole vector travels, zeros included: send k values and k places.",
+)
 def wrong_sends_zeros_too(gradient, residue, k, axis):
     v = gradient + residue
     places = v.abs().topk(k).indices

@@ -63,14 +63,20 @@ def solution(outer, own, velocity, lr, momentum, axis):
     return outer - lr * (gradient + momentum * velocity), velocity
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank steps along its own way: nothing was sent.",
+)
 def wrong_sends_nothing(outer, own, velocity, lr, momentum, axis):
     gradient = outer - own
     velocity = momentum * velocity + gradient
     return outer - lr * (gradient + momentum * velocity), velocity
 
 
-@fails("result")
+@fails(
+    "result",
+    "The step goes the wrong way: the gradient is outer - own.",
+)
 def wrong_uphill(outer, own, velocity, lr, momentum, axis):
     """A gradient points away from where the ranks went."""
     gradient = all_reduce(own - outer, axis, "avg")
@@ -78,28 +84,40 @@ def wrong_uphill(outer, own, velocity, lr, momentum, axis):
     return outer - lr * (gradient + momentum * velocity), velocity
 
 
-@fails("result")
+@fails(
+    "result",
+    "Plain momentum: Nesterov steps along gradient + momentum * the new velocity.",
+)
 def wrong_plain_momentum(outer, own, velocity, lr, momentum, axis):
     """Heavy ball, where Nesterov looks one step ahead."""
     velocity = momentum * velocity + all_reduce(outer - own, axis, "avg")
     return outer - lr * velocity, velocity
 
 
-@fails("result")
+@fails(
+    "result",
+    "The ranks' ways are summed: take their average.",
+)
 def wrong_sums(outer, own, velocity, lr, momentum, axis):
     gradient = all_reduce(outer - own, axis)
     velocity = momentum * velocity + gradient
     return outer - lr * (gradient + momentum * velocity), velocity
 
 
-@fails("result")
+@fails(
+    "result",
+    "The step starts from own, where ranks differ: start from outer.",
+)
 def wrong_starts_from_its_own(outer, own, velocity, lr, momentum, axis):
     gradient = all_reduce(outer - own, axis, "avg")
     velocity = momentum * velocity + gradient
     return own - lr * (gradient + momentum * velocity), velocity
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All ways are gathered, then averaged: an all-reduce sends less.",
+)
 def wrong_gathers_everybody(outer, own, velocity, lr, momentum, axis):
     gradient = all_gather(outer - own, axis).view(axis.size, -1).mean(0)
     velocity = momentum * velocity + gradient

@@ -108,32 +108,47 @@ def solution(own_seconds, num_microbatches, axis):
     return shares
 
 
-@fails("result")
+@fails(
+    "result",
+    "Shares are even: the ranks have not told each other their seconds.",
+)
 def wrong_evenly_without_asking(own_seconds, num_microbatches, axis):
     return _evenly([own_seconds] * axis.size, num_microbatches)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Slow ranks get more: seconds per microbatch are the inverse of speed.",
+)
 def wrong_more_for_the_slow(own_seconds, num_microbatches, axis):
     """Seconds per microbatch are not microbatches per second."""
     seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis)
     return _deal((1 / seconds).tolist(), num_microbatches)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Rounded in proportion, and the remainder went to the wrong rank.",
+)
 def wrong_rest_to_the_slowest(own_seconds, num_microbatches, axis):
     """Rounded down in proportion; somebody has to take what remains."""
     seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
     return _rounded(seconds, num_microbatches)
 
 
-@fails("result")
+@fails(
+    "result",
+    "One share came back: return the list of all.",
+)
 def wrong_only_its_own_share(own_seconds, num_microbatches, axis):
     seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
     return _deal(seconds, num_microbatches)[axis.rank]
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Two numbers per rank are sent: one is enough.",
+)
 def wrong_tells_everything_twice(own_seconds, num_microbatches, axis):
     both = torch.tensor([own_seconds, 1 / own_seconds], dtype=torch.float64)
     seconds = all_gather(both, axis)[::2].tolist()

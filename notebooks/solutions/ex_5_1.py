@@ -108,7 +108,10 @@ def solution(weight, optimizer, losses, scale, interval):
     return used
 
 
-@fails("scales")
+@fails(
+    "scales",
+    "The scale never changes.",
+)
 def wrong_keeps_its_scale(weight, optimizer, losses, scale, interval):
     for loss in losses:
         optimizer.zero_grad()
@@ -119,7 +122,10 @@ def wrong_keeps_its_scale(weight, optimizer, losses, scale, interval):
     return [scale] * len(losses)
 
 
-@fails("scales")
+@fails(
+    "scales",
+    "After an overflow the count of good steps starts again at zero.",
+)
 def wrong_counts_on_after_an_overflow(weight, optimizer, losses, scale, interval):
     """Good steps in a row are asked for, not good steps."""
     used, good = [], 0
@@ -138,23 +144,35 @@ def wrong_counts_on_after_an_overflow(weight, optimizer, losses, scale, interval
     return used
 
 
-@fails("weights")
+@fails(
+    "weights",
+    "The optimizer steps although a gradient is not finite: skip that step.",
+)
 def wrong_steps_anyway(weight, optimizer, losses, scale, interval):
     return _with(weight, optimizer, losses, scale, interval, always=True)
 
 
-@fails("weights")
+@fails(
+    "weights",
+    "What overflowed was replaced, and momentum moved the weight: skip the step.",
+)
 def wrong_replaces_what_overflowed(weight, optimizer, losses, scale, interval):
     """Momentum moves the weights even where the gradient is zero."""
     return _with(weight, optimizer, losses, scale, interval, always=True, mend=True)
 
 
-@fails("weights")
+@fails(
+    "weights",
+    "The gradient is not divided by the scale before the step.",
+)
 def wrong_forgets_to_divide(weight, optimizer, losses, scale, interval):
     return _with(weight, optimizer, losses, scale, interval, divide=False)
 
 
-@fails("weights")
+@fails(
+    "weights",
+    "Scaled after backward, when small gradients were lost: scale the loss.",
+)
 def wrong_scales_what_is_lost_already(weight, optimizer, losses, scale, interval):
     """After backward it is too late: what has become zero stays zero."""
     return _with(weight, optimizer, losses, scale, interval, late=True)

@@ -99,18 +99,27 @@ def _divide(grads, scale):
     return torch.tensor([float(any(not grad.isfinite().all() for grad in grads))])
 
 
-@fails("decision")
+@fails(
+    "decision",
+    "Each rank decides for itself: all must hear of any overflow.",
+)
 def wrong_decides_alone(grads, scale, axis):
     return _divide(grads, scale).item() > 0
 
 
-@fails("decision")
+@fails(
+    "decision",
+    "Skipped only if all have overflowed: one is enough, so max and not min.",
+)
 def wrong_waits_for_all(grads, scale, axis):
     """Skips only if everybody has overflowed."""
     return all_reduce(_divide(grads, scale), axis, "min").item() > 0
 
 
-@fails("decision")
+@fails(
+    "decision",
+    "A sum of large finite numbers overflowed: ask isfinite of each element.",
+)
 def wrong_adds_up_values(grads, scale, axis):
     """A sum overflows although none of its parts has."""
     total = sum((grad.sum() for grad in grads), torch.zeros(()))
@@ -118,13 +127,19 @@ def wrong_adds_up_values(grads, scale, axis):
     return not all_reduce(total[None], axis).isfinite().item()
 
 
-@fails("division")
+@fails(
+    "division",
+    "The gradients are not divided by the scale.",
+)
 def wrong_forgets_to_divide(grads, scale, axis):
     found = torch.tensor([float(any(not grad.isfinite().all() for grad in grads))])
     return all_reduce(found, axis, "max").item() > 0
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One call per gradient: one number for all of them is enough.",
+)
 def wrong_asks_for_every_gradient(grads, scale, axis):
     """The right decision, and a latency per parameter for it."""
     _divide(grads, scale)

@@ -104,13 +104,19 @@ def _with_own_dice(weight, update):
     return ((exact + noise) & ~LOW).view(torch.float32).bfloat16()
 
 
-@fails("mean")
+@fails(
+    "mean",
+    "Rounded to the nearest: a small update is lost every time.",
+)
 def wrong_rounds_to_the_nearest(weight, update, seed, axis):
     """Sends nothing, as it should, but loses every small update."""
     return (weight.float() + update).bfloat16()
 
 
-@fails("mean")
+@fails(
+    "mean",
+    "One random number for all elements: each needs its own.",
+)
 def wrong_throws_one_die_for_all(weight, update, seed, axis):
     dice = torch.Generator().manual_seed(seed)
     exact = (weight.float() + update).view(torch.int32)
@@ -118,7 +124,10 @@ def wrong_throws_one_die_for_all(weight, update, seed, axis):
     return ((exact + noise) & ~LOW).view(torch.float32).bfloat16()
 
 
-@fails("mean")
+@fails(
+    "mean",
+    "Up or down with equal chances: up as often as the step is filled.",
+)
 def wrong_throws_a_coin(weight, update, seed, axis):
     """Up or down with equal chances, wherever the number lies."""
     dice = torch.Generator().manual_seed(seed)
@@ -128,19 +137,28 @@ def wrong_throws_a_coin(weight, update, seed, axis):
     return torch.where(coin, _down(exact), up).bfloat16()
 
 
-@fails("neighbours")
+@fails(
+    "neighbours",
+    "Noise of a fixed size: the result is not always one of the two neighbours.",
+)
 def wrong_adds_noise_and_rounds(weight, update, seed, axis):
     """Noise of a fixed size is too much for small weights and nothing for large ones."""
     dice = torch.Generator().manual_seed(seed)
     return (weight.float() + update + 0.1 * torch.randn(weight.shape, generator=dice)).bfloat16()
 
 
-@fails("agreement")
+@fails(
+    "agreement",
+    "The ranks draw different numbers: seed a generator with `seed`.",
+)
 def wrong_has_dice_of_its_own(weight, update, seed, axis):
     return _with_own_dice(weight, update)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One rank sends its weights: with a shared seed nothing needs to be sent.",
+)
 def wrong_asks_rank_0(weight, update, seed, axis):
     """Right, and as many bytes as the weights have, at every step."""
     return broadcast(_with_own_dice(weight, update), axis, src=0)

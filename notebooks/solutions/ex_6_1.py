@@ -117,7 +117,10 @@ def solution(params, gradients, make, axis):
     return optimizer
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank used its own gradients: nothing was sent.",
+)
 def wrong_sends_nothing(params, gradients, make, axis):
     optimizer = make(params)
     for step in gradients:
@@ -127,17 +130,26 @@ def wrong_sends_nothing(params, gradients, make, axis):
     return optimizer
 
 
-@fails("result")
+@fails(
+    "result",
+    "Owners update their parameters, and do not send them to the others.",
+)
 def wrong_forgets_to_hand_out(params, gradients, make, axis):
     return _train(params, gradients, make, axis, hand_out=False)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Gradients are summed: the owner divides by axis.size.",
+)
 def wrong_adds_up_and_does_not_divide(params, gradients, make, axis):
     return _train(params, gradients, make, axis, divide_by=1)
 
 
-@fails("owners")
+@fails(
+    "owners",
+    "Every rank owns all parameters: nothing is sharded.",
+)
 def wrong_everybody_owns_everything(params, gradients, make, axis):
     """Plain data parallelism: right, and nothing is sharded."""
     optimizer = make(params)
@@ -149,19 +161,28 @@ def wrong_everybody_owns_everything(params, gradients, make, axis):
     return optimizer
 
 
-@fails("balance")
+@fails(
+    "balance",
+    "Owners in turn: each parameter, largest first, goes to the rank that owns least.",
+)
 def wrong_in_turns(params, gradients, make, axis):
     owners = [i % axis.size for i in range(len(params))]
     return _train(params, gradients, make, axis, owners)
 
 
-@fails("balance")
+@fails(
+    "balance",
+    "One rank owns nearly everything.",
+)
 def wrong_rank_0_owns_all_but_a_little(params, gradients, make, axis):
     owners = [max(0, i - len(params) + axis.size) for i in range(len(params))]
     return _train(params, gradients, make, axis, owners)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Gradients go to all ranks: dist.reduce sends them to the owner alone.",
+)
 def wrong_gives_gradients_to_everybody(params, gradients, make, axis):
     return _train(params, gradients, make, axis, everybody=True)
 

@@ -135,26 +135,38 @@ def solution(params, backward, axis):
     return [started[p][0] / axis.size for p in params]
 
 
-@fails("result")
+@fails(
+    "result",
+    "Slices of each rank's own gradient: nothing was sent.",
+)
 def wrong_sends_nothing(params, backward, axis):
     backward()
     return [_mine(p, axis) for p in params]
 
 
-@fails("result")
+@fails(
+    "result",
+    "Exactly n times the average: divide by axis.size.",
+)
 def wrong_adds_up_and_does_not_divide(params, backward, axis):
     slices = solution(params, backward, axis)
     return [mine * axis.size for mine in slices]
 
 
-@fails("result")
+@fails(
+    "result",
+    "In the order in which gradients came: return slices in the order of params.",
+)
 def wrong_order(params, backward, axis):
     """In the order in which gradients come, which is not that of the parameters."""
     slices = dict(zip(map(id, params), solution(params, backward, axis), strict=True))
     return [slices[id(p)] for p in reversed(params)]
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Whole gradients are all-reduced: a reduce-scatter sends half.",
+)
 def wrong_reduces_all_of_it(params, backward, axis):
     """An all-reduce, of which a slice is kept."""
     started = {}
@@ -175,13 +187,19 @@ def wrong_reduces_all_of_it(params, backward, axis):
     return slices
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All gradients are whole at the end of backward: reduce each one in a hook.",
+)
 def wrong_after_backward(params, backward, axis):
     backward()
     return [_reduced(p, axis) for p in params]
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "p.grad outlives its reduce-scatter: set it to None in the hook.",
+)
 def wrong_keeps_gradients(params, backward, axis):
     slices = {}
 
@@ -196,7 +214,10 @@ def wrong_keeps_gradients(params, backward, axis):
     return [slices[p] for p in params]
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "The hook waits: async_op=True, and wait after backward.",
+)
 def wrong_waits_in_the_hook(params, backward, axis):
     slices = {}
 

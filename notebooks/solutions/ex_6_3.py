@@ -124,14 +124,20 @@ def solution(shards, x, compute, axis):
     return x
 
 
-@fails("result")
+@fails(
+    "result",
+    "Weights are made of this rank's rows alone: nothing was gathered.",
+)
 def wrong_sends_nothing(shards, x, compute, axis):
     for shard in shards:
         x = compute(shard.repeat(axis.size, 1), x)
     return x
 
 
-@fails("result")
+@fails(
+    "result",
+    "compute ran before its weight had arrived: wait for it first.",
+)
 def wrong_does_not_wait(shards, x, compute, axis):
     works = []
     for shard in shards:
@@ -144,20 +150,29 @@ def wrong_does_not_wait(shards, x, compute, axis):
     return x
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Each weight is gathered twice.",
+)
 def wrong_gathers_twice(shards, x, compute, axis):
     solution(shards, x, lambda weight, x: x, axis)
     return solution(shards, x, compute, axis)
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "Each gather begins when it is needed: start the next one before compute.",
+)
 def wrong_gathers_when_needed(shards, x, compute, axis):
     for shard in shards:
         x = compute(_whole(shard, axis), x)
     return x
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "The next weight is waited for before compute: wait for it after.",
+)
 def wrong_waits_for_the_next(shards, x, compute, axis):
     """Gathers ahead, but waits for it before it computes."""
     whole = _whole(shards[0], axis)
@@ -168,7 +183,10 @@ def wrong_waits_for_the_next(shards, x, compute, axis):
     return x
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "All weights are gathered at the start: gather one ahead.",
+)
 def wrong_gathers_all_at_once(shards, x, compute, axis):
     coming = []
     for shard in shards:
@@ -181,7 +199,10 @@ def wrong_gathers_all_at_once(shards, x, compute, axis):
     return x
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "Old weights are alive: let go of every name for them.",
+)
 def wrong_frees_nothing(shards, x, compute, axis):
     kept = []
 

@@ -54,13 +54,19 @@ def solution(shard, gradient, lr, replica, node):
     return whole
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank used its own gradient: nothing was sent.",
+)
 def wrong_sends_nothing(shard, gradient, lr, replica, node):
     mine = gradient.chunk(node.size)[node.rank]
     return (shard - lr * mine).repeat(node.size)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each node averages for itself: all-reduce the slice over the replicas.",
+)
 def wrong_nodes_drift_apart(shard, gradient, lr, replica, node):
     """Each node averages for itself."""
     mine = torch.empty_like(shard)
@@ -68,7 +74,10 @@ def wrong_nodes_drift_apart(shard, gradient, lr, replica, node):
     return _gathered(shard - lr * mine / node.size, node)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The step is replica.size times too long: divide by the number of all ranks.",
+)
 def wrong_divides_by_the_node_alone(shard, gradient, lr, replica, node):
     mine = torch.empty_like(shard)
     dist.reduce_scatter_single(mine, gradient, group=node.group)
@@ -76,7 +85,10 @@ def wrong_divides_by_the_node_alone(shard, gradient, lr, replica, node):
     return _gathered(shard - lr * mine / node.size, node)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The axes are exchanged: cut inside of the node, sum across.",
+)
 def wrong_axis_first(shard, gradient, lr, replica, node):
     """Cuts across nodes and sums inside: a slice of gradients that belongs to other weights."""
     mine = torch.empty_like(shard)
@@ -85,7 +97,10 @@ def wrong_axis_first(shard, gradient, lr, replica, node):
     return _gathered(shard - lr * mine / (node.size * replica.size), node)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "The whole gradient crosses the nodes: reduce-scatter in the node first.",
+)
 def wrong_crosses_first(shard, gradient, lr, replica, node):
     """The whole gradient crosses between nodes, and is cut afterwards."""
     mine = torch.empty_like(shard)
@@ -94,7 +109,10 @@ def wrong_crosses_first(shard, gradient, lr, replica, node):
     return _gathered(shard - lr * mine / (node.size * replica.size), node)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Whole gradients are all-reduced over both axes: cut first.",
+)
 def wrong_cuts_last(shard, gradient, lr, replica, node):
     """Plain data parallelism on both axes: no gradient is ever cut."""
     dist.all_reduce(gradient, group=node.group)

@@ -61,18 +61,27 @@ def solution(x, a, a_bias, b, b_bias, axis):
     return all_reduce(part, axis) + b_bias
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Every rank computes everything, and nothing is sent: use your own pieces.",
+)
 def wrong_computes_everything_everywhere(x, a, a_bias, b, b_bias, axis):
     return F.silu(x @ a + a_bias) @ b + b_bias
 
 
-@fails("result")
+@fails(
+    "result",
+    "The last bias is counted n times: add it after the sum.",
+)
 def wrong_adds_the_bias_on_every_rank(x, a, a_bias, b, b_bias, axis):
     """Before the sum: n times."""
     return solution(x, a, a_bias, b, torch.zeros_like(b_bias), axis) + axis.size * b_bias
 
 
-@fails("result")
+@fails(
+    "result",
+    "a was cut by rows, but silu of a part is not a part of silu: columns first.",
+)
 def wrong_rows_first(x, a, a_bias, b, b_bias, axis):
     """silu of a part is no part of the silu."""
     n, r = axis.size, axis.rank
@@ -80,7 +89,10 @@ def wrong_rows_first(x, a, a_bias, b, b_bias, axis):
     return all_reduce(part, axis) @ b + b_bias
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Hidden units are gathered: your rows of b need your own only.",
+)
 def wrong_gathers_what_lies_between(x, a, a_bias, b, b_bias, axis):
     n, r = axis.size, axis.rank
     hidden = F.silu(x @ a.chunk(n, 1)[r] + a_bias.chunk(n)[r])
@@ -88,7 +100,10 @@ def wrong_gathers_what_lies_between(x, a, a_bias, b, b_bias, axis):
     return all_reduce(hidden.chunk(n, 1)[r] @ b.chunk(n, 0)[r], axis) + b_bias
 
 
-@fails("work")
+@fails(
+    "work",
+    "Every rank multiplies everything and divides by n: cut the matrices.",
+)
 def wrong_divides_instead_of_cutting(x, a, a_bias, b, b_bias, axis):
     """The right result, and every rank does all of the work."""
     return all_reduce(F.silu(x @ a + a_bias) @ b / axis.size, axis) + b_bias

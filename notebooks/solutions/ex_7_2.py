@@ -96,18 +96,27 @@ def solution(x, scale, gate, up, down, axis):
     return x + all_reduce(part, axis, to="I")
 
 
-@fails("result")
+@fails(
+    "result",
+    "The output is this rank's summand: an all-reduce is missing forward.",
+)
 def wrong_sends_nothing(x, scale, gate, up, down, axis):
     return _block(x, scale, gate, up, down, axis)
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "Still as given: normed is I, and meets cut matrices without convert.",
+)
 def wrong_as_given(x, scale, gate, up, down, axis):
     normed = x * scale
     return x + all_reduce((F.silu(normed @ gate) * (normed @ up)) @ down, axis, to="I")
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "The residual path is converted, too: its gradient comes n times.",
+)
 def wrong_converts_the_residual_path_too(x, scale, gate, up, down, axis):
     """The gradient around the matrices is whole on every rank, and is added up n times."""
     return solution_at(convert(x, axis), scale, gate, up, down, axis)
@@ -118,14 +127,20 @@ def solution_at(x, scale, gate, up, down, axis):
     return x + all_reduce((F.silu(normed @ gate) * (normed @ up)) @ down, axis, to="I")
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "The sum is of type R: where all ranks compute the same loss, it is I.",
+)
 def wrong_type_of_the_sum(x, scale, gate, up, down, axis):
     """to="R": the loss is the same on every rank, so gradients come n times too large."""
     normed = convert(x * scale, axis)
     return x + all_reduce((F.silu(normed @ gate) * (normed @ up)) @ down, axis, to="R")
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Converted once for each matrix: convert once, and use the result twice.",
+)
 def wrong_converts_for_each_matrix(x, scale, gate, up, down, axis):
     normed = x * scale
     hidden = F.silu(convert(normed, axis) @ gate) * (convert(normed, axis) @ up)

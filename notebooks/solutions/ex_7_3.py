@@ -94,21 +94,30 @@ def _parts(logits, targets, start, largest):
     return torch.stack([logits.exp().sum(1), found])
 
 
-@fails("result")
+@fails(
+    "result",
+    "A softmax over this rank's words alone: sum over the ranks.",
+)
 def wrong_own_words_only(logits, targets, start, axis):
     """A softmax over the own words: probabilities add up to n."""
     sum_exp, target = _parts(logits, targets, start, logits.detach().amax(1))
     return (sum_exp.log() - target)[targets != IGNORED].sum()
 
 
-@fails("result")
+@fails(
+    "result",
+    "exp overflows: subtract the largest logit first.",
+)
 def wrong_without_the_largest(logits, targets, start, axis):
     parts = _parts(logits, targets, start, logits.new_zeros(len(logits)))
     sum_exp, target = autograd.all_reduce(parts, axis, to="I")
     return (sum_exp.log() - target)[targets != IGNORED].sum()
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank subtracts a maximum of its own: take that of all ranks.",
+)
 def wrong_largest_of_its_own(logits, targets, start, axis):
     """Every rank takes another maximum off, and the sums no longer belong together."""
     parts = _parts(logits, targets, start, logits.detach().amax(1))
@@ -116,7 +125,10 @@ def wrong_largest_of_its_own(logits, targets, start, axis):
     return (sum_exp.log() - target)[targets != IGNORED].sum()
 
 
-@fails("gradient")
+@fails(
+    "gradient",
+    "The sum is of type R: all ranks compute the same loss, so it is I.",
+)
 def wrong_type_of_the_sum(logits, targets, start, axis):
     largest = collectives.all_reduce(logits.detach().amax(1), axis, "max")
     parts = _parts(logits, targets, start, largest)
@@ -124,14 +136,20 @@ def wrong_type_of_the_sum(logits, targets, start, axis):
     return (sum_exp.log() - target)[targets != IGNORED].sum()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "The logits are gathered: three numbers per token are enough.",
+)
 def wrong_gathers_the_logits(logits, targets, start, axis):
     padded = F.pad(logits, (0, 6 - logits.shape[1]), value=-torch.inf)
     whole = autograd.all_gather(padded, axis, 1, to="I")
     return F.cross_entropy(whole[:, whole[0] > -torch.inf], targets, reduction="sum")
 
 
-@fails("result")
+@fails(
+    "result",
+    "Targets of -100 are counted: leave those tokens out.",
+)
 def wrong_counts_ignored_targets(logits, targets, start, axis):
     largest = collectives.all_reduce(logits.detach().amax(1), axis, "max")
     sum_exp, target = autograd.all_reduce(_parts(logits, targets, start, largest), axis, to="I")

@@ -96,12 +96,18 @@ def solution(params, axis):
         grad.copy_(total.view_as(grad))
 
 
-@fails("norms")
+@fails(
+    "norms",
+    "Norms keep the gradient of their own tokens: sum it over the ranks.",
+)
 def wrong_sends_nothing(params, axis):
     pass
 
 
-@fails("norms")
+@fails(
+    "norms",
+    "Norms are averaged: sum them, as the loss is that of all tokens.",
+)
 def wrong_averages(params, axis):
     """As in data parallelism; but the loss is that of all tokens already."""
     for name, p in params.items():
@@ -109,21 +115,30 @@ def wrong_averages(params, axis):
             p.grad = all_reduce(p.grad, axis, "avg")
 
 
-@fails("norms")
+@fails(
+    "norms",
+    "The last norm is missing: its name ends with norm.weight alone.",
+)
 def wrong_forgets_the_last_norm(params, axis):
     for name, p in params.items():
         if name.endswith("layernorm.weight") and p.grad is not None:
             p.grad = all_reduce(p.grad, axis)
 
 
-@fails("matrices")
+@fails(
+    "matrices",
+    "Matrices are summed, too: each rank holds another piece of them.",
+)
 def wrong_sums_everything(params, axis):
     for p in params.values():
         if p.grad is not None:
             p.grad = all_reduce(p.grad, axis)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One call per norm: join their gradients into one tensor.",
+)
 def wrong_one_by_one(params, axis):
     for name, p in params.items():
         if _is_norm(name) and p.grad is not None:

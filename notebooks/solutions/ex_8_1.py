@@ -115,33 +115,48 @@ def solution(x, scale, a, b, axis):
     return x + autograd.reduce_scatter(hidden @ b, axis)  # P -> V
 
 
-@fails("result")
+@fails(
+    "result",
+    "Only this rank's tokens and columns: nothing was sent.",
+)
 def wrong_sends_nothing(x, scale, a, b, axis):
     return _block(x, scale, a, b)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The residual is counted n times: add x after the reduce-scatter.",
+)
 def wrong_adds_the_residual_before_the_sum(x, scale, a, b, axis):
     """Every rank adds it, so it is there n times."""
     whole = autograd.all_gather(x, axis, to="R")
     return autograd.reduce_scatter(_block(whole, scale, a, b), axis)
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "Gathered to I: each rank uses it in its own way, so it is R.",
+)
 def wrong_type_of_what_is_gathered(x, scale, a, b, axis):
     """To I: backward cuts, where each rank has only a part of the gradient."""
     normed = autograd.all_gather(F.rms_norm(x, scale.shape, scale), axis, to="I")
     return x + autograd.reduce_scatter(F.silu(normed @ a) @ b, axis)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "An all-reduce, and then a cut: a reduce-scatter sends half.",
+)
 def wrong_sums_everywhere_and_cuts(x, scale, a, b, axis):
     normed = autograd.all_gather(F.rms_norm(x, scale.shape, scale), axis, to="R")
     whole = autograd.all_reduce(F.silu(normed @ a) @ b, axis, to="I")
     return x + autograd.cut(whole, axis)
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "Gathered before the norm: gather after it, as late as possible.",
+)
 def wrong_normalises_all_tokens(x, scale, a, b, axis):
     """Gathered one line too early: every rank norms, and keeps, all tokens."""
     normed = F.rms_norm(autograd.all_gather(x, axis, to="R"), scale.shape, scale)

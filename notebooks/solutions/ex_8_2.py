@@ -108,12 +108,18 @@ def solution(x, a, axis):
     return _GatheredProduct.apply(x, a, axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Only this rank's tokens are multiplied: gather first.",
+)
 def wrong_sends_nothing(x, a, axis):
     return x @ a
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "The gathered tensor is held until backward: save x, and gather again there.",
+)
 def wrong_lets_autograd_keep_it(x, a, axis):
     return autograd.all_gather(x, axis, to="R") @ a
 
@@ -131,7 +137,10 @@ class _KeepsAll(torch.autograd.Function):
         return grad_x, ctx.whole.T @ gradient, None
 
 
-@fails("memory")
+@fails(
+    "memory",
+    "The gathered tensor is held until backward: save x, and gather again there.",
+)
 def wrong_keeps_it_on_the_side(x, a, axis):
     """Not saved by the book, and held all the same; an all-gather of nothing hides it well."""
     return _KeepsAll.apply(x, a, axis)
@@ -151,13 +160,19 @@ class _OwnTokensOnly(torch.autograd.Function):
         return grad_x, x.T @ gradient.chunk(axis.size)[axis.rank], None
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "The gradient of a knows this rank's tokens alone: gather x again in backward.",
+)
 def wrong_does_not_gather_again(x, a, axis):
     """The matrix learns from the own tokens, as if it were replicated."""
     return _OwnTokensOnly.apply(x, a, axis)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Backward sums gradients of all tokens everywhere: a reduce-scatter is enough.",
+)
 def wrong_sums_more_than_its_own(x, a, axis):
     def product(x, a):
         whole = autograd.all_gather(x, axis, to="I")  # I: backward cuts, so sum in front of it

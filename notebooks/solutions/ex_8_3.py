@@ -91,20 +91,29 @@ def _swap(q, k, v, axis, swap):
     return swap(dense_core(q, k, v), axis, 2, 1)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each token looks only at those of its own rank: nothing was swapped.",
+)
 def wrong_sends_nothing(q, k, v, axis):
     """Each token looks at those of its own rank."""
     return dense_core(q, k, v)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Copies lie as 0 1 0 1: they belong side by side, with repeat_interleave.",
+)
 def wrong_copies_in_the_wrong_order(q, k, v, axis):
     """0 1 0 1: on four ranks query heads 1 and 2 meet keys that are not theirs."""
     copies = math.lcm(k.shape[1], axis.size) // k.shape[1]
     return _swap(q, k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1), axis, autograd.all_to_all)
 
 
-@fails("gradients")
+@fails(
+    "gradients",
+    "collectives.all_to_all has no gradient: autograd.all_to_all has.",
+)
 def wrong_without_gradients(q, k, v, axis):
     """The plain collective: autograd does not know of it."""
     copies = math.lcm(k.shape[1], axis.size) // k.shape[1]
@@ -112,14 +121,20 @@ def wrong_without_gradients(q, k, v, axis):
     return _swap(q, k, v, axis, collectives.all_to_all)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "Keys are copied for every query head: only until n divides their number.",
+)
 def wrong_copies_for_every_query_head(q, k, v, axis):
     """Right, and more than needed where n divides the key/value heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return _swap(q, k, v, axis, autograd.all_to_all)
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All tokens of all heads are gathered: swap tokens for heads.",
+)
 def wrong_gathers_everything(q, k, v, axis):
     q, k, v = (autograd.all_gather(x, axis, 2, to="R") for x in (q, k, v))
     return dense_core(q, k, v).chunk(axis.size, 2)[axis.rank]

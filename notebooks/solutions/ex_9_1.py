@@ -75,19 +75,28 @@ def solution(parts):
     return out, lse
 
 
-@fails("result")
+@fails(
+    "result",
+    "Only the first part counts.",
+)
 def wrong_keeps_the_first(parts):
     return parts[0]
 
 
-@fails("result")
+@fails(
+    "result",
+    "Outputs are averaged: weigh each by exp(lse - total).",
+)
 def wrong_averages(parts):
     """As if all blocks had equal shares."""
     lse = torch.stack([lse for _, lse in parts]).logsumexp(0)
     return torch.stack([out for out, _ in parts]).mean(0), lse
 
 
-@fails("result")
+@fails(
+    "result",
+    "The old output is not weighed anew: it takes exp(lse - total), too.",
+)
 def wrong_leaves_the_old_output(parts):
     """The new block is weighed, what came before is not weighed anew."""
     out, lse = parts[0]
@@ -97,7 +106,10 @@ def wrong_leaves_the_old_output(parts):
     return out, lse
 
 
-@fails("result")
+@fails(
+    "result",
+    "exp of a large score is infinite: logaddexp, and exp of differences only.",
+)
 def wrong_takes_exponentials(parts):
     """Right on paper: exp of a score of 2000 is infinite."""
     sums = [lse.exp() for _, lse in parts]
@@ -105,7 +117,10 @@ def wrong_takes_exponentials(parts):
     return out, sum(sums).log()
 
 
-@fails("result")
+@fails(
+    "result",
+    "The larger of two log-sum-exps is not that of both: torch.logaddexp.",
+)
 def wrong_adds_maxima(parts):
     """The largest of the log-sum-exps is not their log-sum-exp."""
     out, lse = parts[0]
@@ -116,7 +131,10 @@ def wrong_adds_maxima(parts):
     return out, lse
 
 
-@fails("blind")
+@fails(
+    "blind",
+    "-inf less -inf is NaN, where a query sees nothing: clamp the total.",
+)
 def wrong_subtracts_infinities(parts):
     """Nothing merged with nothing: -inf less -inf is nan."""
     out, lse = parts[0]

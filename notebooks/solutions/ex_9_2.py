@@ -115,39 +115,60 @@ def _zigzag(size):
     return lambda rank: (rank, 2 * size - 1 - rank)
 
 
-@fails("order")
+@fails(
+    "order",
+    "No rank holds anything.",
+)
 def wrong_holds_nothing(rank, size):
     return (), [[] for _ in range(size)]
 
 
-@fails("order")
+@fails(
+    "order",
+    "One off at the back: the last chunk has the number 2 * size - 1.",
+)
 def wrong_forgets_the_middle(rank, size):
     """One off at the end: nobody holds the last chunk, and two ranks hold one in the middle."""
     return _with(lambda rank: (rank, 2 * size - 2 - rank), rank, size)
 
 
-@fails("balance")
+@fails(
+    "balance",
+    "This is the plain order: each rank holds two neighbouring chunks.",
+)
 def wrong_is_plain(rank, size):
     return _with(lambda rank: (2 * rank, 2 * rank + 1), rank, size)
 
 
-@fails("balance")
+@fails(
+    "balance",
+    "Chunks r and r + size: closer, but the last rank still has more.",
+)
 def wrong_deals_like_cards(rank, size):
     """Closer, and still the last rank has more than the first."""
     return _with(lambda rank: (rank, rank + size), rank, size)
 
 
-@fails("pairs")
+@fails(
+    "pairs",
+    "Keys of the future are multiplied: only k <= q.",
+)
 def wrong_multiplies_the_future(rank, size):
     return _with(_zigzag(size), rank, size, looks=lambda q, k: True)
 
 
-@fails("pairs")
+@fails(
+    "pairs",
+    "The diagonal is missing: a chunk looks at itself, too.",
+)
 def wrong_leaves_out_the_diagonal(rank, size):
     return _with(_zigzag(size), rank, size, looks=lambda q, k: k < q)
 
 
-@fails("pairs")
+@fails(
+    "pairs",
+    "The keys at hand are those of rank - step.",
+)
 def wrong_looks_the_other_way(rank, size):
     """With the keys of rank + step, which are not at hand."""
     return _with(_zigzag(size), rank, size, direction=+1)

@@ -115,13 +115,19 @@ def _pass_on(kv, axis, **options):
     return collectives.exchange(sends, recvs, axis, **options)
 
 
-@fails("result")
+@fails(
+    "result",
+    "Each rank computes with its own block under other names: nothing was sent.",
+)
 def wrong_sends_nothing(kv, compute, axis):
     for step in range(axis.size):
         compute(kv, (axis.rank - step) % axis.size)
 
 
-@fails("result")
+@fails(
+    "result",
+    "The source is not that of the block: in step s it is rank - s.",
+)
 def wrong_names_the_wrong_source(kv, compute, axis):
     """What has come from the left was on rank - step; the sum over all would not tell."""
     for step in range(axis.size):
@@ -130,7 +136,10 @@ def wrong_names_the_wrong_source(kv, compute, axis):
             [kv] = _pass_on(kv, axis)
 
 
-@fails("result")
+@fails(
+    "result",
+    "compute was given a block that had not arrived: wait first.",
+)
 def wrong_does_not_wait(kv, compute, axis):
     for step in range(axis.size):
         arriving = _pass_on(kv, axis, async_op=True) if step < axis.size - 1 else None
@@ -140,7 +149,10 @@ def wrong_does_not_wait(kv, compute, axis):
             arriving.wait()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "One message too many: after the last product nothing is needed.",
+)
 def wrong_goes_around_once_more(kv, compute, axis):
     for step in range(axis.size):
         arriving = _pass_on(kv, axis, async_op=True)
@@ -148,13 +160,19 @@ def wrong_goes_around_once_more(kv, compute, axis):
         [kv] = arriving.wait()
 
 
-@fails("traffic")
+@fails(
+    "traffic",
+    "All blocks are gathered at once: pass one on in each step.",
+)
 def wrong_gathers(kv, compute, axis):
     for source, block in enumerate(collectives.all_gather(kv[None], axis)):
         compute(block, source)
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "Nothing travels while compute runs: start the exchange, compute, then wait.",
+)
 def wrong_computes_first(kv, compute, axis):
     for step in range(axis.size):
         compute(kv, (axis.rank - step) % axis.size)
@@ -162,7 +180,10 @@ def wrong_computes_first(kv, compute, axis):
             [kv] = _pass_on(kv, axis)
 
 
-@fails("overlap")
+@fails(
+    "overlap",
+    "Nothing travels while compute runs: start the exchange, compute, then wait.",
+)
 def wrong_waits_before_it_computes(kv, compute, axis):
     for step in range(axis.size):
         coming = _pass_on(kv, axis) if step < axis.size - 1 else None

@@ -55,9 +55,14 @@ def test_the_solution_passes_on_any_inputs(number, capsys):
 
 @pytest.mark.parametrize(("number", "name"), WRONG)
 def test_each_wrong_answer_fails_for_its_reason(number, name):
-    """A check that misses what it is there for lets one of these pass."""
+    """A check that misses what it is there for lets one of these pass.
+
+    And each is told its own sentence, whatever inputs it failed on.
+    """
     answer = exercise(number).wrongs[name]
-    assert refused(number, answer).criterion == answer.fails
+    error = refused(number, answer)
+    assert error.criterion == answer.fails
+    assert f"A guess: {answer.sentence}\n" in str(error)
 
 
 @pytest.mark.parametrize("number", IDS)
@@ -126,7 +131,9 @@ def test_a_copy_without_answers_checks_as_before(number, handout, monkeypatch):
     text = (handout / "solutions" / f"ex_{number.replace('.', '_')}.py").read_text(encoding="utf-8")
     assert "solution" not in text and "wrong" not in text
     check(number, answer.solution)
-    assert refused(number, next(iter(answer.wrongs.values()))).criterion in asked.checks
+    wrong = next(iter(answer.wrongs.values()))
+    error = refused(number, wrong)
+    assert error.criterion in asked.checks and f"A guess: {wrong.sentence}\n" in str(error)
     with pytest.raises(ValueError, match=f"answer to exercise {number} was left out"):
         solution(number)
 
@@ -222,6 +229,28 @@ def test_a_failure_names_the_numbers_and_the_way_back():
     assert "difference: -3 operations, +288 bytes" in error
     assert error.endswith('check("2.1", wrong_passes_whole_tensors, seed=7)')
     assert exercise("2.1").good in error
+
+
+def test_an_answer_that_is_wrong_in_its_own_way_gets_no_guess():
+    """A guess that fits everything would be none; nor is one made where it would take long."""
+
+    def adds_one(tensor, axis):
+        return exercise("2.1").solution(tensor, axis) + 1
+
+    def breaks_off(tensor, axis):
+        raise KeyError("an error that no wrong answer has")
+
+    for answer in (adds_one, breaks_off):
+        assert "A guess" not in str(refused("2.1", answer))
+
+
+def test_sentences_are_short_and_stand_by_how_answers_fail():
+    """Catches a wrong answer that was added, or whose sentence was changed, without --slips."""
+    for number in IDS:
+        asked = exercise(number)
+        sentences = {wrong.sentence for wrong in asked.wrongs.values()}
+        assert set(asked.slips["told"].values()) == sentences, f"{number}: publish --slips"
+        assert all(len(s) <= 90 and s[-1] in ".?" and len(s.split()) >= 3 for s in sentences)
 
 
 def test_inputs_are_fresh_unless_the_seed_is_given():

@@ -1,0 +1,68 @@
+"""What a failing answer behaves like: a sentence instead of numbers alone.
+
+Each wrong answer of an exercise has a sentence, ``@fails("result", "Exactly n times ...")``. How it
+fails on the inputs of one seed, the criterion, the message and what was sent, gives a fingerprint.
+An answer that fails with the same fingerprint on the same inputs is told the sentence. The file
+``slips.json`` beside the exercises holds fingerprints and sentences, and no code: it goes into
+copies without answers. ``python -m minipar.lab.publish notebooks/ --slips`` writes it again.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "slips.json"
+RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Stuck)\b.*$", re.MULTILINE)
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """By exercise: its "seed", and "told", sentences by fingerprint. Empty where there is none."""
+    file = folder / NAME
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write(folder: Path, known: dict[str, dict[str, Any]]) -> Path:
+    """Write what `read` returns; return the file."""
+    file = folder / NAME
+    file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
+
+
+def fingerprint(
+    criterion: str, message: str, sent: Sequence[Sequence[Any]] = (), results: Any = None
+) -> str:
+    """How an answer fails, in twelve letters; `sent` and `results` by rank.
+
+    Numbers count to three digits, so that it is the same on any processor. What was returned counts
+    where nothing was sent, and where the answer itself raised, only what was raised, not where.
+    """
+    if criterion == "run":
+        said = [re.sub(r"\d+", "#", line) for line in sorted(set(RAISED.findall(message)))]
+    else:
+        said = [NUMBER.sub(_rounded, message)]
+        said += [str(sorted(Counter(map(str, rank)).items())) for rank in sent]
+        said += [] if any(sent) else [_digest(results)]
+    return hashlib.sha256("\n".join([criterion, *said]).encode()).hexdigest()[:12]
+
+
+def _digest(value: Any) -> str:
+    """A result in short; without numbers that are no tensors, which may be seconds."""
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.double().sum().item():.3g}"
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_digest, value))}]"
+    return repr(value) if isinstance(value, int | str) else type(value).__name__
+
+
+def _rounded(number: re.Match) -> str:
+    value = float(number[0].replace(",", ""))
+    return f"{value:.3g}" if abs(value) > 1e-9 else "0"

@@ -1,0 +1,48 @@
+"""Fingerprints of failures: the same for the same mistake, another one for another."""
+
+import pytest
+import torch
+
+from minipar.lab import slips
+
+
+def test_noise_of_a_processor_does_not_change_a_fingerprint():
+    one = slips.fingerprint("result", "rank 0: expected 0.123456, got 1.2e-17 of 4,096 bytes")
+    other = slips.fingerprint("result", "rank 0: expected 0.123461, got -3e-18 of 4,096 bytes")
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("traffic", "3 calls", [["all_reduce, 8 bytes"]]),
+        ("result", "4 calls", [["all_reduce, 8 bytes"]]),
+        ("result", "3 calls", [["all_gather, 8 bytes"]]),
+        ("result", "3 calls", [[]], [torch.ones(2)]),
+        ("result", "3 calls", [[]], [torch.zeros(2)]),
+        ("result", "3 calls", [[]], [{"a": [True, "x"]}]),
+    ],
+)
+def test_another_mistake_has_another_fingerprint(other):
+    first = slips.fingerprint("result", "3 calls", [["all_reduce, 8 bytes"]], [torch.ones(2)])
+    assert slips.fingerprint(*other) != first
+
+
+def test_of_an_error_only_what_was_raised_counts():
+    at = "rank {}:\n  File x, line {}\nTypeError: 'NoneType' has no len(), call {}"
+    marks = {slips.fingerprint("run", at.format(*where)) for where in ((0, 3, 1), (2, 88, 4))}
+    assert len(marks) == 1
+    assert slips.fingerprint("run", "ValueError: another") not in marks
+
+
+def test_seconds_that_were_returned_do_not_count_and_order_of_sending_does_not():
+    a, b = [["send, 8 bytes", "all_reduce, 4 bytes"]], [["all_reduce, 4 bytes", "send, 8 bytes"]]
+    assert slips.fingerprint("r", "m", a) == slips.fingerprint("r", "m", b)
+    assert slips.fingerprint("r", "m", [[]], 0.25) == slips.fingerprint("r", "m", [[]], 0.5)
+
+
+def test_a_folder_without_the_file_has_no_sentences(tmp_path):
+    assert slips.read(tmp_path) == {}
+    known = {"2.1": {"seed": 3, "told": {"abc": "Did you divide?"}}}
+    slips.write(tmp_path, known)
+    assert slips.read(tmp_path) == known
