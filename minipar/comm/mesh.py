@@ -188,7 +188,7 @@ class Mesh:
         if None in several:  # torch wants a group for axes of one rank as well
             each = [dist.new_group([r], timeout=group_timeout()) for r in range(self.size)]
             several = [group or each[self.rank] for group in several]
-        kind = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+        kind = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 
