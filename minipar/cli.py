@@ -8,6 +8,7 @@ with 0.
 
 import contextlib
 import difflib
+import inspect
 import io
 import itertools
 import json
@@ -17,16 +18,18 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
+import torch
 import tyro
 from tqdm import tqdm
 
 from minipar import __version__
 from minipar.comm import backends
+from minipar.comm.backends import compute_device
 from minipar.comm.breakdown import breakdown
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks, prefixed
@@ -48,17 +51,21 @@ from minipar.lab.bench import (
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
 from minipar.lab.report import page as overlap_page
+from minipar.model import hf
+from minipar.model.llama import Llama
+from minipar.prove import doctor
 from minipar.prove import hang as prove_hang
 from minipar.prove.compare import RTOL
 from minipar.prove.job import check_file, parse_mesh
 from minipar.prove.prove import prove as judge
-from minipar.sim import calibrate, planner
-from minipar.train import checkpoint, trainer
-from minipar.train.config import TrainConfig
-from minipar.train.corpus import load_tokenizer, try_out
+from minipar.sim import calibrate, planner, remedy
+from minipar.train import checkpoint, out_of_memory, trainer
+from minipar.train.config import TrainConfig, check_numbers
+from minipar.train.corpus import ByteTokenizer, Tokenizer, load_tokenizer, try_out
 from minipar.train.folder import find_job, forget_job, how_to_go_on, note_job
 from minipar.train.metrics import read
 from minipar.train.report import Report
+from minipar.train.sampling import write
 from minipar.train.stop import pass_on
 from minipar.train.trainer import Trainer
 
@@ -67,10 +74,37 @@ from minipar.train.trainer import Trainer
 class Export:
     """Write the weights of a run as Hugging Face's libraries, and --init of training, read them."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or of one of its checkpoints."""
-    folder: tyro.conf.Positional[str]
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Where to write config.json, model.safetensors and tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Let a trained model go on with a text, on this process alone."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Folder of a run, of one of its checkpoints, or of a model as Hugging Face's libraries write
+    it."""
+    prompt: str = "\n"
+    """What it goes on with."""
+    tokens: int = 200
+    """How many to write."""
+    temperature: float = 0.8
+    """0 takes the likeliest token, 1 draws as the model says."""
+    top_k: int = 40
+    """Draw among so many of the likeliest tokens."""
+    seed: int = 0
+    """Of the draw."""
+
+    def check(self) -> None:
+        """Raise `ValueError` for values that cannot work."""
+        check_numbers(self, {"tokens": 1, "temperature": 0, "top_k": 1})
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
+        if not self.prompt:
+            raise ValueError("--prompt is empty; a model needs something to go on with")
 
 
 @dataclass(frozen=True)
@@ -151,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:
         code = BROKEN_PIPE
+    except out_of_memory.OutOfMemory as error:  # of torchrun's ranks, maybe of this one alone
+        _complain(MemoryError(f"{Mesh.label}: {error}"), *getattr(error, "__notes__", ()))
+        code = 1
     except (OSError, FloatingPointError) as error:
         _complain(error)
         code = 1
@@ -198,10 +235,7 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     Raises `ValueError` with one line for a bad flag or value.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: minipar COMMAND [flags]\n")
-        for name, what in _COMMANDS.items():
-            print(f"  minipar {name:18} {what.summary}")
-        print("\n`minipar COMMAND --help` lists the flags; `minipar --version` says which this is.")
+        print(_usage())
         sys.exit(0)
     if argv[0] in ("-V", "--version"):
         print(f"minipar {__version__}")
@@ -223,12 +257,52 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            command = tyro.cli(kind, prog=f"minipar {name}", args=flags, default=default)
+            command = _typed(name, kind, flags, default)
     except SystemExit as stop:
         if stop.code:
             raise ValueError(_first_words(complaint.getvalue())) from None
         raise
     return name, command
+
+
+def _typed(name: str, kind: type, flags: list[str], default: Any) -> Any:
+    """Let tyro read the flags of a command; those that `kind` has from several parents in groups.
+
+    A group is a parent, in whose name and words they are shown.
+    """
+    lines = "".join(f"\n  minipar {name} {flags}".rstrip() for flags in _EXAMPLES.get(name, ()))
+    told = dict(prog=f"minipar {name}", args=flags)
+    told["description"] = f"{inspect.getdoc(kind)}\n\nExamples:{lines}"
+    if len(kind.__bases__) == 1:
+        return tyro.cli(kind, default=default, **told)
+    default = kind() if default is tyro.MISSING_NONPROP else default
+    parents = {parent.__name__.lower(): parent for parent in reversed(kind.__bases__)}
+    groups = make_dataclass(
+        kind.__name__, [(n, tyro.conf.OmitArgPrefixes[parent]) for n, parent in parents.items()]
+    )
+    usual = {
+        n: parent(**{f.name: getattr(default, f.name) for f in fields(parent)})
+        for n, parent in parents.items()
+    }
+    found = tyro.cli(groups, default=groups(**usual), **told)
+    return kind(**{k: v for n in parents for k, v in vars(getattr(found, n)).items()})
+
+
+def _usage() -> str:
+    """Return what there is, in groups, the most used first."""
+    grouped = {name for names in _GROUPS.values() for name in names}
+    more = [name for name in _COMMANDS if name not in grouped and not name.startswith("bench")]
+    bench = [name for name in _COMMANDS if name.startswith("bench")]
+    groups = dict(_GROUPS) | {"Measure ours beside PyTorch's own": bench}
+    groups["Look, plan and prove"] = [*groups["Look, plan and prove"], *more]
+    lines = ["usage: minipar COMMAND [flags]"]
+    for title, names in groups.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  minipar {name:18} {_COMMANDS[name].summary}" for name in names]
+    lines += ["", "Examples:"]
+    lines += [f"  minipar {name} {_EXAMPLES[name][0]}".rstrip() for name in _FIRST]
+    how = "`minipar COMMAND --help` lists the flags; `minipar --version` says which this is."
+    return "\n".join([*lines, "", how])
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
@@ -252,17 +326,20 @@ def _first_words(box: str) -> str:
     return (" ".join(first.split()) or "cannot read the command line") + hint
 
 
-def _complain(error: BaseException) -> None:
+def _complain(error: BaseException, *notes: str) -> None:
     """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, MemoryError):
+        notes = *notes, *getattr(error, "__notes__", ())
         said = printable(" ".join(str(error).split()))
         print(f"minipar: error: {said}", file=sys.stderr, flush=True)
-        print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr, flush=True)
+        print(*notes, sep="", end="", file=sys.stderr, flush=True)
 
 
 def _explain(error: RankError) -> int:
     """Print who failed and why; return the exit code."""
     failures = list(error.failures.values())
+    # The others have only lost their connection to it.
+    failures = [f for f in failures if f.kind == "OutOfMemory"] or failures
     if any(failure.kind == "BrokenPipeError" for failure in failures):
         return BROKEN_PIPE
     messages = {failure.message: failure for failure in failures}  # most often all ranks' is one
@@ -275,10 +352,11 @@ def _explain(error: RankError) -> int:
             _complain(RuntimeError(f"{alone}{message}"))
     else:
         print("\n".join(error.reports()), file=sys.stderr)
+    print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr)
     return 1
 
 
-_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemoryError")
+_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemory")
 """Failures of ranks whose message is all that there is to know."""
 
 
@@ -295,7 +373,12 @@ def train(config: TrainConfig) -> None:
     if not backends.under_torchrun():
         check_fits_here(config.num_ranks, config.weight_bytes())
     if backends.under_torchrun():
-        _train_under_torchrun(config, folder, start)
+        try:
+            _train_under_torchrun(config, folder, start)
+        except out_of_memory.OutOfMemory as error:
+            if error.speaks:
+                error.add_note(remedy.page_of(config, error.folder))
+            raise
         return
     backend = config.backend
     if backend == "auto":
@@ -318,6 +401,9 @@ def train(config: TrainConfig) -> None:
                 folder.rmdir()  # nothing is in it, unless it is that of an earlier run
         else:
             print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
+        failures = error.failures.values() if isinstance(error, RankError) else ()
+        if any(failure.kind == "OutOfMemory" for failure in failures):
+            error.add_note(remedy.page_of(config, folder))
         raise
     conclude(report, folder)
 
@@ -438,6 +524,11 @@ class Progress:
 
     def __init__(self, trainer: Trainer) -> None:
         _print_anything()
+        _say(
+            f"{trainer.corpus.description}\n"
+            f"{trainer.num_parameters / 1e6:.2f}M parameters, "
+            f"{trainer.mesh.size} ranks on {trainer.device.type}"
+        )
         self.bar = tqdm(
             total=trainer.config.steps,
             initial=trainer.step,
@@ -446,13 +537,9 @@ class Progress:
             dynamic_ncols=True,
             mininterval=0.2,
         )
-        _say(
-            f"{trainer.corpus.description}\n"
-            f"{trainer.num_parameters / 1e6:.2f}M parameters, "
-            f"{trainer.mesh.size} ranks on {trainer.device.type}"
-        )
         self.total, self.spoken = trainer.config.steps, -math.inf
         self.seconds = self.tokens = 0.0
+        self.begun, self.num_steps = time.monotonic(), 0
 
     def __call__(self, line: dict[str, Any]) -> None:
         self.seconds += line["seconds"]
@@ -460,9 +547,14 @@ class Progress:
         status = f"loss {line['loss']:.3f}, {self.tokens / self.seconds:,.0f} tokens/s"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update()
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self.bar.refresh()
         last = line["step"] == self.total
         if self.bar.disable and (last or time.monotonic() - self.spoken > 10):
-            _say(f"step {line['step']}/{self.total}: {status}")
+            left = (self.total - line["step"]) * (time.monotonic() - self.begun) / self.num_steps
+            words = "" if last else f", {tqdm.format_interval(left)} left"
+            _say(f"step {line['step']}/{self.total}: {status}{words}")
             self.spoken = time.monotonic()
         if last:
             self.bar.close()
@@ -492,7 +584,7 @@ def conclude(report: Report | None, folder: Path) -> None:
     draw.save(figure, folder / "loss.png")
     if (folder / "timeline.json").exists():
         recorded = Timeline.load(folder / "timeline.json")
-        draw.save(draw.timeline(recorded), folder / "timeline.png")
+        draw.save(draw.timeline(recorded, unit="in this one step"), folder / "timeline.png")
     _say(summary(report))
 
 
@@ -520,7 +612,8 @@ def summary(report: Report) -> str:
     if report.hidden_fraction is not None:
         rows["communication"] = (
             f"{report.sent_bytes / megabyte:,.0f} MB sent by each rank; "
-            f"{report.communication_seconds:.1f} s, {report.hidden_fraction:.0%} of it hidden"
+            f"{report.communication_seconds:.1f} s, {report.hidden_fraction:.0%} of it hidden "
+            "(rank 0, the whole run; timeline.png: all ranks, one step)"
         )
     rows["peak memory"] = (
         f"{min(memory) / megabyte:,.0f} to {max(memory) / megabyte:,.0f} MB a rank"
@@ -542,19 +635,48 @@ def export(command: Export) -> None:
     """
     run, folder = run_of(command.run, "export"), Path(command.folder)
     start = checkpoint_of(Path(command.run), "export")
-    own = None
-    if (named := TrainConfig.load(run / "config.json").tokenizer) != "":
-        own = run / "tokenizer.json"
-        if not own.is_file():
-            raise ValueError(f"export {run}: it has no tokenizer.json; copy {named} to {own}")
-        try_out(own)
-    tokenizer = load_tokenizer(own)
+    tokenizer = _tokenizer_of(run, "export")
     checkpoint.export(start, folder)
     tokenizer.save(folder / "tokenizer.json")
     # Or transformers would take the tokenizer of a Llama, which has other rules for blanks.
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind) + "\n", encoding="utf-8")
     print(f"{start} -> {folder}/: config.json, safetensors and tokenizer.json")
+
+
+def _tokenizer_of(run: Path, asked: str) -> Tokenizer:
+    """Return that of a run: the file in its folder, or bytes."""
+    own = None
+    if (named := TrainConfig.load(run / "config.json").tokenizer) != "":
+        own = run / "tokenizer.json"
+        if not own.is_file():
+            raise ValueError(f"{asked} {run}: it has no tokenizer.json; copy {named} to {own}")
+        try_out(own)
+    return load_tokenizer(own)
+
+
+# ---------------------------------------------------------------------- minipar generate
+def generate(command: Generate) -> None:
+    """Print the prompt and what the model makes of it; the model is a run's, or any Llama."""
+    command.check()
+    path = Path(command.model)
+    if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
+        tokenizer = _tokenizer_of(run_of(command.model, "generate"), "generate")
+        weights, shape = checkpoint.model_of(checkpoint_of(path, "generate"))
+        model = Llama(shape)
+        checkpoint.load_weights(model, weights, f"checkpoint {path}")
+    else:
+        if not path.is_dir():
+            raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
+        own = path / "tokenizer.json"
+        own = None if ByteTokenizer.wrote(own) else own
+        if own:
+            try_out(own)
+        tokenizer, model = load_tokenizer(own), hf.load(path)
+    start = torch.tensor(list(tokenizer.encode(command.prompt)))
+    options = command.tokens, command.seed, command.temperature, command.top_k
+    prompt, text = write(model.to(compute_device()), tokenizer, start, *options)
+    print(f"{prompt}{text}")
 
 
 # ---------------------------------------------------------------------- minipar overlap
@@ -655,7 +777,10 @@ def _to_stderr(rank: int, stream: str, text: str) -> None:
 def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
-    print(text)
+    print(text, flush=True)
+    if not command.json and not command.explain:
+        with tqdm(total=1, desc="tracing minipar's own code", disable=None, leave=False):
+            print(f"\n{planner.as_minipar(plans[0])}")
     if command.explain and not command.json:
         _simulated(command, plans[0])
     elif command.out and not command.json:
@@ -720,6 +845,8 @@ _COMMANDS = {
     "bench pipeline": _command(
         pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
     ),
+    "generate": _command(generate, "let a trained model go on with a text"),
+    "doctor": _command(doctor.run, "what this machine has, and whether ranks work on it"),
     "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
     "overlap": _command(overlap, "how much communication do these traces hide?"),
     "hang": _command(hang, "who keeps this hanging job waiting?"),
@@ -727,3 +854,48 @@ _COMMANDS = {
     "plan": _command(plan, "which plan would train this model fastest there?"),
     "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
 }
+
+_GROUPS = {
+    "Train, and use what was trained": ["train", "generate", "export"],
+    "Look, plan and prove": ["doctor", "overlap", "plan", "calibrate"],
+}
+_FIRST = "train", "generate", "plan"
+"""Commands of which the usage shows an example."""
+_EXAMPLES = {
+    "train": (
+        "--mesh dp=2,tp=2 --steps 100",
+        "--preset small --data ~/texts --zero 3 --recompute full",
+        "--backend link --link 10gbe*4 --ddp naive",
+    ),
+    "generate": (
+        "runs/tiny-dp4 --prompt 'def main('",
+        "runs/tiny-dp4/checkpoints/step_000050 --temperature 0",
+        "my-llama --tokens 50 --seed 7",
+    ),
+    "export": (
+        "runs/tiny-dp4 my-llama",
+        "runs/tiny-dp4/checkpoints/step_000050 early",
+        "runs/tiny-dp4-2 ~/models/second",
+    ),
+    "doctor": ("", "--out /nfs/runs", "> issue.txt"),
+    "overlap": (
+        "traces/",
+        "trace-rank0.json trace-rank1.json.gz --out mine.png",
+        "runs/tiny-dp4/timeline.json",
+    ),
+    "plan": (
+        "--model llama-3-70b --gpus 64 --hardware h100-ndr",
+        "--model my-llama/config.json --gpus 8 --software minipar",
+        "--gpus 16 --explain dp=8,tp=2,zero=1,microbatches=4 --global-batch 64",
+    ),
+    "calibrate": ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
+    "bench ddp": ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
+    "bench collectives": ("", "--ranks 8", "--algorithms ring tree"),
+    "bench compression": ("", "--methods int8 powersgd", "--out compression.png"),
+    "bench fsdp": ("", "--preset tiny --ranks 2", "--json rows.json"),
+    "bench tensor": ("", "--ranks 2 --seq-len 128", "--json rows.json"),
+    "bench context": ("", "--ranks 2", "--json rows.json"),
+    "bench expert": ("", "--preset small-moe", "--ranks 2"),
+    "bench pipeline": ("", "--schedules gpipe 1f1b", "--microbatches 8"),
+}
+"""Three calls of each command, the first one first to be tried."""

@@ -7,21 +7,26 @@ before anything is started.
 import ast
 import dataclasses
 import inspect
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import tokenizers
 import torch
-from transformers import AutoTokenizer
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import minipar
 from minipar import cli
@@ -173,6 +178,13 @@ MALFORMED = {
     "train --resume W/truncated/checkpoints/step_000002": "weights_00000.safetensors has 1000",
     "train --resume W/headless": "manifest.json",
     "train --init W/nowhere": "config.json: cannot be read",
+    "train --keep 0": "--keep 0 must be 1 or more",
+    "generate W/nowhere": "nowhere does not exist; name a run, or what export wrote",
+    "generate W/run --tokens 0": "--tokens 0 must be 1 or more",
+    "generate W/run --top-k 0": "--top-k 0 must be 1 or more",
+    "generate W/run --prompt=": "--prompt is empty",
+    "generate W/truncated": "weights_00000.safetensors has 1000 bytes instead of",
+    "genrate W/run": "did you mean generate?",
     "export W/run": "required",
     "export W/nowhere W/out": "nowhere does not exist; name the folder of a run",
     "export W/no_checkpoint W/out": "the run has no checkpoint",
@@ -295,7 +307,7 @@ def words_of(text: str) -> str:
 @pytest.mark.parametrize("name", cli._COMMANDS)
 def test_help_explains_every_flag(capfd, monkeypatch, name):
     kind = cli._COMMANDS[name].config
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call(capfd, *name.split(), "--help")
     assert code == 0 and err == ""
     page = words_of(out)
@@ -318,6 +330,28 @@ def test_usage_names_every_command(capfd):
         code, out, _ = call(capfd, *typed)
         assert code == 0 and all(f"minipar {name}" in out for name in cli._COMMANDS)
     assert call(capfd, "--version") == (0, f"minipar {minipar.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_help_has_three_examples_that_can_be_typed(capfd, name):
+    examples = cli._EXAMPLES[name]
+    _, out, _ = call(capfd, *name.split(), "--help")
+    assert len(examples) == 3
+    for flags in examples:
+        assert f"\n  minipar {name} {flags}".rstrip() + "\n" in out
+        assert cli.parse([*name.split(), *shlex.split(flags.partition(">")[0])])[0] == name
+
+
+def test_flags_of_training_are_shown_in_groups_and_read_as_one(capfd, monkeypatch):
+    """Mutant: a group forgets what a resumed run had."""
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = call(capfd, "train", "--help")
+    titles = re.findall(r"─ (\w+) options ─", out)
+    assert titles == ["model", "batch", "optimizer", "parallel", "saving", "run"]
+    typed = ["train", "--plan", "dp=2,tp=2,zero=1", "--lr", "0.5", "--strict", "--keep", "7"]
+    config = cli.parse(typed)[1]
+    expected = TrainConfig(mesh="dp=2,tp=2", zero=1, lr=0.5, strict=True, keep=7)
+    assert config == expected and type(config) is TrainConfig
 
 
 @pytest.mark.slow
@@ -410,7 +444,36 @@ def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
         assert code == 0 and "tokenizer.json" in said
         read_back = AutoTokenizer.from_pretrained(out)
         assert read_back.encode(text, add_special_tokens=False) == ids
+        # And the model goes on with it as ours does, from the run and from the export.
+        model, start = AutoModelForCausalLM.from_pretrained(out), torch.tensor([ids])
+        theirs = model.generate(start, max_new_tokens=9, do_sample=False, eos_token_id=None)
+        typed = "--prompt", text, "--temperature", 0, "--tokens", 9
+        capfd.readouterr()  # transformers' own bar
+        for path in (source, out):
+            code, said, err = call(capfd, "generate", path, *typed)
+            assert (code, err) == (0, "") and said == read_back.decode(theirs[0]) + "\n"
     assert read_back.decode(ids) == text
+
+
+def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(monkeypatch, capfd):
+    trainer_ = SimpleNamespace(
+        config=TrainConfig(steps=4), step=0, corpus=SimpleNamespace(description="a text"),
+        num_parameters=10**6, mesh=SimpleNamespace(size=2), device=torch.device("cpu"),
+    )  # fmt: skip
+    steps = [{"step": n, "loss": 5 - n, "seconds": 2.0, "tokens": 100} for n in range(1, 5)]
+    plain = cli.Progress(trainer_)
+    for line in steps:
+        plain(line)
+    out, err = capfd.readouterr()
+    assert re.search(r"step 1/4: loss 4.000, 50 tokens/s, \d\d:\d\d left\n", out) and err == ""
+    assert out.endswith("step 4/4: loss 1.000, 50 tokens/s\n") and out.count("step ") == 2
+    terminal = io.StringIO()
+    monkeypatch.setattr(cli, "tqdm", partial(tqdm, file=terminal, ncols=100))
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    live = cli.Progress(trainer_)
+    live(steps[0])
+    shown = terminal.getvalue().rpartition("\r")[2]
+    assert "loss 4.000" in shown and "25%" in shown and "<" in shown, shown
 
 
 # ---------------------------------------------------------------------- 4. real runs

@@ -59,7 +59,7 @@ def meet(
     """
     limit = time.monotonic() + timeout
     address, route = gloo_address(), _route(os.environ["MASTER_ADDR"])
-    reachable = route if _is_loopback(address) else address
+    reachable = route if is_loopback(address) else address
     family = socket.AF_INET6 if ":" in reachable else socket.AF_INET
     with socket.create_server((reachable, 0), family=family) as listening:
         port = listening.getsockname()[1]
@@ -137,14 +137,14 @@ def obstacle(cards: Sequence[Card], rank: int) -> str:
     if not others:
         return ""
     speaks = first[mine.machine] is mine
-    if _is_loopback(mine.address):
+    if is_loopback(mine.address):
         ways = [mine.route, *(_route(card.route) for card in others)]
-        name = next((_interface(way) for way in ways if not _is_loopback(way)), "")
+        name = next((interface_of(way) for way in ways if not is_loopback(way)), "")
         if not name:
             return (
                 f"host {mine.host} would listen at {mine.address}, its loopback, which "
                 f"{others[0].host} cannot reach; name its interface by GLOO_SOCKET_IFNAME, one of "
-                f"{_interfaces()}, or mend /etc/hosts"
+                f"{interfaces()}, or mend /etc/hosts"
             )
         os.environ["GLOO_SOCKET_IFNAME"] = name
         if speaks:
@@ -154,15 +154,15 @@ def obstacle(cards: Sequence[Card], rank: int) -> str:
                 flush=True,
             )
     for card in others if speaks else []:
-        where = card.route if _is_loopback(card.address) else card.address
+        where = card.route if is_loopback(card.address) else card.address
         try:
-            if not _is_loopback(where):  # else that host finds its way itself, as above
+            if not is_loopback(where):  # else that host finds its way itself, as above
                 socket.create_connection((where, card.port), CONNECT_SECONDS).close()
         except OSError as error:
             return (
                 f"host {mine.host} does not reach {card.host} at {where}: {error}; is it a "
                 f"firewall? GLOO_SOCKET_IFNAME names the interface to use, here one of "
-                f"{_interfaces()}"
+                f"{interfaces()}"
             )
     return ""
 
@@ -178,7 +178,7 @@ def gloo_address() -> str:
                 return entry.address
         raise ValueError(
             f"GLOO_SOCKET_IFNAME={name}: host {platform.node()} has no such interface with an "
-            f"address; use one of {_interfaces()}"
+            f"address; use one of {interfaces()}"
         )
     with suppress(OSError):
         for family, *_, address in socket.getaddrinfo(socket.gethostname(), 0, type=1):
@@ -196,16 +196,16 @@ def _route(target: str) -> str:
         return probe.getsockname()[0]
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
-def _interface(address: str) -> str:
+def interface_of(address: str) -> str:
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, own in interfaces if address in [e.address for e in own]), "")
 
 
-def _interfaces() -> str:
+def interfaces() -> str:
     return ", ".join(name for name, state in psutil.net_if_stats().items() if state.isup)
 
 

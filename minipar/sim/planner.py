@@ -125,6 +125,8 @@ class Ranked:
         given = {"step_seconds": self.step, "tokens_per_second_per_gpu": self.tokens_per_second}
         given |= {"mfu": self.mfu(False), "mfu_causal": self.mfu(True), "error": ERROR}
         parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self)}
+        own = replace(self.job, software=hardware.software("minipar"))
+        given["minipar_bytes"] = sum(cost.memory(own).values())  # with `minipar train`
         plan = asdict(self.job.plan) | {"microbatch": self.job.microbatch}
         return {"plan": plan, **given, **parts}
 
@@ -469,6 +471,29 @@ def simulate(ranked: Ranked) -> Simulated:
     job = ranked.job
     traces = trace(job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len)
     return replay(traces, job.machine, host=job.software.host)
+
+
+def as_minipar(ranked: Ranked) -> str:
+    """Say what a plan takes when minipar's own code runs it, in float32 and autocast.
+
+    Traced and replayed whole; of a long pipeline, so many microbatches that its memory is full.
+    """
+    job, plan = ranked.job, ranked.job.plan
+    limit = cost.HEADROOM * job.machine.device.memory
+    some = plan.microbatches
+    if plan.pp > 1 and some > 4 * plan.pp:
+        some = 4 * plan.pp
+    shorter = replace(ranked, job=replace(job, plan=replace(plan, microbatches=some)))
+    simulated = simulate(shorter)
+    time = f"{simulated.seconds:.2f} s"
+    if some < plan.microbatches:
+        time += f" for {some} of {plan.microbatches} microbatches"
+    fits = simulated.peak_bytes <= limit
+    return (
+        f"minipar's own code, traced and replayed: {time}, {simulated.peak_bytes / GB:.0f} GB: "
+        f"{'fits' if fits else 'does not fit'} in {limit / GB:.0f} GB"
+        + ("" if fits or job.software.name == "minipar" else "; ask again with --software minipar")
+    )
 
 
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:

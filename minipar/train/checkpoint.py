@@ -301,6 +301,13 @@ def export(checkpoint: Path, folder: Path) -> LlamaConfig:
     Returns the shape of the model. Raises `CheckpointError` if the checkpoint is damaged, and
     `ValueError` where `folder` is a file.
     """
+    weights, config = model_of(checkpoint)
+    hf.save(weights, folder, config)
+    return config
+
+
+def model_of(checkpoint: Path) -> tuple[dict[str, Tensor], LlamaConfig]:
+    """Return weights and shape of the model; raises `CheckpointError` if there is damage."""
     weights, state = load(checkpoint)
     with reading(checkpoint):
         shape = dict(state["model"])
@@ -308,9 +315,7 @@ def export(checkpoint: Path, folder: Path) -> LlamaConfig:
             shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
         if shape.get("moe") is not None:
             shape["moe"] = MoEConfig(**shape["moe"])
-        config = LlamaConfig(**shape)
-    hf.save(weights, folder, config)
-    return config
+        return weights, LlamaConfig(**shape)
 
 
 def by_name(optimizer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

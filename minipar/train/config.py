@@ -26,7 +26,7 @@ from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus, try_out
 from minipar.train.metrics import summary_writer
 from minipar.train.straggler import parse_slow
 
-_IN_A_PLAN = {
+IN_A_PLAN = {
     "zero": "zero",
     "sequence_parallel": "sequence_parallel",
     "expert_tensor_parallel": "expert_tensor_parallel",
@@ -50,7 +50,8 @@ LARGEST = 10**9
 SMALLEST = 1e-12
 """What a number that must be positive may be at least. Less would vanish in a product."""
 
-_FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every record_every local_every"
+_FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every keep record_every "
+_FROM_ONE += "local_every"
 _FROM_ZERO = (
     "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
 )
@@ -90,12 +91,10 @@ or has the value named; `|` stands between flags of which any will do."""
 LARGEST_FILE = 1_000_000  # bytes of a config.json
 
 
+# ---------------------------------------------------------------------- the flags, in groups
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a Llama on several ranks and prove it in pictures.
-
-    Under torchrun, joins its ranks; otherwise starts as many as the mesh needs on this machine.
-    """
+class Model:
+    """What is trained, on which ranks and which text."""
 
     mesh: str = "dp=4"
     """Ranks along each axis, such as dp=2,tp=2,pp=2: dp shares out sequences, cp tokens, pp layers,
@@ -113,6 +112,11 @@ class TrainConfig:
     "text" field, or hf:NAME (needs the datasets package)."""
     tokenizer: str = ""
     """A tokenizer.json; by default a token is a byte."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How long, with which batches, and who has which share of them."""
 
     steps: int = 245
     """Optimizer steps, in all."""
@@ -135,6 +139,11 @@ class TrainConfig:
     rebalance_every: int = 0
     """Every that many steps, share out microbatches by how fast each rank has been; 0: evenly."""
 
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Of AdamW."""
+
     lr: float = 3e-3
     """Learning rate at its peak."""
     schedule: Literal["cosine", "stable"] = "cosine"
@@ -145,6 +154,11 @@ class TrainConfig:
     """Of matrices; norms and biases have none."""
     max_norm: float = 1.0
     """Gradients are scaled down to at most this norm."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks work together, and in which precision."""
 
     ddp: Literal["overlapped", "bucketed", "naive"] = "overlapped"
     """How gradients are reduced over dp."""
@@ -206,12 +220,19 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward instead of being kept."""
 
+
+@dataclass(frozen=True)
+class Saving:
+    """What is validated, saved and recorded."""
+
     eval_every: int = 0
     """Validate every that many steps; 0: at the end only."""
     eval_batches: int = 16
     """Batches of validation text per validation."""
     save_every: int = 50
     """Write a checkpoint every that many steps, and at the end."""
+    keep: int = 2
+    """How many checkpoints stay: the newest."""
     async_save: bool = False
     """Go on training while checkpoints are written."""
     tensorboard: bool = False
@@ -220,6 +241,11 @@ class TrainConfig:
     """Record the timeline of every that many-th step."""
     sample_tokens: int = 200
     """Length of the text generated at the end; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where it goes, and what it goes on with."""
 
     seed: int = 0
     """Of the weights, the order of the data, and the sample."""
@@ -235,19 +261,27 @@ class TrainConfig:
     """After that many seconds in one collective, say which rank keeps it waiting, and where that
     is; 0: never."""
 
+
+@dataclass(frozen=True)
+class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
+    """Train a Llama on several ranks and prove it in pictures.
+
+    Under torchrun, joins its ranks; otherwise starts as many as the mesh needs on this machine.
+    """
+
     def __post_init__(self) -> None:
         """Spell out what --plan says."""
         if not self.plan:
             return
         plan = Plan.parse(self.plan)
         sizes = ",".join(f"{axis}={size}" for axis, size in plan.mesh_sizes().items())
-        values = {name: getattr(plan, word) for name, word in _IN_A_PLAN.items()}
+        values = {name: getattr(plan, word) for name, word in IN_A_PLAN.items()}
         for name, value in {**values, "mesh": sizes, "plan": ""}.items():
             object.__setattr__(self, name, value)
 
     def as_plan(self) -> Plan:
         """Return how the ranks work together. Raises `ValueError` for a mesh that no plan has."""
-        words = {word: getattr(self, name) for name, word in _IN_A_PLAN.items()}
+        words = {word: getattr(self, name) for name, word in IN_A_PLAN.items()}
         sizes = self.mesh_sizes()
         return Plan(**{axis: sizes.get(axis, 1) for axis in MESH}, **words)
 

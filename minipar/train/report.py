@@ -47,6 +47,7 @@ class Report:
     hidden_fraction: float | None  # None without communication
     experts: dict[str, Any]  # of the last step: `expert_figures`, if there are experts
     peak_memory: list[int]  # bytes, per rank
+    prompt: str  # of the sample
     sample: str
 
 

@@ -20,7 +20,7 @@ from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
-from minipar.model.llama import Llama, LlamaConfig, generate, initial_weight
+from minipar.model.llama import Llama, LlamaConfig, initial_weight
 from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
@@ -29,6 +29,7 @@ from minipar.train.data import Batches, Sequences
 from minipar.train.folder import held
 from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
+from minipar.train.out_of_memory import noted
 from minipar.train.precision import COMPUTE_DTYPES, Precision
 from minipar.train.report import (
     Report,
@@ -37,6 +38,7 @@ from minipar.train.report import (
     peak_memory,
     training_figures,
 )
+from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, train_step
 from minipar.train.stop import StopRequest
@@ -86,7 +88,12 @@ class Trainer:
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
         self.flops_per_token = shape.flops_per_token(config.seq_len)
-        self.saver = Saver(folder / "checkpoints", self.mesh.world, in_background=config.async_save)
+        self.saver = Saver(
+            folder / "checkpoints",
+            self.mesh.world,
+            keep=config.keep,
+            in_background=config.async_save,
+        )
         self.save_seconds = 0.0  # that training has waited for checkpoints
         self.told_save_seconds = 0.0  # of these, in the metrics
         self.step = 0
@@ -338,7 +345,7 @@ class Trainer:
         self._tell("All steps are done: gathering the timeline of one ...")
         self.timeline = recorder.typical(self.mesh)
         carrier = link.current().label if self.config.backend == "link" else "this machine"
-        self.timeline.label = f"measured, {self.mesh.size} ranks, {carrier}"
+        self.timeline.label = f"measured, one step, {self.mesh.size} ranks, {carrier}"
         self.timeline.label += self.workload.label
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
@@ -357,6 +364,7 @@ class Trainer:
             hidden_fraction=hidden_fraction,
             experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
+            prompt="",
             sample="",
         )
 
@@ -366,33 +374,32 @@ class Trainer:
         num_tokens, seconds = (sum(line[key] for line in lines) for key in ("tokens", "seconds"))
         return self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
 
-    def sample(self) -> str:
-        """Return text that the model writes, on the first rank; a collective.
+    def sample(self) -> tuple[str, str]:
+        """Return a prompt, and the text that the model writes, on the first rank; a collective.
 
-        Goes on from the first characters of the validation text.
+        The prompt is the beginning of the validation text.
         """
         if not self.config.sample_tokens:
-            return ""
+            return "", ""
         model = self.model
         if not (strategies.is_in_parts(self.config) and self.mesh.size == self.mesh.dp.size):
             # With whole weights on one rank, or all would have to gather them for each token.
             weights = self.setup.full_state_dict()
             if not self.is_first:
-                return ""
+                return "", ""
             model = self._whole_model(self.model.config)
             model.load_state_dict(weights)
         self._tell(f"writing a sample of {self.config.sample_tokens:,} tokens ...")
-        tokens = self.corpus.validation[:32].to(self.device, torch.int64)[None]
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        total, told = self.config.sample_tokens, time.monotonic()
-        for done in range(0, total, 8):
-            if time.monotonic() - told > TELL_SECONDS:
+        total, last = self.config.sample_tokens, time.monotonic()
+
+        def told(done: int) -> None:
+            nonlocal last
+            if time.monotonic() - last > TELL_SECONDS:
                 self._tell(f"Writing the sample: {done:,} of {total:,} tokens ...")
-                told = time.monotonic()
-            tokens = generate(
-                model, tokens, min(8, total - done), 0.8, top_k=40, generator=generator
-            )
-        return self.tokenizer.decode(tokens[0].tolist())
+                last = time.monotonic()
+
+        start = self.corpus.validation[:32]
+        return write(model, self.tokenizer, start, total, self.config.seed, told=told)
 
     def _tell(self, line: str) -> None:
         if self.is_first:
@@ -414,10 +421,10 @@ def train(
     place, world = Path(folder), Mesh(**config.mesh_sizes()).world
     watched = strict.watching() if config.strict else nullcontext()
     stalls = watchdog.watch(config.stall_seconds, dump=place / "stalled.json")
-    with StopRequest() as request, stalls, held(place, world), watched:
+    with StopRequest() as request, stalls, held(place, world), watched, noted(place) as known:
         if config.backend == "link":
             link.use(config.link)
-        trainer = Trainer(config, place)
+        known.append(trainer := Trainer(config, place))
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:
@@ -431,13 +438,15 @@ def train(
                 trainer.timeline.save(place / "timeline.json")
             _write_report(report, place)
         if report is not None:
-            report.sample = trainer.sample()  # may fail, or take long: what there is, is written
+            # May fail, or take long: what there is, is written.
+            report.prompt, report.sample = trainer.sample()
             if trainer.is_first and report.sample:
                 _write_report(report, place)
         return report
 
 
 def _write_report(report: Report, folder: Path) -> None:
-    (folder / "sample.txt").write_text(report.sample, encoding="utf-8")
+    text = f"Prompt:\n{report.prompt}\n\nThe model goes on:\n{report.sample}\n"
+    (folder / "sample.txt").write_text(text if report.sample else "", encoding="utf-8")
     content = json.dumps(asdict(report), indent=2) + "\n"
     (folder / "report.json").write_text(content, encoding="utf-8")

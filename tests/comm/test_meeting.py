@@ -78,7 +78,7 @@ def test_a_rank_that_cannot_come_is_heard_at_once_and_may_come_later():
 def own_interface() -> tuple[str, str]:
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
-            if entry.family == socket.AF_INET and not meeting._is_loopback(entry.address):
+            if entry.family == socket.AF_INET and not meeting.is_loopback(entry.address):
                 return name, entry.address
     pytest.skip("needs an interface besides the loopback")
 

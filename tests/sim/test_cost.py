@@ -10,7 +10,7 @@ from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, hardware
+from minipar.sim import cost, hardware, planner
 from minipar.sim.planner import model_config
 
 H100 = hardware.load("h100-ndr")
@@ -152,3 +152,21 @@ def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
     port = H100.between.bandwidth * H100.between.share
     far = 2 * rows * one.tokens * 56 / 64 / port * (2 if axis == "ep" else 1)
     assert far < cost._layer(one, False)[axis] < 1.6 * far  # more: latency
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=8,zero=3",
+        "dp=4,tp=2,zero=1,sequence_parallel",
+        "pp=4,dp=2,microbatches=4",
+        "dp=8,checkpointing=full",
+    ],
+)
+def test_memory_of_minipar_is_that_of_its_traced_code(plan):
+    """Mutants: 16-bit weights; no copies of autocast; activations of a pipeline once."""
+    config = replace(PRESETS["llama-3.2-1b"], num_layers=8)
+    family = hardware.software("minipar")
+    one = job(f"{plan},precision=bf16", config=config, software=family, seq=2048)
+    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
+    assert held(one) == pytest.approx(peak, rel=0.2)

@@ -278,7 +278,10 @@ def test_files_are_written_and_agree(ranks, run, version):
     order = 2 * 8 * len(params)
     assert recorded.bytes_by_axis()["dp"] == pytest.approx(2 * per_step, abs=200 + order)
     assert {"forward", "backward", "optimizer", "comm"} <= {span.kind for span in recorded}
-    assert (folder / "sample.txt").read_text(encoding="utf-8") == report["sample"] != ""
+    prompt, sample = report["prompt"], report["sample"]
+    text = (folder / "sample.txt").read_text(encoding="utf-8")
+    assert text == f"Prompt:\n{prompt}\n\nThe model goes on:\n{sample}\n"
+    assert (len(prompt.encode()), len(sample.encode())) == (32, 7)
     assert TrainConfig.load(folder / "config.json").ddp == version
     saved = checkpoint.available(folder / "checkpoints")
     assert [checkpoint.step_of(path) for path in saved] == [4, 6]

@@ -1,0 +1,38 @@
+"""Text that a model writes: at the end of a run, and for `minipar generate`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minipar.model.llama import Llama, generate
+from minipar.train.corpus import Tokenizer
+
+
+def write(
+    model: Llama,
+    tokenizer: Tokenizer,
+    tokens: Tensor,
+    count: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    told: Callable[[int], None] = lambda done: None,
+) -> tuple[str, str]:
+    """Return what the tokens [T] say, and the text of `count` more.
+
+    `told` hears how many there are. Raises `ValueError` for tokens that the model does not know.
+    """
+    if not len(tokens) or int(tokens.max()) >= model.config.vocab_size:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, up to {int(tokens.max()) if len(tokens) else 0}:"
+            f" a model of {model.config.vocab_size} tokens needs one at least, and those below that"
+        )
+    prompt, device = tokenizer.decode(tokens.tolist()), next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    row = tokens.to(device, torch.int64)[None]
+    for done in range(0, count, 8):
+        told(done)
+        row = generate(model, row, min(8, count - done), temperature, top_k, generator=generator)
+    whole = tokenizer.decode(row[0].tolist())  # at once: a character may be several tokens
+    return prompt, whole.removeprefix(prompt)
