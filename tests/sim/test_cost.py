@@ -155,18 +155,17 @@ def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "microbatch"),
     [
-        "dp=8,zero=3",
-        "dp=4,tp=2,zero=1,sequence_parallel",
-        "pp=4,dp=2,microbatches=4",
-        "dp=8,checkpointing=full",
+        ("dp=8,zero=3", 1),
+        ("dp=4,tp=2,zero=1,sequence_parallel", 1),
+        ("pp=4,dp=2,microbatches=4", 1),
+        ("dp=8,checkpointing=full", 2),
     ],
 )
-def test_memory_of_minipar_is_that_of_its_traced_code(plan):
+def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
     """Mutants: 16-bit weights; no copies of autocast; activations of a pipeline once."""
-    config = replace(PRESETS["llama-3.2-1b"], num_layers=8)
-    family = hardware.software("minipar")
-    one = job(f"{plan},precision=bf16", config=config, software=family, seq=2048)
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
+    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
     peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
     assert held(one) == pytest.approx(peak, rel=0.2)
