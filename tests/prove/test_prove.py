@@ -206,3 +206,11 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step, found.ranks, found.cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
+
+
+def test_what_float32_rounds_is_known_and_can_be_forgiven(ranks):
+    case = job(gallery.torch_ddp, loss=gallery.loss_in_float32)
+    assert prove(case, DP, ranks).parting.cause == "rounding"
+    assert prove(case, DP, ranks, rtol=1e-5).parting is None
+    twice = job(gallery.averages_twice, loss=gallery.loss_in_float32)
+    assert prove(twice, DP, ranks, rtol=1e-5).parting.cause == "divided once too often"
