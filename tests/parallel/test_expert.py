@@ -196,7 +196,7 @@ def _own_optimizer_state() -> str:
     return str(caught.value)
 
 
-def test_trap_34_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole(ranks):
+def test_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole(ranks):
     for message in ranks(2).run(_own_optimizer_state):
         assert message.startswith("ExpertParallel has pieces along ep, and does not join")
 
