@@ -42,7 +42,7 @@ notebooks: $(READY) ## execute the notebooks again and normalise them
 bench: $(READY) ## compare our data parallel with PyTorch's own
 	$(BIN)/minipar bench ddp $(ARGS)
 
-gpu-check: $(READY) ## parity, utilisation and a timeline on this machine's GPU
+gpu-check: $(READY) ## parity, checkpoints, utilisation and a timeline on this machine's GPU
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 
 lint: $(READY) ## check style and the direction of imports

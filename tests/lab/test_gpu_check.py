@@ -1,50 +1,87 @@
 """The check for GPUs, rehearsed on the CPU: all of it runs, and it can fail."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from minipar.comm.mesh import Mesh
 from minipar.lab import gpu_check
+from minipar.model.llama import PRESETS
 from minipar.train import trainer
 from minipar.train.metrics import read
 from tests.parity.harness import muted
 
 
 @pytest.mark.slow
-def test_rehearsal_goes_through_all_checks(tmp_path):
+def test_rehearsal_goes_through_all_checks(tmp_path, capsys, monkeypatch):
+    """And, asked again, does nothing twice. Mutant: a file that is written at the end alone."""
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    *parity, measured, recorded = rows
-    assert {(row["plan"], row["precision"]) for row in parity} == {
-        (plan, precision) for plan in gpu_check.PLANS[::5] for precision in gpu_check.TOLERANCE
+    by_check = {}
+    for row in rows:
+        by_check.setdefault(row["check"], []).append(row)
+    assert {(row["plan"], row["precision"]) for row in by_check["parity"]} == {
+        (plan, precision) for plan in gpu_check.PLANS[::8] for precision in gpu_check.TOLERANCE
     }
-    assert all(row["ok"] and row["error"] <= row["tolerance"] for row in parity)
-    assert (measured["check"], recorded["check"]) == ("utilisation", "timeline")
+    for row in by_check["parity"] + by_check["checkpoint"]:
+        assert row["ok"] and row["error"] <= row["tolerance"]
+    [measured], [theirs], [recorded] = (
+        by_check[name] for name in ("utilisation", "transformers", "timeline")
+    )
     assert 0 < measured["share_of_matmul"] < 2
+    assert measured["state_bytes_closed_form"] == 16 * PRESETS["tiny"].num_parameters
+    assert theirs["tokens_per_second"] > 0
     assert {"forward", "backward", "optimizer"} <= set(recorded["spans"])
     assert (tmp_path / "gpu_timeline.png").stat().st_size > 1000
+    assert "the CPU: nothing of a GPU: parity dp=2 (float32)" in capsys.readouterr().out
+
+    monkeypatch.setattr(gpu_check, "timed", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(gpu_check, "group", lambda *_: pytest.fail("trained again"))
+    assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == rows
 
 
 @pytest.mark.slow
 def test_a_plan_that_does_another_thing_is_noticed(ranks, tmp_path, monkeypatch):
-    """Mutants: gradients that are not summed; a plan that fails is left out."""
+    """Mutants: gradients that are not summed; a plan that fails is left out; one that failed is
+    not tried again."""
     monkeypatch.setattr(gpu_check, "TOLERANCE", {"float32": 1e-4})
     monkeypatch.setattr(gpu_check, "train", train_when_muted)
-    plans = ["dp=2", "tp=2"]
-    rows = gpu_check.parity(ranks(1), ranks(2), plans, str(tmp_path))
-    assert [row["plan"] for row in rows] == plans and not any(row["ok"] for row in rows)
+    plans, check = ["dp=2", "tp=2"], gpu_check.GpuCheck(rehearse=True)
+    rows = gpu_check.Rows(tmp_path / "gpu.json", check, 0)
+    gpu_check.parity(rows, ranks(1), 0, str(tmp_path), plans)
+    assert [row["plan"] for row in rows[1:]] == plans and not any(row["ok"] for row in rows[1:])
+    assert "FAILED: parity dp=2 (float32); parity tp=2" in gpu_check.verdict(rows, 0)
+    assert gpu_check.Rows(tmp_path / "gpu.json", check, 0) == rows[:1]
+    assert gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(seq_len=9), 0) != rows[:1]
 
 
-def train_when_muted(config, folder):
-    if config.mesh == "dp=1":
-        return trainer.train(config, folder) and read(Path(folder) / "metrics.jsonl")
+def test_another_order_of_launches_is_noticed(ranks):
+    """Mutant: as many launches are taken for the same."""
+    says = ranks(2).run(launched_in_another_order, True)
+    assert says == ["launch 1 along dp: rank 1 broadcast, rank 0 all_reduce"] * 2
+    assert ranks(2).run(launched_in_another_order, False) == ["", ""]
+
+
+def launched_in_another_order(differs: bool) -> str:
+    axis, order = Mesh(dp=2).dp, gpu_check.Order()
+    verbs = ["all_gather", "all_reduce", "broadcast"]
+    if differs and axis.rank == 1:
+        verbs[1:] = verbs[:0:-1]
+    for number, verb in enumerate([*verbs, "send"]):
+        order.launched(number, verb, axis, 8, (1 - axis.rank,) if verb == "send" else (), None)
+    return order.problem(axis)
+
+
+def train_when_muted(config, folder, start=None):
     if config.mesh == "tp=2":
         raise RuntimeError("no such kernel")
-    with muted():
+    with nullcontext() if config.mesh == "dp=1" else muted():
         trainer.train(config, folder)
-    return read(Path(folder) / "metrics.jsonl")
+    return read(Path(folder) / "metrics.jsonl"), ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
