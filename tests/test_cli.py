@@ -29,10 +29,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import minipar
-from minipar import cli
+from minipar.cli import commands, main, training
 from minipar.comm.launch import RankError
 from minipar.comm.worker import Failure
-from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, tensor
+from minipar.lab.bench import collectives, compression, context, ddp, fsdp, pipeline, race
 from minipar.model.llama import PRESETS
 from minipar.train import checkpoint, saver, trainer
 from minipar.train.config import TrainConfig
@@ -63,7 +63,7 @@ def command(*words) -> list[str]:
 def call(capfd, *words) -> tuple[int, str, str]:
     """Run the command line in this process; return exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as stop:
-        cli.main([str(word) for word in words])
+        main.main([str(word) for word in words])
     return stop.value.code or 0, *capfd.readouterr()
 
 
@@ -237,8 +237,8 @@ def no_ranks(monkeypatch):
     def started(*args, **kwargs):
         pytest.fail("ranks were started for a call that cannot work")
 
-    monkeypatch.setattr(cli, "Ranks", started)
-    for bench in (ddp, collectives, compression, fsdp, tensor, context, pipeline):
+    monkeypatch.setattr(training, "Ranks", started)
+    for bench in (ddp, collectives, compression, fsdp, context, pipeline, race):
         monkeypatch.setattr(bench, "Ranks", started)
 
 
@@ -304,9 +304,9 @@ def words_of(text: str) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
 
 
-@pytest.mark.parametrize("name", cli._COMMANDS)
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_help_explains_every_flag(capfd, monkeypatch, name):
-    kind = cli._COMMANDS[name].config
+    kind = commands.COMMANDS[name].config
     monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call(capfd, *name.split(), "--help")
     assert code == 0 and err == ""
@@ -328,18 +328,18 @@ def test_help_explains_every_flag(capfd, monkeypatch, name):
 def test_usage_names_every_command(capfd):
     for typed in ([], ["--help"], ["-h"]):
         code, out, _ = call(capfd, *typed)
-        assert code == 0 and all(f"minipar {name}" in out for name in cli._COMMANDS)
+        assert code == 0 and all(f"minipar {name}" in out for name in commands.COMMANDS)
     assert call(capfd, "--version") == (0, f"minipar {minipar.__version__}\n", "")
 
 
-@pytest.mark.parametrize("name", cli._COMMANDS)
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_help_has_three_examples_that_can_be_typed(capfd, name):
-    examples = cli._EXAMPLES[name]
+    examples = commands.EXAMPLES[name]
     _, out, _ = call(capfd, *name.split(), "--help")
     assert len(examples) == 3
     for flags in examples:
         assert f"\n  minipar {name} {flags}".rstrip() + "\n" in out
-        assert cli.parse([*name.split(), *shlex.split(flags.partition(">")[0])])[0] == name
+        assert commands.parse([*name.split(), *shlex.split(flags.partition(">")[0])])[0] == name
 
 
 def test_flags_of_training_are_shown_in_groups_and_read_as_one(capfd, monkeypatch):
@@ -349,7 +349,7 @@ def test_flags_of_training_are_shown_in_groups_and_read_as_one(capfd, monkeypatc
     titles = re.findall(r"─ (\w+) options ─", out)
     assert titles == ["model", "batch", "optimizer", "parallel", "saving", "run"]
     typed = ["train", "--plan", "dp=2,tp=2,zero=1", "--lr", "0.5", "--strict", "--keep", "7"]
-    config = cli.parse(typed)[1]
+    config = commands.parse(typed)[1]
     expected = TrainConfig(mesh="dp=2,tp=2", zero=1, lr=0.5, strict=True, keep=7)
     assert config == expected and type(config) is TrainConfig
 
@@ -366,14 +366,14 @@ def test_python_m_minipar(tmp_path):
 # ---------------------------------------------------------------------- 3. small pieces
 def test_each_run_gets_a_folder_of_its_own(tmp_path):
     config = TrainConfig(mesh="dp=2, tp=1", out=str(tmp_path / "deep/runs"))
-    assert [cli.new_folder(config).name for _ in range(3)] == [
+    assert [training.new_folder(config).name for _ in range(3)] == [
         "tiny-dp2-tp1",
         "tiny-dp2-tp1-2",
         "tiny-dp2-tp1-3",
     ]
     named = TrainConfig(name="mine", out=str(tmp_path))
     (tmp_path / "mine").write_text("a file is in the way", encoding="utf-8")
-    assert cli.new_folder(named) == tmp_path / "mine-2"
+    assert training.new_folder(named) == tmp_path / "mine-2"
 
 
 def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
@@ -381,14 +381,14 @@ def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
         saver.save(tmp_path / "checkpoints", step, {"w": torch.zeros(2)}, {}, keep=5)
     TrainConfig().save(tmp_path / "config.json")
     newest, other = (tmp_path / f"checkpoints/step_{step:06d}" for step in (12, 3))
-    assert cli.checkpoint_of(tmp_path) == newest and cli.checkpoint_of(other) == other
-    assert cli.run_of(str(other)) == cli.run_of(str(tmp_path)) == tmp_path
+    assert training.checkpoint_of(tmp_path) == newest and training.checkpoint_of(other) == other
+    assert training.run_of(str(other)) == training.run_of(str(tmp_path)) == tmp_path
 
 
 def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
     for typed in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
-        _, config = cli.parse(["train", *typed, "--steps", "20"])
+        _, config = commands.parse(["train", *typed, "--steps", "20"])
         assert (config.steps, config.lr, config.mesh, config.ddp) == (20, 0.5, "dp=3", "naive")
         assert config.resume == str(tmp_path)
 
@@ -399,7 +399,9 @@ def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
         def fails(_, error=error):
             raise error
 
-        monkeypatch.setitem(cli._COMMANDS, "train", cli._COMMANDS["train"]._replace(run=fails))
+        monkeypatch.setitem(
+            commands.COMMANDS, "train", commands.COMMANDS["train"]._replace(run=fails)
+        )
         code, _, err = call(capfd, "train")
         assert code == 1 and err == f"minipar: error: {error}\n"
 
@@ -419,7 +421,7 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(tmp_path):
 def test_what_ranks_say_of_a_broken_pipe_is_left_out(capfd):
     failure = Failure("rank 0 of 2", "BrokenPipeError", "[Errno 32] Broken pipe", "Traceback")
     died = Failure("rank 1 of 2", "RuntimeError", "connection closed", "Traceback")
-    assert cli._explain(RankError({0: failure, 1: died})) == 141
+    assert main.explain(RankError({0: failure, 1: died})) == 141
     assert capfd.readouterr() == ("", "")
 
 
@@ -434,7 +436,7 @@ def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
     config = dataclasses.replace(config, tokenizer=str(tmp_path / "theirs.json"), steps=1)
     trainer.train(config, str(run))
     (tmp_path / "theirs.json").unlink()
-    _, resumed = cli.parse(["train", "--resume", str(run)])
+    _, resumed = commands.parse(["train", "--resume", str(run)])
     assert resumed.tokenizer == str(run / "tokenizer.json")
     text = "to be  or\tnot Ä 漢\n"
     expected = {run: [1, 2, 0, 0, 0, 0], work / "run": list(text.encode())}
@@ -461,16 +463,16 @@ def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(m
         num_parameters=10**6, mesh=SimpleNamespace(size=2), device=torch.device("cpu"),
     )  # fmt: skip
     steps = [{"step": n, "loss": 5 - n, "seconds": 2.0, "tokens": 100} for n in range(1, 5)]
-    plain = cli.Progress(trainer_)
+    plain = training.Progress(trainer_)
     for line in steps:
         plain(line)
     out, err = capfd.readouterr()
     assert re.search(r"step 1/4: loss 4.000, 50 tokens/s, \d\d:\d\d left\n", out) and err == ""
     assert out.endswith("step 4/4: loss 1.000, 50 tokens/s\n") and out.count("step ") == 2
     terminal = io.StringIO()
-    monkeypatch.setattr(cli, "tqdm", partial(tqdm, file=terminal, ncols=100))
+    monkeypatch.setattr(training, "tqdm", partial(tqdm, file=terminal, ncols=100))
     monkeypatch.setattr(terminal, "isatty", lambda: True)
-    live = cli.Progress(trainer_)
+    live = training.Progress(trainer_)
     live(steps[0])
     shown = terminal.getvalue().rpartition("\r")[2]
     assert "loss 4.000" in shown and "25%" in shown and "<" in shown, shown
@@ -484,7 +486,7 @@ LONG += ["--sample-tokens", "0", "--eval-batches", "2", "--mesh", "dp=2"]
 @pytest.fixture(scope="module")
 def uninterrupted(work, ranks):
     """What a run of `LONG` should look like: [(step, loss, lr, gradient norm)]."""
-    _, config = cli.parse(["train", *LONG, "--data", str(work / "a.txt")])
+    _, config = commands.parse(["train", *LONG, "--data", str(work / "a.txt")])
     ranks(2).run(trainer.train, config, str(work / "uninterrupted"))
     return curve(work / "uninterrupted")
 
@@ -711,7 +713,9 @@ def test_a_signal_stops_a_run_of_torchrun_in_order(work, tmp_path, who):
 def test_an_exported_run_can_be_started_from(work, capfd, tmp_path):
     code, out, _ = call(capfd, "export", work / "run", tmp_path / "hf")
     assert code == 0 and "step_000002" in out
-    _, config = cli.parse(["train", "--init", str(tmp_path / "hf"), "--data", str(work / "a.txt")])
+    _, config = commands.parse(
+        ["train", "--init", str(tmp_path / "hf"), "--data", str(work / "a.txt")]
+    )
     config.check()
     assert config.model_config() == dataclasses.replace(
         PRESETS["tiny"], max_seq_len=config.model_config().max_seq_len

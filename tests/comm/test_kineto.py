@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minipar import cli
+from minipar.cli import looking
 from minipar.comm import kernels, kineto, spans, traces
 from minipar.comm.breakdown import breakdown
 from minipar.comm.spans import Span
@@ -519,12 +519,12 @@ def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
     for event in document["traceEvents"]:
         event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
     path = write(tmp_path / "a.json", document)
-    cli.overlap(cli.Overlap([str(path)], str(tmp_path / "page.html")))
+    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
     assert "data:image/png;base64," in page and "http" not in page
     assert "\x1b" not in page + capsys.readouterr().out
-    cli.overlap(cli.Overlap([str(path)], json=True))
+    looking.overlap(looking.Overlap([str(path)], json=True))
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
 
@@ -550,7 +550,7 @@ def test_json_is_read_piece_by_piece_as_it_is_whole(tmp_path, monkeypatch, lette
 def overlap(path, picture=None) -> str | None:
     """What `minipar overlap` refuses this file with; None if it shows it, with numbers only."""
     try:
-        t = cli.read_timeline([str(path)])
+        t = looking.read_timeline([str(path)])
     except ValueError as error:
         assert path.name in str(error), error
         return str(error)
@@ -606,10 +606,10 @@ def test_names_from_outside_are_letters_and_no_formulas(tmp_path):
 
 
 def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "MOST_DRAWN", 2)
+    monkeypatch.setattr(looking, "MOST_DRAWN", 2)
     t = Timeline([Span("comm", "send", rank, 0.0, 1.0, "pp") for rank in range(3)])
     t.save(tmp_path / "t.json")
-    cli.overlap(cli.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
+    looking.overlap(looking.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
     assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
 
 

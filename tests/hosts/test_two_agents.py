@@ -18,12 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minipar import cli
+import minipar
+from minipar.cli import commands
 from minipar.train import checkpoint, trainer
 from minipar.train.metrics import read
 from tests.patience import busy
 
-ROOT = str(Path(cli.__file__).parents[1])
+ROOT = str(Path(minipar.__file__).parents[1])
 PATIENCE = 100  # seconds that a start may take on a busy machine
 RUN = ["--steps", "60", "--save-every", "5", "--seq-len", "32", "--batch-size", "4"]
 RUN += ["--sample-tokens", "0", "--eval-batches", "1", "--stall-seconds", "1", "--timeout", "60"]
@@ -118,7 +119,7 @@ def test_a_killed_worker_goes_on_in_the_same_folder_to_the_bit(ranks, text, tmp_
     Mutants: ranks that meet by that count (which hangs); a run begun anew.
     """
     flags = ["--data", str(text), "--mesh", "dp=2,tp=2"]
-    _, config = cli.parse(["train", *RUN, *flags])
+    _, config = commands.parse(["train", *RUN, *flags])
     ranks(4).run(trainer.train, config, str(tmp_path / "whole"))
     folder = tmp_path / "shared/tiny-dp2-tp2"
     metrics = folder / "metrics.jsonl"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar import cli
+from minipar.cli import main
 from minipar.lab.bench import ddp as bench
 from minipar.lab.bench.ddp import COLUMNS, DdpConfig
 from minipar.lab.bench.race import Measured, hidden_share, quartiles, table
@@ -93,7 +93,7 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
     path = tmp_path / "rows.json"
     words = "bench ddp --preset tiny --seq-len 32 --rounds 2 --links 1gbe --buckets 25 --json"
     with pytest.raises(SystemExit) as stop:
-        cli.main([*words.split(), str(path)])
+        main.main([*words.split(), str(path)])
     out, err = capfd.readouterr()
     assert stop.value.code == 0, err
     [row] = json.loads(path.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minipar import cli
+from minipar.cli import main
 from minipar.comm import meeting
 from minipar.comm.mesh import Mesh
 from minipar.prove import doctor
@@ -29,7 +29,7 @@ def quiet(monkeypatch):
 
 def called(capsys, *words) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", *words])
+        main.main(["doctor", *words])
     return stop.value.code, capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar import cli
+from minipar.cli import main
 from minipar.comm.stalls import Call, State
 from minipar.lab.draw.hang import hang as picture
 from minipar.prove import hang
@@ -117,7 +117,7 @@ def test_a_folder_of_hosts_names_them_and_exit_codes_tell(tmp_path, capfd):
 
 def run(*words):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["hang", *map(str, words)])
+        main.main(["hang", *map(str, words)])
     return stop.value.code or 0
 
 

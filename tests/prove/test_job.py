@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minipar import cli
+from minipar.cli import main
 from minipar.prove.job import WrongFile, parse_mesh
 from minipar.prove.prove import prove
 
@@ -19,14 +19,14 @@ def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(FILE, encoding="utf-8")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["prove", "mine.py", "--mesh", "dp=2"])
+        main.main(["prove", "mine.py", "--mesh", "dp=2"])
     assert stop.value.code == 1
     assert capsys.readouterr().out.split() == PAGE.split("\n", 1)[1].split()
     assert Path("prove.png").stat().st_size > 5000
     right = FILE.replace("mesh.dp.group)", "mesh.dp.group)\n            p.grad /= mesh.dp.size")
     Path("mine.py").write_text(right, encoding="utf-8")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["prove", "mine.py", "--mesh", "dp=2", "--json"])
+        main.main(["prove", "mine.py", "--mesh", "dp=2", "--json"])
     assert stop.value.code == 0
     assert '"equal": true' in capsys.readouterr().out
 
@@ -69,7 +69,7 @@ def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
     assert stuck != FILE
     file.write_text(stuck, encoding="utf-8")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["prove", str(file), "--mesh", "dp=2", "--timeout", "1"])
+        main.main(["prove", str(file), "--mesh", "dp=2", "--timeout", "1"])
     said = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and "\n" not in said
     assert "rank 0 of 2 (dp=0)" in said and "what follows backward in step 1" in said
@@ -80,7 +80,7 @@ def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
 def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path, capsys, flags):
     (tmp_path / "mine.py").touch()
     with pytest.raises(SystemExit) as stop:
-        cli.main(["prove", str(tmp_path / ("mine.py" if flags else "no.py")), *flags])
+        main.main(["prove", str(tmp_path / ("mine.py" if flags else "no.py")), *flags])
     said = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and "\n" not in said
     assert (flags or ["no.py"])[0] in said

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minipar import cli
+from minipar.cli import main
 from minipar.sim import calibrate, fit, hardware
 
 MEASURED = {"launch": 4e-6, "fp32": 1e-11, "bf16": 2e-11, "byte": 1e-10, "memory": -8e9}
@@ -55,7 +55,7 @@ def test_the_output_of_nccl_tests_is_read(tmp_path):
 @pytest.mark.parametrize("out", ["W/no/where.toml", "W/machine.json"])
 def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, out):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
+        main.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
     assert stop.value.code == 2 and "name a .toml file" in capfd.readouterr().err
 
 

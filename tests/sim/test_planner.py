@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar import cli
+from minipar.cli import commands, main
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
@@ -105,7 +105,7 @@ def test_flags_are_read_by_our_own_training_and_come_in_pairs():
         base = planner.base_of(replace(EIGHT, model="small", gpus=4, seq=512))
         job = replace(base, plan=Plan.parse(plan), microbatch=2)
         given = planner.flags(planner.Ranked(job, cost.seconds(job), cost.memory(job)))
-        name, config = cli.parse(
+        name, config = commands.parse(
             ["train", "--preset", "small", *shlex.split(given["minipar train"])]
         )
         assert isinstance(config, TrainConfig) and name == "train"
@@ -148,7 +148,7 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
 
 def call(capfd, *words):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", *words])
+        main.main(["plan", *words])
     out, err = capfd.readouterr()
     return stop.value.code, out, err
 
@@ -190,7 +190,7 @@ def test_nothing_fits_is_exit_code_3_with_a_change_that_works(capfd, words, cate
     assert code == 3 and category in err and err.count("\n") == 1
     if "would do" in err:
         change = err.rpartition(";")[2].replace("would do", "").split()
-        config = cli.parse(["plan", *words.split(), *change])[1]
+        config = commands.parse(["plan", *words.split(), *change])[1]
         assert planner.answer(config)[1]
 
 
@@ -243,7 +243,7 @@ def test_the_simulator_and_the_closed_form_know_of_each_other(capsys, tmp_path):
     asked = "--model llama-3-8b --gpus 8 --global-batch 8 --seq 2048"
     plan = "dp=4,tp=2,zero=1,sequence_parallel,microbatches=2"
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["plan", *asked.split(), "--explain", plan, "--out", str(picture)])
+        main.main(["plan", *asked.split(), "--explain", plan, "--out", str(picture)])
     said = capsys.readouterr().out
     closed = float(said.split("\n")[1].split()[1])
     replayed = float(said.partition("traced and replayed: ")[2].split()[0])

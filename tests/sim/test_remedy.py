@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar import cli
+from minipar.cli import commands
 from minipar.model.llama import PRESETS
 from minipar.sim import remedy
 from minipar.train.config import TrainConfig
@@ -33,7 +33,7 @@ def needed():
 
 def advised(page: str) -> list[TrainConfig]:
     lines = [line.strip() for line in page.splitlines() if line.startswith("    minipar train ")]
-    return [cli.parse(shlex.split(line)[1:])[1] for line in lines]
+    return [commands.parse(shlex.split(line)[1:])[1] for line in lines]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.4])

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar import cli
+import minipar
+from minipar.cli import training
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train import folder as folders
@@ -44,7 +45,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeyp
             raise OSError(38, "Function not implemented")
 
         monkeypatch.setattr(folders.fcntl, "flock", refuse)
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(minipar.__file__).parents[1])}
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         try:
@@ -172,14 +173,14 @@ def test_a_restart_finds_the_folder_and_what_was_saved_in_it(job, tmp_path):
     again, in the folder that is there; once the job is done, its name means nothing."""
     config, folder = TrainConfig(out=str(tmp_path), name="mine"), tmp_path / "mine"
     job("slurm-7")
-    assert cli._place_under_torchrun(config, None, None) == (folder, None)
-    assert cli._place_under_torchrun(config, None, None) == (folder, None)
+    assert training._place_under_torchrun(config, None, None) == (folder, None)
+    assert training._place_under_torchrun(config, None, None) == (folder, None)
     saved = save(folder, 5)
     job("slurm-7", restarts=2)
-    assert cli._place_under_torchrun(config, None, None) == (folder, saved)
+    assert training._place_under_torchrun(config, None, None) == (folder, saved)
     assert list(tmp_path.iterdir()) == [folder]
     folders.forget_job(folder)
-    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-2", None)
+    assert training._place_under_torchrun(config, None, None) == (tmp_path / "mine-2", None)
 
 
 def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
@@ -187,29 +188,29 @@ def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
     start = save(tmp_path, 3)
     save(tmp_path, 9)
     job("a")
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
+    assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, start)
     newer = save(tmp_path, 6)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
+    assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
     again = save(tmp_path, 9)
-    assert cli._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
+    assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
 
 
 def test_another_job_or_other_flags_find_nothing_of_ours(job, tmp_path):
     config = TrainConfig(out=str(tmp_path), name="mine")
     job("a")
-    cli._place_under_torchrun(config, None, None)
+    training._place_under_torchrun(config, None, None)
     other = TrainConfig(out=str(tmp_path), name="mine", lr=0.5)
-    assert cli._place_under_torchrun(other, None, None) == (tmp_path / "mine-2", None)
+    assert training._place_under_torchrun(other, None, None) == (tmp_path / "mine-2", None)
     job("b")
-    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine-3", None)
+    assert training._place_under_torchrun(config, None, None) == (tmp_path / "mine-3", None)
 
 
 def test_a_restart_without_a_name_is_refused(job, tmp_path):
     """Mutant: a run past step 157 comes back at step 1, in another folder."""
     job("none")
     config = TrainConfig(out=str(tmp_path), name="mine")
-    assert cli._place_under_torchrun(config, None, None) == (tmp_path / "mine", None)
+    assert training._place_under_torchrun(config, None, None) == (tmp_path / "mine", None)
     job("none", restarts=1)
     with pytest.raises(ValueError, match="without --rdzv-id nothing says which run they had"):
-        cli._place_under_torchrun(config, None, None)
+        training._place_under_torchrun(config, None, None)

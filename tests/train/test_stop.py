@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minipar import cli
+import minipar
+from minipar.cli import output
 from minipar.comm.launch import RankError
 from minipar.comm.worker import Failure
 from minipar.train import checkpoint, stop, trainer
@@ -109,7 +110,7 @@ def test_a_signal_before_the_first_step_is_noted(text, tmp_path, monkeypatch):
 )
 def test_an_output_that_nobody_reads_leaves_the_exit_code_alone(tmp_path, ending):
     words = f"{sys.executable} -m minipar train --steps 0 {ending}; exit ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(minipar.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", words], capture_output=True, env=environment, cwd=tmp_path)
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
@@ -123,8 +124,8 @@ def test_a_reader_that_has_gone_does_not_end_a_run():
         os.close(reading)
         os.dup2(writing, 1)
         with open(1, "w", encoding="utf-8", closefd=False) as sys.stdout:
-            cli._say("a line")
-            cli._say("another")
+            output.say("a line")
+            output.say("another")
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 

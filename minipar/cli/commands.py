@@ -1,0 +1,230 @@
+"""All commands by name; their flags are read, their help is written."""
+
+import contextlib
+import difflib
+import inspect
+import io
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields, make_dataclass, replace
+from typing import Any, NamedTuple, get_type_hints
+
+import tyro
+
+from minipar import __version__
+from minipar.cli.looking import hang, overlap, plan, prove
+from minipar.cli.training import run_of, train
+from minipar.cli.weights import export, generate
+from minipar.lab.bench import (
+    collectives,
+    compression,
+    context,
+    ddp,
+    expert,
+    fsdp,
+    mixture,
+    pipeline,
+    tensor,
+)
+from minipar.prove import doctor
+from minipar.sim import calibrate
+from minipar.train.config import TrainConfig
+
+
+def parse(argv: list[str]) -> tuple[str, Any]:
+    """Return the name of the command and its typed flags, a dataclass of `COMMANDS`.
+
+    Raises `ValueError` with one line for a bad flag or value.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        sys.exit(0)
+    if argv[0] in ("-V", "--version"):
+        print(f"minipar {__version__}")
+        sys.exit(0)
+    # The longest command that the line begins with: "bench ddp" before "bench".
+    name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
+    if name is None:
+        asked = " ".join(argv[: 2 if argv[0] == "bench" else 1])
+        near = difflib.get_close_matches(asked, COMMANDS, 1)
+        hint = f"did you mean {near[0]}? There are" if near else "use one of"
+        raise ValueError(f"{asked!r} is no command; {hint} {', '.join(COMMANDS)}")
+    kind, flags = COMMANDS[name].config, argv[len(name.split()) :]
+    default = tyro.MISSING_NONPROP
+    if kind is TrainConfig and (resumed := _value_of("--resume", flags)):
+        run = run_of(resumed)
+        default = TrainConfig.load(run / "config.json")
+        if default.tokenizer and (run / "tokenizer.json").exists():
+            default = replace(default, tokenizer=str(run / "tokenizer.json"))
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            command = _typed(name, kind, flags, default)
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(_first_words(complaint.getvalue())) from None
+        raise
+    return name, command
+
+
+def _typed(name: str, kind: type, flags: list[str], default: Any) -> Any:
+    """Let tyro read the flags of a command; those that `kind` has from several parents in groups.
+
+    A group is a parent, in whose name and words they are shown.
+    """
+    lines = "".join(f"\n  minipar {name} {flags}".rstrip() for flags in EXAMPLES.get(name, ()))
+    told = dict(prog=f"minipar {name}", args=flags)
+    told["description"] = f"{inspect.getdoc(kind)}\n\nExamples:{lines}"
+    if len(kind.__bases__) == 1:
+        return tyro.cli(kind, default=default, **told)
+    default = kind() if default is tyro.MISSING_NONPROP else default
+    parents = {parent.__name__.lower(): parent for parent in reversed(kind.__bases__)}
+    groups = make_dataclass(
+        kind.__name__, [(n, tyro.conf.OmitArgPrefixes[parent]) for n, parent in parents.items()]
+    )
+    usual = {
+        n: parent(**{f.name: getattr(default, f.name) for f in fields(parent)})
+        for n, parent in parents.items()
+    }
+    found = tyro.cli(groups, default=groups(**usual), **told)
+    return kind(**{k: v for n in parents for k, v in vars(getattr(found, n)).items()})
+
+
+def _usage() -> str:
+    """Return what there is, in groups, the most used first."""
+    grouped = {name for names in _GROUPS.values() for name in names}
+    more = [name for name in COMMANDS if name not in grouped and not name.startswith("bench")]
+    bench = [name for name in COMMANDS if name.startswith("bench")]
+    groups = dict(_GROUPS) | {"Measure ours beside PyTorch's own": bench}
+    groups["Look, plan and prove"] = [*groups["Look, plan and prove"], *more]
+    lines = ["usage: minipar COMMAND [flags]"]
+    for title, names in groups.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  minipar {name:18} {COMMANDS[name].summary}" for name in names]
+    lines += ["", "Examples:"]
+    lines += [f"  minipar {name} {EXAMPLES[name][0]}".rstrip() for name in _FIRST]
+    how = "`minipar COMMAND --help` lists the flags; `minipar --version` says which this is."
+    return "\n".join([*lines, "", how])
+
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _first_words(box: str) -> str:
+    """What is wrong, out of the box that tyro draws around it: the lines above its first rule.
+
+    And of what follows, the flags that may have been meant.
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", "", box)
+    first, *rest = re.split(r"─{9,}", re.sub(r"─ [^\n]* ─+", "", plain, count=1))
+    near = [word for part in rest if "Perhaps" in part for word in re.findall(r"\n +(--\S+)", part)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (" ".join(first.split()) or "cannot read the command line") + hint
+
+
+class _Command(NamedTuple):
+    config: type
+    run: Callable[[Any], Any]
+    summary: str
+
+
+def _command(run: Callable[[Any], Any], summary: str) -> _Command:
+    """What `run` takes is the flags."""
+    return _Command(next(iter(get_type_hints(run).values())), run, summary)
+
+
+COMMANDS = {
+    "train": _command(train, "train a Llama on several ranks"),
+    "bench ddp": _command(ddp.run, "our data parallel beside PyTorch's own"),
+    "bench collectives": _command(
+        collectives.run, "our all-reduce algorithms beside the backend's"
+    ),
+    "bench compression": _command(
+        compression.run, "every way to send less: what it saves, and costs"
+    ),
+    "bench fsdp": _command(fsdp.run, "our ZeRO and FSDP beside PyTorch's own"),
+    "bench tensor": _command(tensor.run, "our tensor parallelism beside PyTorch's own"),
+    "bench context": _command(
+        context.run, "our context parallelism beside PyTorch's; zigzag or not"
+    ),
+    "bench expert": _command(
+        expert.run, "our expert parallelism beside plain torch, balanced or not"
+    ),
+    "bench mixture": _command(
+        mixture.run, "a mixture of experts beside a dense model, after equal FLOPs"
+    ),
+    "bench pipeline": _command(
+        pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
+    ),
+    "generate": _command(generate, "let a trained model go on with a text"),
+    "doctor": _command(doctor.run, "what this machine has, and whether ranks work on it"),
+    "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
+    "overlap": _command(overlap, "how much communication do these traces hide?"),
+    "hang": _command(hang, "who keeps this hanging job waiting?"),
+    "prove": _command(prove, "is your parallel training equal to one device?"),
+    "plan": _command(plan, "which plan would train this model fastest there?"),
+    "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
+}
+
+_GROUPS = {
+    "Train, and use what was trained": ["train", "generate", "export"],
+    "Look, plan and prove": ["doctor", "overlap", "hang", "prove", "plan", "calibrate"],
+}
+_FIRST = "train", "generate", "plan"
+"""Commands of which the usage shows an example."""
+EXAMPLES = {
+    "train": (
+        "--mesh dp=2,tp=2 --steps 100",
+        "--preset small --data ~/texts --zero 3 --recompute full",
+        "--backend link --link 10gbe*4 --ddp naive",
+    ),
+    "generate": (
+        "runs/tiny-dp4 --prompt 'def main('",
+        "runs/tiny-dp4/checkpoints/step_000050 --temperature 0",
+        "my-llama --tokens 50 --seed 7",
+    ),
+    "export": (
+        "runs/tiny-dp4 my-llama",
+        "runs/tiny-dp4/checkpoints/step_000050 early",
+        "runs/tiny-dp4-2 ~/models/second",
+    ),
+    "doctor": ("", "--out /nfs/runs", "> issue.txt"),
+    "overlap": (
+        "traces/",
+        "trace-rank0.json trace-rank1.json.gz --out mine.png",
+        "runs/tiny-dp4/timeline.json",
+    ),
+    "plan": (
+        "--model llama-3-70b --gpus 64 --hardware h100-ndr",
+        "--model my-llama/config.json --gpus 8 --software minipar",
+        "--gpus 16 --explain dp=8,tp=2,zero=1,microbatches=4 --global-batch 64",
+    ),
+    "prove": (
+        "mine.py --mesh dp=2,tp=2",
+        "mine.py --mesh dp=4 --steps 5",
+        "mine.py --mesh tp=2 --json",
+    ),
+    "hang": (
+        "dumps/",
+        "nccl_trace_rank_0 nccl_trace_rank_1 --out hang.png",
+        "runs/tiny-dp4/stalled.json",
+    ),
+    "bench mixture": ("", "--steps 50", "--json rows.json"),
+    "calibrate": ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
+    "bench ddp": ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
+    "bench collectives": ("", "--ranks 8", "--algorithms ring tree"),
+    "bench compression": ("", "--methods int8 powersgd", "--out compression.png"),
+    "bench fsdp": ("", "--preset tiny --ranks 2", "--json rows.json"),
+    "bench tensor": ("", "--ranks 2 --seq-len 128", "--json rows.json"),
+    "bench context": ("", "--ranks 2", "--json rows.json"),
+    "bench expert": ("", "--preset small-moe", "--ranks 2"),
+    "bench pipeline": ("", "--schedules gpipe 1f1b", "--microbatches 8"),
+}
+"""Three calls of each command, the first one first to be tried."""

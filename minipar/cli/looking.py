@@ -1,0 +1,209 @@
+"""`minipar overlap`, `hang`, `prove` and `plan`: look at trainings, anybody's and planned ones."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import tyro
+from tqdm import tqdm
+
+from minipar.comm.breakdown import breakdown
+from minipar.comm.launch import Ranks, prefixed
+from minipar.comm.mesh import check_fits_here
+from minipar.comm.spans import is_ours
+from minipar.comm.timeline import Timeline
+from minipar.lab import draw
+from minipar.lab.draw import hang as draw_hang
+from minipar.lab.draw.proof import proof
+from minipar.lab.report import page as overlap_page
+from minipar.prove import hang as prove_hang
+from minipar.prove.compare import RTOL
+from minipar.prove.job import check_file, parse_mesh
+from minipar.prove.prove import prove as judge
+from minipar.sim import planner
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Show how much communication a training job hides: its own, or anybody's PyTorch traces."""
+
+    traces: tyro.conf.Positional[list[str]]
+    """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;
+    or a timeline.json of `minipar train`."""
+    out: str = "overlap.png"
+    """Where to draw the picture; or, if it ends with .html, to write all of it as one page."""
+    json: bool = False
+    """Print numbers for programs instead; draws only what --out names."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Say why a job hangs, from what its ranks wrote down: who waits for whom, who did not come.
+
+    Exit code 1 where a hang is found, 0 where none is.
+    """
+
+    dumps: tyro.conf.Positional[list[str]]
+    """Dumps of PyTorch's flight recorder (pickle or JSON), one file per rank, or a folder of them;
+    or the stalled.json of `minipar train`."""
+    out: str = ""
+    """Where to draw the picture, if at all."""
+
+
+@dataclass(frozen=True)
+class Prove:
+    """Is *your* parallel training equal to one device, and if not, where does it part?
+
+    Ends with exit code 0 if it is, 1 if not, 2 if the file cannot be run or compared.
+    """
+
+    file: tyro.conf.Positional[str]
+    """A Python file with build(), batch(seed), loss(model, batch) and parallelize(model, mesh),
+    which returns the model, or the model and a function to call after backward. What else it may
+    have: see minipar/prove/job.py."""
+    mesh: str = "dp=2"
+    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their
+    own of a batch."""
+    steps: int = 3
+    """How many optimizer steps."""
+    rtol: float = RTOL
+    """What counts as equal, relative to the largest number of a tensor."""
+    timeout: float = 30.0
+    """Seconds after which a collective fails that not all ranks join; a run may take 20 times as
+    long."""
+    out: str = "prove.png"
+    """Where to draw the model and the point where it parts, if it does."""
+    json: bool = False
+    """Print all of it as JSON instead, and draw nothing."""
+
+
+# ---------------------------------------------------------------------- minipar overlap
+MOST_DRAWN = 256
+"""Ranks in one picture: of more, nothing could be seen, and they would take gigabytes."""
+
+
+def overlap(command: Overlap) -> None:
+    """Print how much communication the traces hide, per rank and axis, and draw it."""
+    if not command.traces:
+        raise ValueError("name at least one trace: minipar overlap trace-rank0.json ...")
+    recorded = read_timeline(command.traces)
+    parts = breakdown(recorded)
+    if command.json:
+        print(json.dumps(parts.as_json() | {"ranks": [asdict(o) for o in recorded.overlap()]}))
+        if command.out == Overlap.out:
+            return
+    else:
+        print(f"{recorded}\n\n{parts}".rstrip())
+    ranks = recorded.ranks
+    if len(ranks) > MOST_DRAWN and not command.json:
+        print(f"drawn are the first {MOST_DRAWN} of {len(ranks)} ranks")
+    shown = set(ranks[:MOST_DRAWN])
+    rounds = [step for rank in ranks[:1] for step in recorded.steps.get(rank, [])]
+    middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
+    spans = (s for s in recorded if s.rank in shown)
+    if middle:  # of many steps in one picture nothing could be seen
+        _, a, b = middle
+        spans = (
+            replace(s, start=max(a, s.start), end=min(b, s.end))
+            for s in spans
+            if s.start < b and s.end > a
+        )
+    label = f"{recorded.label} {middle[0]}".strip() if middle else recorded.label
+    figure = draw.timeline(Timeline(spans, label))
+    if command.out.endswith(".html"):
+        text = overlap_page(recorded, parts, figure, draw.finding(recorded, "recorded"))
+        Path(command.out).write_text(text, encoding="utf-8")
+        where = command.out
+    else:
+        where = draw.save(figure, command.out)
+    if not command.json:
+        print(f"drawn into {where}" + (f": {middle[0]}" if middle else ""))
+
+
+def read_timeline(traces: list[str]) -> Timeline:
+    """Read a timeline of ours, or the traces of torch.profiler."""
+    if len(traces) == 1 and is_ours(traces[0]):
+        recorded = Timeline.load(traces[0])
+        if not recorded.spans:
+            raise ValueError(f"{traces[0]} is a timeline without spans")
+        return recorded
+    bar = partial(tqdm, disable=None, leave=False, unit="trace")
+    return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces, progress=bar)
+
+
+def hang(command: Hang) -> None:
+    """Print what the dumps tell, and end the process with 1 where a call has not ended."""
+    if not command.dumps:
+        raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
+    report = prove_hang.explain(*prove_hang.read(command.dumps))
+    print(report)
+    if command.out:
+        print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
+    if report.findings:
+        sys.exit(1)
+
+
+def prove(command: Prove) -> None:
+    """Print whether a training equals one device; where it parts, draw that and exit with 1."""
+    check_file(command.file)
+    sizes = parse_mesh(command.mesh)
+    for name, value in (("steps", command.steps), ("timeout", command.timeout)):
+        if not 1 <= value < 1e6:
+            raise ValueError(f"--{name} {value} must be 1 or more")
+    if not 0 < command.rtol < 1:
+        raise ValueError(f"--rtol {command.rtol} must be between 0 and 1, such as 1e-10")
+    check_fits_here(math.prod(sizes.values()))
+    how = dict(timeout=command.timeout, sink=_to_stderr)
+    with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:
+        one.time_limit = many.time_limit = 20 * command.timeout
+        pool = {1: one, many.size: many}.__getitem__
+        verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+    print(verdict.json() if command.json else verdict)
+    if verdict.parting is None:
+        return
+    if command.out and not command.json:
+        print(f"drawn into {draw.save(proof(verdict), command.out)}")
+    sys.exit(1)
+
+
+def _to_stderr(rank: int, stream: str, text: str) -> None:
+    prefixed(rank, "stderr", text)
+
+
+def plan(command: planner.PlanConfig) -> None:
+    """Print the plans that would train a model fastest, and why; draw where their time goes."""
+    text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
+    print(text, flush=True)
+    if not command.json and not command.explain:
+        with tqdm(total=1, desc="tracing minipar's own code", disable=None, leave=False):
+            print(f"\n{planner.as_minipar(plans[0])}")
+    if command.explain and not command.json:
+        _simulated(command, plans[0])
+    elif command.out and not command.json:
+        inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
+        figure = draw.bars(
+            planner.where_time_goes(plans),
+            unit="s",
+            title=f"{command.model} on {command.gpus} x {command.hardware}: a step's time",
+            note="predicted, in closed form",
+            colours={part: draw.colour(ink) for part, ink in inks.items()},
+        )
+        print(f"\ndrawn into {draw.save(figure, command.out)}")
+
+
+def _simulated(command: planner.PlanConfig, plan: planner.Ranked) -> None:
+    """Print and draw what becomes of the plan when minipar's own code runs it."""
+    simulated = planner.simulate(plan)
+    exposed = [f"{axis} {s:.2f} s" for axis, s in simulated.exposed.items() if s > 5e-3]
+    print(
+        f"\nminipar's own code, traced and replayed: {simulated.seconds:.2f} s a step, "
+        f"{simulated.peak_bytes / 1e9:.0f} GB of tensors at the peak; exposed: "
+        f"{', '.join(exposed) or 'nothing'}"
+    )
+    if command.out:
+        title = f"{command.model} on {command.gpus} x {command.hardware}"
+        figure = draw.timeline(simulated.timeline, title=title)
+        print(f"\ndrawn into {draw.save(figure, command.out)}")
