@@ -69,8 +69,7 @@ Point = tuple[float, float]
 def colour(kind_or_axis: str) -> str:
     """The colour of a kind of work, or of communication along an axis (joint ones: the first).
 
-    Joined with copies of shards it is that of all ranks, not the one of copies of shards alone.
-    Along the axis "host" (`comm.hostcopy`) it is that of copies.
+    With copies of shards, that of all ranks; along "host" (`comm.hostcopy`), that of copies.
     """
     first = kind_or_axis.split("+")[0].split()[0] if kind_or_axis else ""
     first = "world" if kind_or_axis.startswith("replica+") else first
