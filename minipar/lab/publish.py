@@ -196,8 +196,7 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
 def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Run the wrong answers of exercises; return how each fails, and its sentence, for `slips`.
 
-    The seed is the first whose inputs tell apart all wrong answers that have different sentences.
-    Raises `ValueError` where none of twenty does.
+    The seed is the first of twenty that tells different sentences apart, else `ValueError`.
     """
     known = {}
     for asked in map(exercises.Exercise, files):
