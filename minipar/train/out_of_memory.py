@@ -98,14 +98,14 @@ def by_category(trainer: Any) -> dict[str, int]:
 
 def _used() -> int:
     """Bytes of tensors on this rank's GPU; without one, bytes of this process."""
-    if _on_gpu():
+    if compute_device().type == "cuda":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss
 
 
 def free_bytes(ranks: int = 0) -> int:
     """Return the bytes that this rank, one of `ranks` on this machine, could still get."""
-    if _on_gpu():
+    if compute_device().type == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
     ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
@@ -118,7 +118,3 @@ def free_bytes(ranks: int = 0) -> int:
     if most != resource.RLIM_INFINITY:
         limits.append(most - psutil.Process().memory_info().vms)
     return max(0, int(min(limits)))
-
-
-def _on_gpu() -> bool:
-    return compute_device().type == "cuda"

@@ -79,14 +79,20 @@ def solution(products, flops, bandwidth):
     return seconds, held_up
 
 
-@fails("seconds")
+@fails(
+    "seconds",
+    "Sums over all products are compared: each has its own limit, FLOPs or bytes.",
+)
 def wrong_takes_the_larger_of_two_sums(products, flops, bandwidth):
     """As if one product's bytes could travel under another's FLOPs."""
     times = [_times(shape, flops, bandwidth) for shape in products.values()]
     return max(map(sum, zip(*times, strict=True))), solution(products, flops, bandwidth)[1]
 
 
-@fails("seconds")
+@fails(
+    "seconds",
+    "Only the weights' bytes are counted: inputs and results travel, too.",
+)
 def wrong_counts_the_weights_alone(products, flops, bandwidth):
     """With many tokens, inputs and results are most of the bytes."""
     seconds = sum(
@@ -95,18 +101,27 @@ def wrong_counts_the_weights_alone(products, flops, bandwidth):
     return seconds, solution(products, flops, bandwidth)[1]
 
 
-@fails("seconds")
+@fails(
+    "seconds",
+    "Half the FLOPs: a multiplication and its addition are two.",
+)
 def wrong_counts_a_multiplication_and_its_addition_as_one(products, flops, bandwidth):
     return solution(products, 2 * flops, bandwidth)[0], set()
 
 
-@fails("seconds")
+@fails(
+    "seconds",
+    "Both times are added: bytes travel while numbers are computed, so the longer counts.",
+)
 def wrong_adds_both_times(products, flops, bandwidth):
     times = [_times(shape, flops, bandwidth) for shape in products.values()]
     return sum(map(sum, times)), solution(products, flops, bandwidth)[1]
 
 
-@fails("names")
+@fails(
+    "names",
+    "These are held up by computing: the question is which are held up by memory.",
+)
 def wrong_names_what_computes_longest(products, flops, bandwidth):
     seconds, held_up = solution(products, flops, bandwidth)
     return seconds, set(products) - held_up

@@ -76,7 +76,10 @@ def solution(num_bytes, gpus, nodes, inside, between):
     return scatter + across + gather, flat
 
 
-@fails("hierarchical")
+@fails(
+    "hierarchical",
+    "The whole tensor crosses between nodes: after the reduce-scatter a GPU has a piece of it.",
+)
 def wrong_sends_the_whole_tensor_across(num_bytes, gpus, nodes, inside, between):
     """After the reduce-scatter a GPU has a piece, and that is what it sends."""
     whole = 2 * (nodes - 1) * (between[0] + num_bytes / nodes / between[1])
@@ -84,20 +87,29 @@ def wrong_sends_the_whole_tensor_across(num_bytes, gpus, nodes, inside, between)
     return near + whole, _seconds(num_bytes, gpus, nodes, inside, between)[1]
 
 
-@fails("hierarchical")
+@fails(
+    "hierarchical",
+    "One step is missing: the all-gather inside the node, at the end.",
+)
 def wrong_never_gathers(num_bytes, gpus, nodes, inside, between):
     hierarchical, flat = _seconds(num_bytes, gpus, nodes, inside, between)
     return hierarchical - (gpus - 1) * (inside[0] + num_bytes / gpus / inside[1]), flat
 
 
-@fails("hierarchical")
+@fails(
+    "hierarchical",
+    "One latency for each ring: every step of a ring waits for a message.",
+)
 def wrong_pays_one_latency_for_each_part(num_bytes, gpus, nodes, inside, between):
     """Each step of a ring waits for a message."""
     hierarchical, flat = _seconds(num_bytes, gpus, nodes, inside, between)
     return hierarchical - 2 * (gpus - 2) * inside[0] - 2 * (nodes - 2) * between[0], flat
 
 
-@fails("flat")
+@fails(
+    "flat",
+    "Only some steps of the flat ring are slow here: all GPUs step together, so every step is.",
+)
 def wrong_has_a_flat_ring_that_is_slow_between_nodes_only(num_bytes, gpus, nodes, inside, between):
     """All GPUs take a step together: those inside wait for those between."""
     n, hierarchical = gpus * nodes, _seconds(num_bytes, gpus, nodes, inside, between)[0]
@@ -106,7 +118,10 @@ def wrong_has_a_flat_ring_that_is_slow_between_nodes_only(num_bytes, gpus, nodes
     return hierarchical, 2 * (n - 1) * (share * steps[0] + (1 - share) * steps[1])
 
 
-@fails("flat")
+@fails(
+    "flat",
+    "The flat ring has the bandwidth of the fast link: its slowest hop decides both.",
+)
 def wrong_mixes_the_worse_latency_with_the_better_bandwidth(
     num_bytes, gpus, nodes, inside, between
 ):

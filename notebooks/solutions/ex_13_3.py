@@ -99,26 +99,38 @@ def solution(seconds, num_bytes, latency, bandwidth, ranks):
     return arrived
 
 
-@fails("closed_form")
+@fails(
+    "closed_form",
+    "A step of no time at all: what is missing is the prediction.",
+)
 def wrong_predicts_nothing(seconds, num_bytes, latency, bandwidth, ranks):
     return 0.0
 
 
-@fails("closed_form")
+@fails(
+    "closed_form",
+    "All computing, then all sending: a gradient leaves while the next is computed.",
+)
 def wrong_hides_nothing(seconds, num_bytes, latency, bandwidth, ranks):
     """All computing, then all communication."""
     takes = sum(2 * (ranks - 1) * (latency + n / ranks / bandwidth) for n in num_bytes)
     return sum(seconds) + takes
 
 
-@fails("closed_form")
+@fails(
+    "closed_form",
+    "The larger of two sums: the last gradient cannot leave before it is computed.",
+)
 def wrong_takes_the_larger_of_two_sums(seconds, num_bytes, latency, bandwidth, ranks):
     """The last gradient cannot travel before it is computed."""
     takes = sum(2 * (ranks - 1) * (latency + n / ranks / bandwidth) for n in num_bytes)
     return max(sum(seconds), takes)
 
 
-@fails("closed_form")
+@fails(
+    "closed_form",
+    "All travel at once: there is one link, and the next one queues.",
+)
 def wrong_lets_all_travel_at_once(seconds, num_bytes, latency, bandwidth, ranks):
     """One link: the next one queues."""
     computed, ends = 0.0, []
@@ -128,7 +140,10 @@ def wrong_lets_all_travel_at_once(seconds, num_bytes, latency, bandwidth, ranks)
     return max(ends)
 
 
-@fails("closed_form")
+@fails(
+    "closed_form",
+    "Each byte is sent once: a ring moves 2 (n - 1)/n of them.",
+)
 def wrong_sends_each_byte_once(seconds, num_bytes, latency, bandwidth, ranks):
     """A ring moves 2 (n - 1)/n of them."""
     computed = arrived = 0.0

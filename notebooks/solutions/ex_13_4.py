@@ -105,13 +105,19 @@ def _fits(one):
     return one["needs"] <= one["memory"]
 
 
-@fails("fits")
+@fails(
+    "fits",
+    "The plan does not fit: look at memory before speed.",
+)
 def wrong_forgets_memory(offers, tokens, days):
     """What does not fit has no speed."""
     return _pick(offers, lambda o: _days(o, tokens, 1.15) <= days, lambda o: _cost(o, tokens))
 
 
-@fails("in_time")
+@fails(
+    "in_time",
+    "It is in time only if the prediction holds: leave room for its error.",
+)
 def wrong_trusts_the_prediction(offers, tokens, days):
     """In time if all goes as predicted, and late in half of the cases."""
     return _pick(
@@ -119,14 +125,20 @@ def wrong_trusts_the_prediction(offers, tokens, days):
     )
 
 
-@fails("cheapest")
+@fails(
+    "cheapest",
+    "This is the fastest: a cheaper one is in time, too.",
+)
 def wrong_takes_the_fastest(offers, tokens, days):
     return _pick(
         offers, lambda o: _fits(o) and _days(o, tokens, 1.15) <= days, lambda o: _days(o, tokens)
     )
 
 
-@fails("cheapest")
+@fails(
+    "cheapest",
+    "This has the cheapest hour: count the hours that it needs.",
+)
 def wrong_takes_the_cheapest_hour(offers, tokens, days):
     """A slow GPU needs more hours."""
     return _pick(
@@ -134,6 +146,9 @@ def wrong_takes_the_cheapest_hour(offers, tokens, days):
     )
 
 
-@fails("cheapest")
+@fails(
+    "cheapest",
+    "Nothing is taken, and something fits.",
+)
 def wrong_takes_nothing(offers, tokens, days):
     return None

@@ -107,29 +107,44 @@ def _with(**other):
     return lambda recipe: solution(recipe | {k: f(recipe) for k, f in other.items()})
 
 
-@fails("words")
+@fails(
+    "words",
+    "Yes or no: the answer is one of the words that the text lists.",
+)
 def wrong_says_yes_or_no(recipe):
     return solution(recipe) == "works"
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "Every recipe works, it says: some of them cannot.",
+)
 def wrong_is_never_in_doubt(recipe):
     return "works"
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "Key/value heads are counted as many as query heads: there are fewer.",
+)
 def wrong_forgets_keys_and_values(recipe):
     """They have fewer heads than queries."""
     return _with(kv_heads=lambda r: r["heads"])(recipe)
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "Each rank gets a key/value head of its own: two ranks may hold the same one.",
+)
 def wrong_wants_a_key_head_for_every_rank(recipe):
     """Two ranks may hold the same one."""
     return "heads" if recipe["kv_heads"] % recipe["tp"] else solution(recipe)
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "All is cut over all GPUs: ZeRO 1 cuts the optimizer's state alone along dp.",
+)
 def wrong_cuts_everything_over_all_gpus(recipe):
     """ZeRO 1 cuts the optimizer's state; weights and gradients stay whole along dp."""
     verdict = _with(memory=lambda r: 1e18)(recipe)
@@ -137,12 +152,18 @@ def wrong_cuts_everything_over_all_gpus(recipe):
     return "memory" if verdict == "works" and needs > recipe["memory"] else verdict
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "The batch is divided by microbatches alone: dp divides it first.",
+)
 def wrong_divides_the_batch_by_microbatches_alone(recipe):
     return _with(dp=lambda r: 1, gpus=lambda r: r["tp"] * r["pp"] * r["cp"])(recipe)
 
 
-@fails("verdicts")
+@fails(
+    "verdicts",
+    "As many pieces as ranks: zigzag gives every rank two.",
+)
 def wrong_cuts_sequences_in_as_many_pieces_as_ranks(recipe):
     """Zigzag gives every rank two."""
     return _with(seq=lambda r: 2 * r["seq"])(recipe)
