@@ -15,7 +15,7 @@ from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.parallel import compose, ddp, fsdp, offload
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.plan import Plan
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial

@@ -10,7 +10,7 @@ import pytest
 from minipar.comm import device as devices
 from minipar.comm import link
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.compression import COMPRESSORS
+from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan, meshes
 from minipar.sim import emulate
