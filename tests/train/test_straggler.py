@@ -89,8 +89,10 @@ def test_seconds_are_those_of_training_and_do_not_include_waiting():
     forward = pace.seconds
     assert forward >= WORK
     time.sleep(10 * WORK)  # such as a wait for other ranks
+    start = time.perf_counter()
     loss.backward()
-    assert 2 * WORK <= pace.seconds < forward + 10 * WORK
+    backward = time.perf_counter() - start
+    assert 2 * WORK <= pace.seconds <= forward + backward  # without the wait
     pace.close()
     seconds = pace.seconds
     model(tokens).sum().backward()
