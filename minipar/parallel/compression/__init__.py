@@ -27,6 +27,8 @@ Costs you. Accuracy: see each class. Time to compress, in a thread beside backwa
         to mean the same from step to step (unscale them *before* if a loss scale may change). What
         was kept back for a parameter that no rank uses in the step is lost. A checkpoint holds the
         residues of all ranks (`Compressed.state_dict`), n times the size of the model.
+Limits. A thread launches these calls, so ranks differ in their order among calls on other groups.
+        Gloo does not mind; NCCL wants one order, so there use it over dp alone (never tried).
 Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
