@@ -23,6 +23,10 @@ def slow(text):
     return pytest.param(text, marks=pytest.mark.slow)
 
 
+def exhaustive(text: str):
+    return pytest.param(text, marks=pytest.mark.exhaustive)
+
+
 def events_of(rank, kind):
     """Launches, or computing of a kind, without names: ranks that are alike have other layers."""
     if kind is Launch:
@@ -38,9 +42,9 @@ def events_of(rank, kind):
         "pp=4,dp=2,zero=1,microbatches=6",
         slow("dp=4,microbatches=7"),
         slow("dp=4,zero=2,microbatches=6"),
-        slow("pp=2,dp=2,zero=1,microbatches=6,schedule=interleaved_1f1b"),
+        exhaustive("pp=2,dp=2,zero=1,microbatches=6,schedule=interleaved_1f1b"),
         slow("pp=2,tp=2,sequence_parallel,microbatches=6,schedule=zb_h1,checkpointing=selective"),
-        slow("pp=2,microbatches=8,schedule=dualpipe"),
+        exhaustive("pp=2,microbatches=8,schedule=dualpipe"),
     ],
 )
 def test_what_is_repeated_is_what_all_do(text, monkeypatch):
@@ -162,10 +166,10 @@ class Diary:
     [
         "pp=2,dp=2,tp=2,zero=1,microbatches=4,schedule=interleaved_1f1b",
         slow("dp=2,cp=2,tp=2,zero=2,sequence_parallel,microbatches=2"),
-        slow("dp=4,pp=2,zero=3,microbatches=4,precision=bf16"),
+        exhaustive("dp=4,pp=2,zero=3,microbatches=4,precision=bf16"),
         slow("pp=4,tp=2,tp_overlap,sequence_parallel,microbatches=4"),
         slow("pp=4,dp=2,microbatches=8,schedule=dualpipe"),
-        slow("pp=4,dp=2,microbatches=6,schedule=zb_v"),
+        exhaustive("pp=4,dp=2,microbatches=6,schedule=zb_v"),
     ],
 )
 def test_all_ranks_launch_in_the_same_order(text, monkeypatch):

@@ -221,7 +221,7 @@ def test_weights_of_another_model_are_refused_by_shards_too(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_sixteen_bits_with_zero(run, precision):
     """Close to ddp in the same precision, which is close to float32."""
     changes = dict(dtype="float32", steps=4)
