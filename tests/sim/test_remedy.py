@@ -36,7 +36,7 @@ def advised(page: str) -> list[TrainConfig]:
     return [commands.parse(shlex.split(line)[1:])[1] for line in lines]
 
 
-@pytest.mark.parametrize("share", [0.9, 0.4])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.4, marks=pytest.mark.exhaustive)])
 def test_what_is_advised_fits_and_is_the_run_but_for_its_plan(needed, share):
     """Mutants: changes are not traced; a change and more of it are two."""
     limit = share * needed
