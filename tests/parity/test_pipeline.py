@@ -306,11 +306,17 @@ MUTANTS = {
         runtime.Pipeline,
         "_add_twins",
         _own_alone,
-        "norm of step 0",
+        "gradient of step 0",
     ),
-    "test_trap_09": ("1f1b", runtime.Pipeline, "_mark_parameters", _no_copies, "norm of step 0"),
-    "copies": ("dualpipe", runtime.Pipeline, "_add_twins", _own_alone, "norm of step 0"),
-    "test_trap_25": ("zb_h1", split_backward, "split_linear", _other_input, "norm of step 0"),
+    "test_trap_09": (
+        "1f1b",
+        runtime.Pipeline,
+        "_mark_parameters",
+        _no_copies,
+        "gradient of step 0",
+    ),
+    "copies": ("dualpipe", runtime.Pipeline, "_add_twins", _own_alone, "gradient of step 0"),
+    "test_trap_25": ("zb_h1", split_backward, "split_linear", _other_input, "gradient of step 0"),
 }
 
 
