@@ -101,6 +101,7 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
             report = trainer.train(config, name, start, Progress)
         except Exception as error:
             if rank == 0 and not (folder / "config.json").exists():  # it has not begun
+                (folder / trainer.STALLED).unlink(missing_ok=True)
                 forget_job(folder)
             if not isinstance(error, ValueError) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 again = "Unless torchrun starts the ranks again: " * (backends.restarts_left() > 0)

@@ -44,6 +44,7 @@ from minipar.train.step import Microbatch, evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.workload import Workload
 
+STALLED = "stalled.json"  # in the folder of a run: what the watchdog saw, for `minipar hang`
 TELL_SECONDS = 10.0  # between two words from a run that is busy with something else than steps
 
 
@@ -420,7 +421,7 @@ def train(
     """
     place, world = Path(folder), Mesh(**config.mesh_sizes()).world
     watched = strict.watching() if config.strict else nullcontext()
-    stalls = watchdog.watch(config.stall_seconds, dump=place / "stalled.json")
+    stalls = watchdog.watch(config.stall_seconds, dump=place / STALLED)
     with StopRequest() as request, stalls, held(place, world), watched, noted(place) as known:
         if config.backend == "link":
             link.use(config.link)
