@@ -111,6 +111,7 @@ def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(text, tmp_
     assert not list(tmp_path.glob("*/runs/*"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_worker_goes_on_in_the_same_folder_to_the_bit(ranks, text, tmp_path):

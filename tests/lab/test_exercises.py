@@ -44,10 +44,10 @@ def refused(number: str, answer, **options) -> CheckFailed:
 @pytest.mark.parametrize("number", IDS)
 def test_the_solution_passes_on_any_inputs(number, capsys):
     asked = exercise(number)
-    for seed in (None, 0, 1):
+    for seed in (None, 1):
         check(number, asked.solution, seed=seed)
     said = capsys.readouterr().out
-    assert said.count(f"Exercise {number} passed") == 3 and asked.praise in said
+    assert said.count(f"Exercise {number} passed") == 2 and asked.praise in said
     if asked.bonuses:
         check(number, asked.solution_bonus, bonus=True)
         assert refused(number, asked.solution, bonus=True).criterion in asked.bonuses

@@ -15,6 +15,7 @@ from minipar.train.metrics import read
 from tests.parity.harness import muted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rehearsal_goes_through_all_checks(tmp_path, capsys, monkeypatch):
     """And, asked again, does nothing twice. Mutant: a file that is written at the end alone."""
