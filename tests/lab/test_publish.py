@@ -202,7 +202,8 @@ def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path, capsys):
     command = [str(tmp_path / "notebooks/02_a.ipynb"), "--handout", str(tmp_path / "course")]
     assert publish.main(command) == 0 and "ex_2_1.py" in capsys.readouterr().out
     copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
-    assert copied == {"02_a.ipynb", "solutions/ex_2_1.py"}  # those of its notebooks, no others
+    solutions = {"solutions/ex_2_1.py", "solutions/slips.json"}  # of its notebooks, no others
+    assert copied == {"02_a.ipynb"} | solutions
     text = (tmp_path / "course/solutions/ex_2_1.py").read_text(encoding="utf-8")
     assert text.startswith('"""A title."""\n') and "def check_result" in text
     assert "def _truth" in text and "trick" not in text and "How" not in text
