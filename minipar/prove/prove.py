@@ -12,6 +12,7 @@ that ends in the right loss. Gradients are asked in the order of backward.
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from textwrap import wrap
@@ -106,6 +107,8 @@ def prove(
     if size < 2:
         raise WrongFile(f"a mesh of {size} rank is one device itself; use dp=2 or more")
     file = source if isinstance(source, str) else source.file
+    if isinstance(source, str):
+        source = os.path.abspath(source)  # the ranks may stand in another folder
     trials = [Trial(f"{steps} steps", steps), Trial("2 microbatches accumulated", microbatches=2)]
     uneven = Trial("samples that weigh differently", uneven=True)
     passed, notes = [], []
@@ -136,7 +139,8 @@ def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
         for failure in error.failures.values():
             if "\n" in failure.report:
                 raise  # not the file's fault, but ours
-            told.setdefault(failure.report, []).append(failure.label)
+            report = failure.report.replace(os.path.abspath(file), file)
+            told.setdefault(report, []).append(failure.label)
         words = [f"{', '.join(labels)}: {report}" for report, labels in told.items()]
         here = f"one device: {next(iter(told))}" if ranks.size == 1 else "; ".join(words)
         if "imed out" in here:

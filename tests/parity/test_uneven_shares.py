@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from minipar.model import llama
 from minipar.model.llama import token_loss
 from minipar.parallel import ddp
-from minipar.train import step
 from minipar.train.balance import pack, packed_batch, rank_loads
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch
@@ -94,7 +94,7 @@ def _mean_of_means(task: Uneven) -> Outcome:
         mean = token_loss(logits, targets) / (targets != IGNORE).sum().clamp(min=1)
         return mean / mine / size * num_tokens  # train_step divides by the last
 
-    with mock.patch.object(step, "loss_of", lambda model: loss):
+    with mock.patch.object(llama, "loss_of", lambda model: loss):
         return parallel(task, {"dp": size}, partial(attach, version="overlapped"))
 
 
