@@ -17,11 +17,12 @@ Source. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 In torch: `torch.nn.parallel.DistributedDataParallel`.
 Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb.
 
-Three versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`.
+Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -30,11 +31,11 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
-from minipar.parallel import guard
+from minipar.parallel import bucket_sizes, guard
 from minipar.parallel.pieces import copies_axis
 from minipar.parallel.strategy import Strategy, replicate
 
-Version = Literal["naive", "bucketed", "overlapped"]
+Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place
 
 
@@ -50,9 +51,9 @@ def apply(
     """Make `model` (any `nn.Module`) data parallel along `axis`, in place.
 
     Args:
-        version: "naive", "bucketed" or "overlapped".
+        version: "naive", "bucketed", "overlapped" or "tuned".
         bucket_mb: capacity of a bucket in MB (10^6 bytes), see `fill_buckets`. By default a
-            quarter of the gradients, at most 25 MB.
+            quarter of the gradients, at most 25 MB. "tuned" begins with it.
         average: divide the sum of the gradients by the number of ranks.
         reduce: how a bucket is reduced, such as `compression.Compressed`; by default, exactly.
 
@@ -62,8 +63,8 @@ def apply(
     gradients on all ranks: then they are in step again.
 
     Raises `ValueError` for an unknown version, a bucket without capacity, a version without buckets
-    where `reduce` asks for them, a model without a trainable parameter or with sparse gradients, or
-    one that a strategy trains already.
+    where `reduce` asks for them or one that times exact all-reduces, a model without a trainable
+    parameter or with sparse gradients, or one that a strategy trains already.
     """
     if version not in VERSIONS:
         raise ValueError(f"version={version!r} is unknown; use one of {', '.join(VERSIONS)}")
@@ -71,6 +72,8 @@ def apply(
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if reduce is not None and version == "naive":
         raise ValueError("reduce= needs buckets; use version='overlapped' or 'bucketed'")
+    if version == "tuned" and reduce is not None:
+        raise ValueError("version='tuned' times exact all-reduces; with reduce=, use 'overlapped'")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
     guard.claim(model, "ddp", axis)
@@ -287,21 +290,80 @@ class Overlapped(Bucketed):
             self.rehearsal = None
 
     def _learn(self, arrived: Counter[nn.Parameter]) -> None:
-        """Refill the buckets in the order in which gradients arrived in the rehearsal."""
+        """Have the buckets follow the order in which gradients arrived in the rehearsal."""
         unused = [p for p in reversed(self.parameters) if p not in arrived]
         number = {p: i for i, p in enumerate(self.parameters)}
         order = [number[p] for p in [*arrived, *unused]]
         told = torch.tensor(order, device=self.parameters[0].device)
         order = look(broadcast(told, self.axis, src=0), on_meta=order)
+        self.order, self.arrivals = [self.parameters[i] for i in order], arrived
+        self._refill(lambda: fill_buckets(self.order, self.capacity, self.reduce))
+
+    def _refill(self, make: Callable[[], list[Bucket]]) -> None:
+        """Move all gradients into the buckets that `make` makes."""
         self.buckets, self.bucket_of = [], {}  # each old one goes when its gradients have moved
-        self.buckets = fill_buckets([self.parameters[i] for i in order], self.capacity, self.reduce)
+        self.buckets = make()
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
-            bucket.expected = bucket.missing = sum(max(1, arrived[p]) for p in bucket.parameters)
+            times = (max(1, self.arrivals[p]) for p in bucket.parameters)
+            bucket.expected = bucket.missing = sum(times)
+
+
+# ---------------------------------------------------------------------- 4. in buckets that fit
+class Tuned(Overlapped):
+    """The cut into buckets that lets the step end first, on this model and this axis.
+
+    The second backward notes when each gradient arrives; a few timed all-reduces tell what a call
+    costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
+    than two ranks depend in their last bit on where a bucket ends, so two runs may differ there:
+    that is why `Overlapped` has a rule instead. On "meta", where nothing takes time, it holds here.
+
+    Raises `ValueError` for gradients that cannot share a bucket: all kinds would need a cut each.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
+        super().__init__(model, axis, *options)
+        kinds = {(p.dtype, p.device, copies_axis(p, axis)) for p in self.parameters}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"version='tuned' needs gradients of one dtype and device, with copies on all of "
+                f"{axis.name}, and these are of {len(kinds)} kinds; use version='overlapped'"
+            )
+        self.arrived_at: dict[nn.Parameter, Any] | None = {} if self.buckets else None
+        self.said = "not tuned yet: the second backward tells when gradients arrive"
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        if self.arrived_at is not None and self.rehearsal is None and self.synchronises:
+            self.arrived_at[p] = bucket_sizes.now(self.device)
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        if self.arrived_at and self.device.type != "meta":
+            self._tune(self.arrived_at)
+            self.arrived_at = None
+
+    def explain(self) -> str:
+        """Return what the chosen buckets and those of the rule are predicted to do."""
+        return self.said
+
+    def _tune(self, stamps: dict[nn.Parameter, Any]) -> None:
+        arrived = dict(zip(stamps, bucket_sizes.seconds_since_first(stamps.values()), strict=True))
+        own = torch.tensor([arrived.get(p, 0.0) for p in self.order], dtype=torch.float64)
+        # The slowest rank's; a gradient that comes before its turn waits for those before it.
+        slowest = all_reduce(own.to(self.device), self.axis, "max").cummax(0).values
+        ready, sizes = slowest.tolist(), [p.nbytes for p in self.order]
+        costs = bucket_sizes.measure(self.axis, self.order[0], int(self.capacity))
+        cut = bucket_sizes.best_cut(ready, sizes, costs)
+        by_rule = [len(bucket.parameters) for bucket in self.buckets]
+        self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)
+        order = iter(self.order)
+        self._refill(lambda: [Bucket(list(islice(order, many))) for many in cut])
 
 
 VERSIONS: dict[str, type[Naive]] = {
     "naive": Naive,
     "bucketed": Bucketed,
     "overlapped": Overlapped,
+    "tuned": Tuned,
 }

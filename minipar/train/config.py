@@ -66,6 +66,8 @@ _CLASHES = {
     "bucketed",
     "precision & dtype": "{} casts from master weights in float32, and {} has others; leave out "
     "one of them",
+    "reduce_dtype | compress | grow_batch_to & ddp=tuned": "{} changes how buckets are "
+    "sent, and {} times exact all-reduces; use --ddp overlapped",
     "grow_batch_to & batch_ramp": "{} and {}: use one of them",
     "grow_batch_to & ddp=naive": "{} looks into buckets, and {} has none; use --ddp overlapped or "
     "bucketed",
@@ -160,8 +162,8 @@ class Optimizer:
 class Parallel:
     """How ranks work together, and in which precision."""
 
-    ddp: Literal["overlapped", "bucketed", "naive"] = "overlapped"
-    """How gradients are reduced over dp."""
+    ddp: Literal["overlapped", "bucketed", "naive", "tuned"] = "overlapped"
+    """How gradients are reduced over dp; tuned times the link and cuts buckets for it."""
     bucket_mb: float = 0.0
     """Megabytes per all-reduce; 0 chooses a quarter of the gradients, at most 25."""
     zero: Literal[0, 1, 2, 3] = 0

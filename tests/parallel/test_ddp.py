@@ -6,6 +6,7 @@ gradients of *all* ranks on a plain copy of the model (`expected`), and compares
 
 import copy
 import math
+import re
 import time
 from unittest import mock
 
@@ -728,6 +729,48 @@ def test_after_accumulation_in_the_first_step_buckets_go_early(ranks):
     after: results stay right, and nothing is hidden."""
     for early, num_buckets in ranks(2).run(_accumulated_first):
         assert early == [0, num_buckets, num_buckets] and num_buckets > 2
+
+
+# ---------------------------------------------------------------------- self-tuned buckets
+def _tuned(wire):
+    mesh = Mesh(dp=2)
+    model, x = slow_model(8, 0.0, 0.01 * (1 + mesh.rank)), torch.ones(2, 64)
+    strategy = ddp.apply(model, mesh.dp, version="tuned", bucket_mb=SlowLayer.NUM_BYTES / 1e6)
+    link.use(wire)
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            strategy.finish_backward()
+        return [len(bucket.parameters) for bucket in strategy.buckets], strategy.explain()
+    finally:
+        link.use("none")
+
+
+def test_buckets_tune_themselves_to_the_link(ranks):
+    """Few where a call takes long, many where a byte does; the slowest rank's times count.
+
+    Backward takes 20 ms per layer on the slower rank. Mutants: each rank its own cut; times of the
+    first backward, which sends nothing early; a cut that is computed and not used.
+    """
+    slow_calls = link.Link("slow calls", 0.03, 1e9)  # 60 ms each, as an all-reduce has two steps
+    slow_bytes = link.Link("slow bytes", 0.0, SlowLayer.NUM_BYTES / 0.018)
+    cuts = []
+    for wire in (slow_calls, slow_bytes):
+        (cut, said), (other, _) = ranks(2, "link").run(_tuned, wire)
+        assert cut == other and sum(cut) == 8
+        chosen, rule = (float(line.split()[1]) for line in said.splitlines()[:2])
+        assert chosen <= rule and re.match(r"chosen: .* ms after the last gradient; .* MB", said)
+        cuts.append(cut)
+    assert len(cuts[0]) <= 4 < 6 <= len(cuts[1])
+
+
+def test_what_cannot_be_tuned_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match="one dtype and device.* of 2 kinds; use version='overl"):
+        ddp.apply(model, Mesh().dp, version="tuned")
+    with pytest.raises(ValueError, match="times exact all-reduces; with reduce=, use 'overlapped'"):
+        ddp.apply(nn.Linear(2, 2), Mesh().dp, version="tuned", reduce=ddp.all_reduce_bucket)
 
 
 @pytest.mark.parametrize("version", ["bucketed", "overlapped"])
