@@ -40,12 +40,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import collectives as comm
 from minipar.comm import plans
-from minipar.comm.collectives import Op, Pending
+from minipar.comm.calls import Pending
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import CHUNK_BYTES, Span, cut
 from minipar.comm.rounds import execute, start
+from minipar.comm.shapes import Op, check_counts, check_divides, check_op, check_peer
 from minipar.comm.tuning import Tuning
 
 
@@ -67,7 +67,7 @@ def all_reduce(
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
     make = plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
-    comm.check_op("all_reduce", op, tensor)
+    check_op("all_reduce", op, tensor)
 
     def call() -> Tensor:
         data = _flat(tensor)
@@ -93,7 +93,7 @@ def reduce_scatter(
     first half of an all-reduce; "direct" sends each slice to its rank in one round.
     """
     make = plans.pick("reduce_scatter", algorithm, plans.ALL_GATHER)
-    comm.check_op("reduce_scatter", op, tensor)
+    check_op("reduce_scatter", op, tensor)
     _check_rows("reduce_scatter", tensor)
 
     def call() -> Tensor:
@@ -156,7 +156,7 @@ def broadcast(
     "scatter_ring": n rounds; `src` sends 2 S (n-1)/n, no rank more, and nothing has to be cut.
     """
     make = plans.pick("broadcast", algorithm, plans.BROADCAST)
-    comm.check_peer("broadcast", "src", src, axis)
+    check_peer("broadcast", "src", src, axis)
 
     def call() -> Tensor:
         data = _flat(tensor)
@@ -182,29 +182,18 @@ def all_to_all(
     """
     _check_rows("all_to_all", tensor)
     n, length = axis.size, tensor.shape[0]
-    if (send_counts is None) != (recv_counts is None):
-        raise ValueError("all_to_all with counts needs both send_counts and recv_counts")
-    if send_counts is None and length % n:
-        below = length - length % n
-        raise ValueError(
-            f"all_to_all: {axis.name}={n} does not divide dim 0 of shape {tuple(tensor.shape)}; "
-            f"pad it to {below + n}, cut it to {below}, or give counts"
-        )
-    sent_rows = list(send_counts or [length // n] * n)
-    received_rows = list(recv_counts or [length // n] * n)
-    if len(sent_rows) != n or len(received_rows) != n or sum(sent_rows) != length:
-        raise ValueError(
-            f"all_to_all over {axis.name}={n}: send_counts={sent_rows} and recv_counts="
-            f"{received_rows} need {n} numbers each, the first adding up to {length} rows"
-        )
+    if send_counts is None and recv_counts is None:
+        check_divides("all_to_all", tensor, 0, axis)
+        send_counts = recv_counts = [length // n] * n
+    check_counts(tensor, axis, send_counts, recv_counts)
 
     def call() -> Tensor:
-        sent, received = _spans(sent_rows, tensor), _spans(received_rows, tensor)
+        sent, received = _spans(send_counts, tensor), _spans(recv_counts, tensor)
         source = tensor.detach().reshape(-1)
         data = source.new_empty(received[-1][1])
         data[slice(*received[axis.rank])] = source[slice(*sent[axis.rank])]
         execute(plans.pairwise(sent, received, axis.rank, n), data, axis, source=source)
-        return data.view(sum(received_rows), *tensor.shape[1:])
+        return data.view(sum(recv_counts), *tensor.shape[1:])
 
     return start(call, [axis], async_op)
 
@@ -225,7 +214,7 @@ def hierarchical_all_reduce(
     only 2 S/m (k-1)/k across. `algorithm` is that of the step across; inside it is the ring.
     """
     plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
-    comm.check_op("all_reduce", op, tensor)
+    check_op("all_reduce", op, tensor)
     part = "sum" if op == "avg" else op
     options: dict[str, Any] = {"chunk_bytes": chunk_bytes}
 

@@ -162,4 +162,5 @@ def _call_site() -> str:
     return ""
 
 
-_CARRIERS = tuple(f"comm/{name}.py" for name in ("strict", "link_group", "collectives", "autograd"))
+_ROOMS = "strict", "link_group", "calls", "collectives", "autograd"
+_CARRIERS = tuple(f"comm/{name}.py" for name in _ROOMS)

@@ -35,7 +35,8 @@ import torch
 import tyro
 from torch import nn
 
-from minipar.comm import backends, collectives, timeline
+from minipar.comm import backends, calls, timeline
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab import draw
@@ -254,11 +255,11 @@ def train(
     Called on every rank.
     """
     order = Order()
-    collectives.observers.append(order)
+    calls.observers.append(order)
     try:
         trainer.train(config, folder, start)
     finally:
-        collectives.observers.remove(order)
+        calls.observers.remove(order)
     world = Mesh(**config.mesh_sizes()).world
     return read(Path(folder) / "metrics.jsonl"), order.problem(world)
 
@@ -282,7 +283,7 @@ class Order:
     def problem(self, world: Axis) -> str:
         """Return which group differs, and where; nothing if none does. A collective."""
         seen: dict[Any, tuple[int, list[str]]] = {}
-        for rank, verbs in enumerate(collectives.all_gather_object(dict(self.verbs), world)):
+        for rank, verbs in enumerate(all_gather_object(dict(self.verbs), world)):
             for group, own in verbs.items():
                 other, theirs = seen.setdefault(group, (rank, own))
                 if own != theirs:

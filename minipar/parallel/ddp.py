@@ -28,8 +28,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.collectives import Op, Pending, all_reduce, broadcast
+from minipar.comm.calls import Pending
+from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
+from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard
 from minipar.parallel.pieces import copies_axis

@@ -55,8 +55,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import Op, Pending, all_reduce
+from minipar.comm.calls import Pending
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel.strategy import Strategy, replicate
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.collectives import Op, Pending, all_gather, reduce_scatter
+from minipar.comm.calls import Pending
+from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
+from minipar.comm.shapes import Op
 from minipar.parallel import guard
 from minipar.parallel.optimizer_state import (
     Members,

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm import collectives
+from minipar.comm.calls import observers
 from minipar.comm.mesh import Mesh, rank_at
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose
@@ -208,7 +208,7 @@ def _record(actor: Actor, places: Sequence[int]) -> dict[int, Trace]:
     """The steps of ranks that are alike, of which `actor` is the first."""
     tracer = Tracer()
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
-    collectives.observers.append(tracer)
+    observers.append(tracer)
     try:
         with tracer:
             play(actor, tracer, places[:1], 1)
@@ -221,7 +221,7 @@ def _record(actor: Actor, places: Sequence[int]) -> dict[int, Trace]:
             programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
-        collectives.observers.remove(tracer)
+        observers.remove(tracer)
     tracer.close()
     return {place: Trace(place, tuple(program), held) for place, program in programs.items()}
 

@@ -172,7 +172,7 @@ def muted() -> Iterator[None]:
 
     Those of the trainer itself, which count tokens and report the loss, go on.
     """
-    real = collectives._launch
+    real = collectives.launch
 
     def silent(verb, axis, sent, call, *rest, **options):
         caller = sys._getframe(2).f_globals["__name__"]  # past the verb, whoever called it
@@ -180,7 +180,7 @@ def muted() -> Iterator[None]:
             call = lambda async_op: None  # noqa: E731
         return real(verb, axis, sent, call, *rest, **options)
 
-    with mock.patch.object(collectives, "_launch", silent):
+    with mock.patch.object(collectives, "launch", silent):
         yield
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.comm import collectives
+from minipar.comm import calls as comm_calls
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import trace as traces
@@ -185,7 +185,7 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
         with pretend(plan, rank=rank) as mesh, Tracer():
             actor = Actor(config, plan, mesh, 1, 32)
             actor.step()
-            monkeypatch.setattr(collectives, "observers", [diary])
+            monkeypatch.setattr(comm_calls, "observers", [diary])
             actor.step()
             monkeypatch.undo()
         own, with_peer = defaultdict(list), defaultdict(list)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from minipar.comm import collectives
+from minipar.comm import calls, collectives
 from minipar.comm.values import look
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
@@ -96,7 +96,7 @@ def refuse_to_pickle(tensor, protocol, usual=Tensor.__reduce_ex__):
 
 @pytest.fixture
 def strict(monkeypatch):
-    monkeypatch.setattr(collectives, "observers", [Strict()])
+    monkeypatch.setattr(calls, "observers", [Strict()])
     monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
 
 

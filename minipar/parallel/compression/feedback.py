@@ -8,8 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.collectives import Op, Pending, all_reduce
+from minipar.comm.calls import Pending
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.shapes import Op
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check
 from minipar.parallel.compression.linear import PowerSGD, RandomK
