@@ -19,6 +19,7 @@ from minipar.model.llama import dense_core, generate, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import context
 from minipar.train.data import Sequences
+from tests.on_ranks import on_ranks
 from tests.parity import models
 
 ORDERS = list(context.ORDERS)
@@ -348,7 +349,8 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
         assert torch.equal(given, expected) and torch.equal(by_name, expected)
 
 
-def _whole_sequences():
+@on_ranks(2)
+def test_whole_sequences_and_copies_of_the_model():
     mesh = Mesh(cp=2)
     model = models.llama(3)
     tokens = torch.arange(7)[None]
@@ -363,10 +365,6 @@ def _whole_sequences():
     assert torch.equal(ours, theirs)
     strategy.finish_backward()
     assert strategy.full_state_dict().keys() == model.state_dict().keys()
-
-
-def test_whole_sequences_and_copies_of_the_model(ranks):
-    ranks(2).run(_whole_sequences)
 
 
 def test_one_rank_needs_no_torch_distributed():

@@ -21,6 +21,7 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
     ALL,
     BACKWARD,
@@ -83,7 +84,10 @@ def sent_order(model: nn.Module):
 
 
 # ---------------------------------------------------------------------- what is reduced
-def _reduces_gradients(version):
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_trap_03_gradients_are_reduced_weights_are_not(version):
+    """Mutant: the hook all-reduces the parameter that it is handed, not its gradient."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, average=False)
@@ -105,13 +109,11 @@ def _reduces_gradients(version):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_trap_03_gradients_are_reduced_weights_are_not(ranks, version):
-    """Mutant: the hook all-reduces the parameter that it is handed, not its gradient."""
-    ranks(2).run(_reduces_gradients, version)
-
-
-def _accumulates(version, average):
+@on_ranks(2)
+def test_trap_05_the_accumulated_gradient_is_reduced(version, average):
+    """Mutant: a hook on the tensor reduces only what the last microbatch adds."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, average=average)
@@ -138,14 +140,12 @@ def _accumulates(version, average):
         assert not any(torch.allclose(a, b) for a, b in zip(mutant, wanted, strict=True))
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_trap_05_the_accumulated_gradient_is_reduced(ranks, version, average):
-    """Mutant: a hook on the tensor reduces only what the last microbatch adds."""
-    ranks(2).run(_accumulates, version, average)
-
-
-def _no_sync(version, forward_inside, backward_inside):
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize("forward_inside", [True, False])
+@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
+@on_ranks(2)
+def test_trap_16_no_sync_is_about_backward(version, forward_inside, backward_inside):
+    """Mutants: a `no_sync` that looks at the forward; one that is not undone."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, average=False)
@@ -175,14 +175,6 @@ def _no_sync(version, forward_inside, backward_inside):
             assert early == (0 if step == 0 else len(strategy.buckets))
         strategy.finish_backward()
         assert_equal(gradients(model), wanted)
-
-
-@pytest.mark.parametrize("backward_inside", [True, False])
-@pytest.mark.parametrize("forward_inside", [True, False])
-@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
-def test_trap_16_no_sync_is_about_backward(ranks, version, forward_inside, backward_inside):
-    """Mutants: a `no_sync` that looks at the forward; one that is not undone."""
-    ranks(2).run(_no_sync, version, forward_inside, backward_inside)
 
 
 def test_no_sync_is_undone_by_an_exception_and_nests():
@@ -267,7 +259,10 @@ def test_a_parameter_without_elements_has_a_bucket():
     assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[0, 3], [3]]
 
 
-def _reentrant(version):
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_trap_16_reentrant_checkpoints_that_share_a_weight(version):
+    """Mutant: a bucket is sent when the first part of a shared weight's gradient arrives."""
     mesh = Mesh(dp=2)
     model = Reentrant(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, average=False)
@@ -281,12 +276,6 @@ def _reentrant(version):
         assert len(arrivals) == 3
         strategy.finish_backward()
         assert_equal(gradients(model), wanted)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_trap_16_reentrant_checkpoints_that_share_a_weight(ranks, version):
-    """Mutant: a bucket is sent when the first part of a shared weight's gradient arrives."""
-    ranks(2).run(_reentrant, version)
 
 
 # ---------------------------------------------------------------------- unused parameters
@@ -367,7 +356,9 @@ def _tensors_of(model):
     return {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _starts_equal():
+@on_ranks(2)
+def test_ranks_start_equal_and_the_state_is_a_copy():
+    """Mutants: no broadcast of buffers, of frozen parameters; dtypes mixed; a state of views."""
     mesh = Mesh(dp=2)
     model = Mixture(mesh.rank)
     ids = {n: id(p) for n, p in model.named_parameters()}
@@ -402,12 +393,9 @@ def _starts_equal():
     assert not any(value.requires_grad for value in state.values())
 
 
-def test_ranks_start_equal_and_the_state_is_a_copy(ranks):
-    """Mutants: no broadcast of buffers, of frozen parameters; dtypes mixed; a state of views."""
-    ranks(2).run(_starts_equal)
-
-
-def _on_a_mesh():
+@on_ranks(4)
+def test_reduces_along_its_axis_only():
+    """Mutant: the default group instead of the axis."""
     mesh = Mesh(dp=2, tp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, "overlapped")
@@ -429,11 +417,6 @@ def _on_a_mesh():
             assert not any(torch.equal(stranger[n], w) for n, w in weights.items())
 
 
-def test_reduces_along_its_axis_only(ranks):
-    """Mutant: the default group instead of the axis."""
-    ranks(4).run(_on_a_mesh)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_rank_needs_no_torch_distributed(version):
     assert not dist.is_initialized()
@@ -450,7 +433,11 @@ def test_one_rank_needs_no_torch_distributed(version):
 
 
 # ---------------------------------------------------------------------- living with it
-def _zeroing(version, set_to_none):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_two_models_and_both_ways_to_zero(version, set_to_none):
+    """Mutants: state shared between models; a bucket that keeps the last step's gradient."""
     mesh = Mesh(dp=2)
     model, other = Layers(seed=mesh.rank), Branches(seed=7 + mesh.rank)
     both = {m: attach(m, mesh.dp, version) for m in (model, other)}
@@ -468,13 +455,10 @@ def _zeroing(version, set_to_none):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_two_models_and_both_ways_to_zero(ranks, version, set_to_none):
-    """Mutants: state shared between models; a bucket that keeps the last step's gradient."""
-    ranks(2).run(_zeroing, version, set_to_none)
-
-
-def _in_buckets(version, set_to_none):
+@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
+@on_ranks(2)
+def test_gradients_live_in_the_buckets(version, set_to_none):
+    """Mutants: results copied out; after the rehearsal, gradients stay in the old buckets."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version)
@@ -491,14 +475,10 @@ def _in_buckets(version, set_to_none):
     assert total == sum(p.nbytes for p in model.parameters()) + 8 * inside
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
-def test_gradients_live_in_the_buckets(ranks, version, set_to_none):
-    """Mutants: results copied out; after the rehearsal, gradients stay in the old buckets."""
-    ranks(2).run(_in_buckets, version, set_to_none)
-
-
-def _copied(version):
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_a_deep_copy_is_a_plain_model(version):
+    """It shares no weights and sends no gradients: right for an average of the weights."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     attach(model, mesh.dp, version)
@@ -510,12 +490,6 @@ def _copied(version):
     assert all(p.grad is None for p in model.parameters())
     ours, theirs = all_gather_object(gradients(twin), mesh.dp)
     assert not any(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_deep_copy_is_a_plain_model(ranks, version):
-    """It shares no weights and sends no gradients: right for an average of the weights."""
-    ranks(2).run(_copied, version)
 
 
 # ---------------------------------------------------------------------- errors and failures
@@ -541,7 +515,9 @@ def test_bad_options_are_refused_before_the_first_collective(ranks):
     assert ranks(2).run(_refused) == [5, 5]
 
 
-def _backward_twice():
+@on_ranks(2)
+def test_a_gradient_that_comes_too_late_is_an_error():
+    """Mutant: add it to a buffer that is being reduced, and lose it."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, "overlapped")
@@ -552,11 +528,6 @@ def _backward_twice():
     with pytest.raises(RuntimeError, match=r"Call finish_backward\(\) after each"):
         loss_of(model, mesh.rank).backward()
     strategy.finish_backward()
-
-
-def test_a_gradient_that_comes_too_late_is_an_error(ranks):
-    """Mutant: add it to a buffer that is being reduced, and lose it."""
-    ranks(2).run(_backward_twice)
 
 
 class Boom(torch.autograd.Function):
@@ -571,7 +542,12 @@ class Boom(torch.autograd.Function):
         raise ArithmeticError("boom")
 
 
-def _interrupted(version, failing_step, places):
+@pytest.mark.parametrize("places", [(3, 3), (2, 4), (None, 3)])
+@pytest.mark.parametrize("failing_step", [0, 2])
+@pytest.mark.parametrize("version", VERSIONS)
+@on_ranks(2)
+def test_goes_on_after_an_interrupted_step(version, failing_step, places):
+    """On all ranks, at the same place or not. Mutant: buckets that stay pending."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = attach(model, mesh.dp, version, bucket_mb=3.5e-4)
@@ -593,14 +569,6 @@ def _interrupted(version, failing_step, places):
         loss_of(model, mesh.rank, step).backward()
         strategy.finish_backward()
         assert_equal(gradients(model), wanted)
-
-
-@pytest.mark.parametrize("places", [(3, 3), (2, 4), (None, 3)])
-@pytest.mark.parametrize("failing_step", [0, 2])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_goes_on_after_an_interrupted_step(ranks, version, failing_step, places):
-    """On all ranks, at the same place or not. Mutant: buckets that stay pending."""
-    ranks(2).run(_interrupted, version, failing_step, places)
 
 
 # ---------------------------------------------------------------------- traffic at any size

@@ -23,6 +23,7 @@ from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_wei
 from minipar.parallel import flat, fsdp
 from minipar.parallel.compression.codecs import Int8
 from minipar.train.optim import make_optimizer
+from tests.on_ranks import on_ranks
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
@@ -248,7 +249,8 @@ def test_peak_memory_is_that_of_the_formula(ranks):
 
 
 # ---------------------------------------------------------------------- what the optimizer sees
-def _pieces():
+@on_ranks(4)
+def test_parameters_are_ordinary_pieces_under_their_names():
     mesh = Mesh(dp=4)
     model = models.llama(seed=mesh.rank)
     names = [name for name, _ in model.named_parameters()]
@@ -272,10 +274,6 @@ def _pieces():
         copy.deepcopy(model)
 
 
-def test_parameters_are_ordinary_pieces_under_their_names(ranks):
-    ranks(4).run(_pieces)
-
-
 def _few():
     mesh = Mesh(dp=4)
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 3)).double()
@@ -296,7 +294,9 @@ def test_fewer_numbers_than_ranks(ranks):
 
 
 # ---------------------------------------------------------------------- ties
-def _tied():
+@on_ranks(2)
+def test_trap_15_tied_weights_stay_tied():
+    """From "meta" on. Mutants: a shard for the head of its own; the gradient of one use lost."""
     mesh = Mesh(dp=2)
     config = models.llama(0).config
     with torch.device("meta"):
@@ -326,13 +326,13 @@ def _tied():
         again.load_full_state_dict({"head": torch.zeros(3)})
 
 
-def test_trap_15_tied_weights_stay_tied(ranks):
-    """From "meta" on. Mutants: a shard for the head of its own; the gradient of one use lost."""
-    ranks(2).run(_tied)
-
-
 # ---------------------------------------------------------------------- accumulation
-def _accumulating(accumulate, covers_forward):
+@pytest.mark.parametrize("covers_forward", [True, False])
+@pytest.mark.parametrize("accumulate", ["shards", "whole"])
+@on_ranks(2)
+def test_trap_16_no_sync_accumulates(accumulate, covers_forward):
+    """Mutants: only the last microbatch is reduced; what was held is added twice, or to the next
+    step; `no_sync` that must be entered before forward."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = fsdp.apply(model, mesh.dp, accumulate=accumulate)
@@ -353,15 +353,9 @@ def _accumulating(accumulate, covers_forward):
         assert_equal(strategy.full_gradients(), wanted)
 
 
-@pytest.mark.parametrize("covers_forward", [True, False])
-@pytest.mark.parametrize("accumulate", ["shards", "whole"])
-def test_trap_16_no_sync_accumulates(ranks, accumulate, covers_forward):
-    """Mutants: only the last microbatch is reduced; what was held is added twice, or to the next
-    step; `no_sync` that must be entered before forward."""
-    ranks(2).run(_accumulating, accumulate, covers_forward)
-
-
-def _held_without_last_use():
+@on_ranks(2)
+def test_what_was_held_back_is_sent_in_the_end():
+    """Although no backward came after it. Mutant: gradients that wait for the next step."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = fsdp.apply(model, mesh.dp, accumulate="whole", average=False)
@@ -372,13 +366,18 @@ def _held_without_last_use():
     assert_equal(strategy.full_gradients(), wanted)
 
 
-def test_what_was_held_back_is_sent_in_the_end(ranks):
-    """Although no backward came after it. Mutant: gradients that wait for the next step."""
-    ranks(2).run(_held_without_last_use)
-
-
 # ---------------------------------------------------------------------- first weights
-def _from_meta():
+def _counted(live: LiveBytes, real, *args):
+    live.seen = getattr(live, "seen", [live.now])
+    result = real(*args)
+    live.seen.append(live.now)
+    return result
+
+
+@on_ranks(4)
+def test_a_model_from_meta_equals_that_of_one_process():
+    """And is never whole on a rank. Mutant: every rank draws everything, or draws its shards from
+    the same stream."""
     mesh = Mesh(dp=4)
     config = LlamaConfig(61, 16, 24, 6, 4, 2)
     with torch.device("meta"):
@@ -403,19 +402,6 @@ def _from_meta():
     assert len(asked) < len(list(plain.parameters()))
     assert max(live.seen) - live.seen[0] <= total / 4 + 3 * largest + 2000
     assert_equal(strategy.full_state_dict(), plain.state_dict(), rtol=0)
-
-
-def _counted(live: LiveBytes, real, *args):
-    live.seen = getattr(live, "seen", [live.now])
-    result = real(*args)
-    live.seen.append(live.now)
-    return result
-
-
-def test_a_model_from_meta_equals_that_of_one_process(ranks):
-    """And is never whole on a rank. Mutant: every rank draws everything, or draws its shards from
-    the same stream."""
-    ranks(4).run(_from_meta)
 
 
 # ---------------------------------------------------------------------- precision
@@ -457,7 +443,9 @@ def test_computes_in_bf16_on_float32_shards(ranks):
             assert reduced == pytest.approx(width * num_params / 2, abs=40)
 
 
-def _casts_inputs():
+@on_ranks(2)
+def test_a_small_convolutional_network_in_bf16():
+    """Mutant: weights are cast, inputs are not."""
     mesh = Mesh(dp=2)
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)]
@@ -472,12 +460,9 @@ def _casts_inputs():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_small_convolutional_network_in_bf16(ranks):
-    """Mutant: weights are cast, inputs are not."""
-    ranks(2).run(_casts_inputs)
-
-
-def _compressed():
+@on_ranks(2)
+def test_gradients_can_be_compressed():
+    """Int8 in place of float64: at least six times fewer bytes. Mutant: a sum, not an average."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank, width=16)
     strategy = fsdp.apply(model, mesh.dp, reduce=Int8(stochastic=True).reduce_scatter)
@@ -492,13 +477,10 @@ def _compressed():
     assert sent < 7 * 16 * 16 * 8 / 2 / 6
 
 
-def test_gradients_can_be_compressed(ranks):
-    """Int8 in place of float64: at least six times fewer bytes. Mutant: a sum, not an average."""
-    ranks(2).run(_compressed)
-
-
 # ---------------------------------------------------------------------- beside torch
-def _beside_torch():
+@pytest.mark.slow
+@on_ranks(2)
+def test_equals_torchs_fully_shard():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -526,11 +508,6 @@ def _beside_torch():
     assert_equal(strategy.full_state_dict(), whole, rtol=1e-10)
 
 
-@pytest.mark.slow
-def test_equals_torchs_fully_shard(ranks):
-    ranks(2).run(_beside_torch)
-
-
 # ---------------------------------------------------------------------- living with it
 def test_one_rank_needs_no_torch_distributed():
     assert not dist.is_initialized()
@@ -545,7 +522,9 @@ def test_one_rank_needs_no_torch_distributed():
     assert_equal(strategy.full_state_dict(), plain.state_dict(), rtol=0)
 
 
-def _generates():
+@on_ranks(2)
+def test_generates_with_the_weights_of_now():
+    """Mutants: weights that stay gathered although they have changed, or after evaluation."""
     mesh = Mesh(dp=2)
     model, plain = models.llama(seed=mesh.rank), models.llama(seed=0)
     strategy = fsdp.apply(model, mesh.dp)
@@ -559,12 +538,22 @@ def _generates():
                 p.mul_(-0.5)
 
 
-def test_generates_with_the_weights_of_now(ranks):
-    """Mutants: weights that stay gathered although they have changed, or after evaluation."""
-    ranks(2).run(_generates)
+class Boom(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ArithmeticError("boom")
 
 
-def _failing(place, in_backward):
+@pytest.mark.parametrize("place, in_backward", [(0, False), (3, False), (5, False), (3, True)])
+@on_ranks(2)
+def test_goes_on_after_an_exception(place, in_backward):
+    """Mutants: whole weights left in the model; a gather left pending; an order that got lost."""
     mesh = Mesh(dp=2)
     model = Layers(seed=mesh.rank)
     strategy = fsdp.apply(model, mesh.dp)
@@ -590,25 +579,9 @@ def _failing(place, in_backward):
         assert strategy.gathered_bytes == 0
 
 
-class Boom(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        raise ArithmeticError("boom")
-
-
-@pytest.mark.parametrize("place, in_backward", [(0, False), (3, False), (5, False), (3, True)])
-def test_goes_on_after_an_exception(ranks, place, in_backward):
-    """Mutants: whole weights left in the model; a gather left pending; an order that got lost."""
-    ranks(2).run(_failing, place, in_backward)
-
-
-def _changes_order():
+@on_ranks(2)
+def test_the_order_may_change():
+    """Blocks left out, or used twice. Mutant: a block prefetched in vain that stays."""
     mesh = Mesh(dp=2)
     model, plain = Layers(seed=mesh.rank), Layers(seed=0)
     strategy = fsdp.apply(model, mesh.dp)
@@ -633,11 +606,6 @@ def _changes_order():
         assert strategy.gathered_bytes == 0
 
 
-def test_the_order_may_change(ranks):
-    """Blocks left out, or used twice. Mutant: a block prefetched in vain that stays."""
-    ranks(2).run(_changes_order)
-
-
 class Opaque(nn.Linear):
     """Returns its result in an object that nobody can look into."""
 
@@ -645,7 +613,9 @@ class Opaque(nn.Linear):
         return SimpleNamespace(result=torch.tanh(super().forward(x)))
 
 
-def _opaque():
+@on_ranks(2)
+def test_blocks_may_return_anything():
+    """Mutant: weights that are freed where no hook will bring them back."""
     mesh = Mesh(dp=2)
 
     def build() -> nn.Module:
@@ -664,11 +634,6 @@ def _opaque():
             x.sum().backward()
     strategy.finish_backward()
     assert_equal(strategy.full_gradients(), {name: p.grad for name, p in plain.named_parameters()})
-
-
-def test_blocks_may_return_anything(ranks):
-    """Mutant: weights that are freed where no hook will bring them back."""
-    ranks(2).run(_opaque)
 
 
 def _refused():

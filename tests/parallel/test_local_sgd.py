@@ -27,6 +27,7 @@ from minipar.parallel.strategy import Strategy
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import VOCABULARY, text
 from tests.parity import models
 
@@ -182,7 +183,12 @@ RESUMED = {
 }
 
 
-def _resumed(method: str) -> None:
+@pytest.mark.parametrize("method", RESUMED)
+@on_ranks(2)
+def test_resumes_exactly(method):
+    """Something is under way when the delayed ones are saved. Mutants: the outer momentum, the
+    outer parameters, the count of steps, what is under way or the rank's own model is lost; the
+    state shares memory with what goes on."""
     mesh, options = Mesh(dp=2), RESUMED[method]
     model, optimizer, strategy = start(method, mesh, **options)
     train(model, strategy, optimizer, mesh.rank, range(5))
@@ -202,14 +208,6 @@ def _resumed(method: str) -> None:
     theirs = other_strategy.full_state_dict()
     for name, value in strategy.full_state_dict().items():
         assert torch.equal(value, theirs[name])
-
-
-@pytest.mark.parametrize("method", RESUMED)
-def test_resumes_exactly(ranks, method):
-    """Something is under way when the delayed ones are saved. Mutants: the outer momentum, the
-    outer parameters, the count of steps, what is under way or the rank's own model is lost; the
-    state shares memory with what goes on."""
-    ranks(2).run(_resumed, method)
 
 
 def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
@@ -241,7 +239,9 @@ def test_all_ranks_agree_in_the_end(ranks, method):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _in_half_precision() -> None:
+@on_ranks(2)
+def test_outer_parameters_of_half_precision_are_kept_in_full():
+    """Mutant: an outer copy in bfloat16, in which small steps are lost."""
     mesh = Mesh(dp=2)
     model = models.llama(0).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -256,11 +256,6 @@ def _in_half_precision() -> None:
     moved = (fragment.outer - before).abs()
     assert 0 < moved.max() < 1e-5  # far below a step of bfloat16 at most of the weights
     assert (moved > 0).float().mean() > 0.2
-
-
-def test_outer_parameters_of_half_precision_are_kept_in_full(ranks):
-    """Mutant: an outer copy in bfloat16, in which small steps are lost."""
-    ranks(2).run(_in_half_precision)
 
 
 class Overflow(torch.autograd.Function):

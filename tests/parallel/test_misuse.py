@@ -20,6 +20,7 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel import compose, ddp, fsdp, offload, zero
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
+from tests.on_ranks import on_ranks
 from tests.parity import models
 
 README = Path(__file__).parents[2] / "README.md"
@@ -97,7 +98,10 @@ def refuses(match: str, kind: type[Exception] = RuntimeError):
 
 
 # ---------------------------------------------------------------------- one step, in torch's words
-def _clips(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_a_step_in_torchs_words(kind):
+    """Mutants: no check before a step; a norm of this rank's pieces; offload without its ddp."""
     rank, model = Mesh(dp=SIZE).dp.rank, Net()
     strategy, optimizer = attach(model, kind)
     expected, norms = serial(max_norm=0.5)
@@ -120,13 +124,8 @@ def _clips(kind: str) -> None:
     assert_close(strategy.full_state_dict(), expected)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
-def test_a_step_in_torchs_words(ranks, kind):
-    """Mutants: no check before a step; a norm of this rank's pieces; offload without its ddp."""
-    ranks(SIZE).run(_clips, kind)
-
-
-def _only_no_sync() -> None:
+@on_ranks(SIZE)
+def test_gradients_kept_by_no_sync_must_be_sent():
     model = Net()
     strategy, optimizer = attach(model, "ddp")
     with strategy.no_sync():
@@ -136,10 +135,6 @@ def _only_no_sync() -> None:
     strategy.finish_backward()
     optimizer.step()
     optimizer.step()  # twice with the same gradients is nobody's mistake
-
-
-def test_gradients_kept_by_no_sync_must_be_sent(ranks):
-    ranks(SIZE).run(_only_no_sync)
 
 
 # ---------------------------------------------------------------------- zero: weights on their way
@@ -217,7 +212,8 @@ def test_compiled_models(ranks, kind, when):
 
 
 # ---------------------------------------------------------------------- fsdp
-def _fsdp_idioms() -> None:
+@on_ranks(SIZE)
+def test_idioms_that_fsdp_refuses():
     dp = Mesh(dp=SIZE).dp
     model = Net()
     before = adamw(model.parameters())
@@ -238,11 +234,9 @@ def _fsdp_idioms() -> None:
         muon.step()
 
 
-def test_idioms_that_fsdp_refuses(ranks):
-    ranks(SIZE).run(_fsdp_idioms)
-
-
-def _another_block() -> None:
+@on_ranks(SIZE)
+def test_a_weight_read_in_another_block_is_named():
+    """Mutant: a piece of a bias that is broadcast, or an error about its shape."""
     dp = Mesh(dp=SIZE).dp
     model = Net(reads=True)
     fsdp.apply(model, dp)
@@ -251,12 +245,10 @@ def _another_block() -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_a_weight_read_in_another_block_is_named(ranks):
-    """Mutant: a piece of a bias that is broadcast, or an error about its shape."""
-    ranks(SIZE).run(_another_block)
-
-
-def _order(differs: bool) -> None:
+@pytest.mark.parametrize("differs", [True, False])
+@on_ranks(SIZE)
+def test_blocks_in_another_order_on_another_rank(differs):
+    """Mutant: gradients of one block added to those of another, as all are of one size."""
     dp = Mesh(dp=SIZE).dp
     model = Net(chooses=dp.rank if differs else 0)
     strategy = fsdp.apply(model, dp, reshard_after_forward=False, accumulate="whole")
@@ -268,13 +260,9 @@ def _order(differs: bool) -> None:
         strategy.finish_backward()
 
 
-@pytest.mark.parametrize("differs", [True, False])
-def test_blocks_in_another_order_on_another_rank(ranks, differs):
-    """Mutant: gradients of one block added to those of another, as all are of one size."""
-    ranks(SIZE).run(_order, differs)
-
-
-def _weight_norm() -> None:
+@on_ranks(SIZE)
+def test_legacy_weight_norm_under_fsdp():
+    """Mutant: its hook runs before the weights are gathered, and reads where nothing is."""
     dp, model = Mesh(dp=SIZE).dp, Net()
     with pytest.warns(FutureWarning):
         model.blocks[0] = weight_norm(model.blocks[0])
@@ -283,13 +271,9 @@ def _weight_norm() -> None:
     torch.testing.assert_close(model(data(dp.rank)), expected)
 
 
-def test_legacy_weight_norm_under_fsdp(ranks):
-    """Mutant: its hook runs before the weights are gathered, and reads where nothing is."""
-    ranks(SIZE).run(_weight_norm)
-
-
 # ---------------------------------------------------------------------- twice, and sparse
-def _applies() -> None:
+@on_ranks(SIZE)
+def test_a_second_apply_and_sparse_gradients_are_refused():
     dp = Mesh(dp=SIZE).dp
     for first in KINDS[:-1]:
         model = Net()
@@ -307,10 +291,6 @@ def _applies() -> None:
             attach(sparse, kind)
 
 
-def test_a_second_apply_and_sparse_gradients_are_refused(ranks):
-    ranks(SIZE).run(_applies)
-
-
 class SparseLater(nn.Module):
     """Whose layers do not tell that a gradient will be sparse."""
 
@@ -322,19 +302,18 @@ class SparseLater(nn.Module):
         return F.embedding(tokens, self.weight, sparse=True)
 
 
-def _sparse_later(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "zero 1"])
+@on_ranks(SIZE)
+def test_sparse_gradients_that_come_later_are_named(kind):
     model = SparseLater()
     attach(model, kind)
     with refuses("only dense ones can be shared"):
         model(torch.tensor([1])).sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero 1"])
-def test_sparse_gradients_that_come_later_are_named(ranks, kind):
-    ranks(SIZE).run(_sparse_later, kind)
-
-
-def _wrong_optimizer() -> None:
+@on_ranks(SIZE)
+def test_another_optimizer_beside_that_of_zero():
+    """Mutant: it finds no gradients, and changes nothing."""
     model = Net()
     strategy, _ = attach(model, "zero 1")
     other = adamw(model.parameters())
@@ -344,13 +323,12 @@ def _wrong_optimizer() -> None:
         other.step()
 
 
-def test_another_optimizer_beside_that_of_zero(ranks):
-    """Mutant: it finds no gradients, and changes nothing."""
-    ranks(SIZE).run(_wrong_optimizer)
-
-
 # ---------------------------------------------------------------------- optimizer state by name
-def _state(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero 1", "fsdp"])
+@on_ranks(SIZE)
+def test_optimizer_state_is_paired_by_name(kind):
+    """Mutant: moments that go to whichever parameter has the number."""
+
     def trained(model: nn.Module, optimizer, strategy) -> None:
         for step in range(2):
             optimizer.zero_grad()
@@ -394,13 +372,10 @@ def _state(kind: str) -> None:
     load(*again, turned)
 
 
-@pytest.mark.parametrize("kind", ["zero 1", "fsdp"])
-def test_optimizer_state_is_paired_by_name(ranks, kind):
-    """Mutant: moments that go to whichever parameter has the number."""
-    ranks(SIZE).run(_state, kind)
-
-
-def _composed(zero_stage: int) -> None:
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@on_ranks(SIZE)
+def test_a_plan_clips_and_names_its_state(zero_stage):
+    """Mutants: a norm of what lies in the model, which under ZeRO is nothing; moments by number."""
     plan = Plan(dp=SIZE, zero=zero_stage)
     composed = compose.apply(
         models.llama(0).double(),
@@ -428,12 +403,6 @@ def _composed(zero_stage: int) -> None:
     state["param_groups"][0]["param_names"][0] = "another"
     with refuses("another", ValueError):
         composed.load_full_optimizer_state(state)
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_a_plan_clips_and_names_its_state(ranks, zero_stage):
-    """Mutants: a norm of what lies in the model, which under ZeRO is nothing; moments by number."""
-    ranks(SIZE).run(_composed, zero_stage)
 
 
 # ---------------------------------------------------------------------- README, word for word

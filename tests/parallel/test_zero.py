@@ -21,6 +21,7 @@ from minipar.lab.memory import LiveBytes
 from minipar.parallel import zero
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.precision import LossScaler
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import ALL, USED, Layers, Reentrant, data, loss_of
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
@@ -63,7 +64,8 @@ def moved(model: nn.Module, before: list[Tensor]) -> bool:
     return all(not torch.equal(p, old) for p, old in pairs)
 
 
-def _naive() -> None:
+@on_ranks(4)
+def test_the_first_version_trains_as_the_last():
     mesh = Mesh(dp=4)
     model, twin = Layers(seed=0), Layers(seed=0)
     before = [p.detach().clone() for p in model.parameters()]
@@ -81,10 +83,6 @@ def _naive() -> None:
             its_optimizer.synchronize()
     assert moved(model, before)
     assert_same(model, twin)
-
-
-def test_the_first_version_trains_as_the_last(ranks):
-    ranks(4).run(_naive)
 
 
 # ---------------------------------------------------------------------- any elementwise optimizer
@@ -346,7 +344,11 @@ def test_trap_18_accumulation_with_unbalanced_gradients(ranks, stage):
     ranks(3).run(_trains, stage, 3, uses, microbatches=2, average=True)
 
 
-def _uneven_counts(stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_ranks_may_have_different_numbers_of_microbatches(stage):
+    """Mutant: as many reductions as this rank has microbatches, so that the others wait forever."""
     mesh, counts = Mesh(dp=3), [3, 1, 0]
     model, twin = Layers(seed=mesh.rank), Layers(seed=0)
     strategy, optimizer = attach(model, mesh.dp, stage)
@@ -369,13 +371,6 @@ def _uneven_counts(stage: int) -> None:
         optimizer.synchronize()
         assert_same(model, twin)
         counts = counts[1:] + counts[:1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_may_have_different_numbers_of_microbatches(ranks, stage):
-    """Mutant: as many reductions as this rank has microbatches, so that the others wait forever."""
-    ranks(3).run(_uneven_counts, stage)
 
 
 @pytest.mark.slow
@@ -440,7 +435,11 @@ def test_trap_15_tied_weights(ranks, stage):
     ranks(2).run(_trains, stage, 2, lambda *_: None, make=Tied)
 
 
-def _few_numbers(stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_fewer_numbers_than_ranks(stage):
+    """Mutant: a rank without a piece skips a collective, or fails."""
     mesh = Mesh(dp=4)
     model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1)).double()
     twin = copy.deepcopy(model)
@@ -467,13 +466,11 @@ def _few_numbers(stage: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_fewer_numbers_than_ranks(ranks, stage):
-    """Mutant: a rank without a piece skips a collective, or fails."""
-    ranks(4).run(_few_numbers, stage)
-
-
-def _interrupted(stage: int, at: int) -> None:
+@on_ranks(2)
+def test_goes_on_after_an_interrupted_step(stage, at):
+    """Mutants: buckets that stay sent; gradients of the failed step in the next one."""
     mesh = Mesh(dp=2)
     model, twin = Layers(seed=mesh.rank), Layers(seed=0)
     strategy, optimizer = attach(model, mesh.dp, stage)
@@ -502,14 +499,6 @@ def _interrupted(stage: int, at: int) -> None:
         plain.step()
     optimizer.synchronize()
     assert_same(model, twin)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_goes_on_after_an_interrupted_step(ranks, stage, at):
-    """Mutants: buckets that stay sent; gradients of the failed step in the next one."""
-    ranks(2).run(_interrupted, stage, at)
 
 
 def _second_backward(stage: int) -> None:
@@ -731,7 +720,9 @@ def test_nobody_reads_weights_before_they_arrive(ranks, how):
         assert all(ranks(2, "link").run(_reads_weights, make, how))
 
 
-def _copied() -> None:
+@on_ranks(2)
+def test_a_model_can_be_copied():
+    """As averaged weights are. Mutant: hooks that hold a process group, which cannot be copied."""
     model = Layers(seed=0)
     strategy, optimizer = attach(model, Mesh(dp=2).dp)
     twin = copy.deepcopy(model)
@@ -740,11 +731,6 @@ def _copied() -> None:
     strategy.finish_backward()
     optimizer.step()
     assert not torch.equal(twin(data(0)), model(data(0)))
-
-
-def test_a_model_can_be_copied(ranks):
-    """As averaged weights are. Mutant: hooks that hold a process group, which cannot be copied."""
-    ranks(2).run(_copied)
 
 
 # ---------------------------------------------------------------------- overlap

@@ -10,6 +10,7 @@ from torch import nn
 from minipar.comm.mesh import Mesh
 from minipar.parallel.norm import clip_grad_norm, grad_norm
 from minipar.train.optim import make_optimizer, warmup_cosine, warmup_stable_decay
+from tests.on_ranks import on_ranks
 
 # ------------------------------------------------------------------------------------- schedules
 
@@ -335,15 +336,12 @@ def test_trap_09_any_combination_of_axes(ranks, sizes):
     assert len(set(results)) == 1, "ranks must agree to the bit"
 
 
-def names_no_axis():
+@on_ranks(2)
+def test_an_axis_that_is_not_named_is_refused():
     mesh = Mesh(tp=2)
     param = piece(torch.ones(4), mesh.tp)
     with pytest.raises(ValueError, match="cut over tp; name each such axis"):
         grad_norm([param])
-
-
-def test_an_axis_that_is_not_named_is_refused(ranks):
-    ranks(2).run(names_no_axis)
 
 
 def test_the_norm_of_gradients_on_the_host_is_taken_and_sent_where_the_model_computes():
