@@ -153,7 +153,7 @@ class Ranks:
         self._setup = Setup(
             size, backend, timeout, threads, capture, max_lines, self._folder, preload, device
         )
-        self._nursery = Nursery(self._setup) if start == "fork" else None
+        self._nursery = self._new_nursery() if start == "fork" else None
         self._processes: list[Process | None] = [None] * size
         atexit.register(self.close)
         try:
@@ -196,7 +196,7 @@ class Ranks:
             for process in self._processes:
                 process.reap()
             if self._nursery is not None and self._nursery.ended:
-                self._nursery = Nursery(self._setup)
+                self._nursery = self._new_nursery()
             for rank in range(self.size):
                 self._start(rank)
             self._join_all()
@@ -238,6 +238,9 @@ class Ranks:
             raise RuntimeError("these ranks obey the process that started them, not a fork of it")
 
     # ------------------------------------------------------------------ supervision
+    def _new_nursery(self) -> Nursery:
+        return Nursery(self._setup)
+
     def _start(self, rank: int) -> None:
         setup = replace(self._setup, rank=rank)
         self._processes[rank] = Process(setup, self._nursery)

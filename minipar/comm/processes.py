@@ -42,6 +42,7 @@ class Nursery:
     def __init__(self, setup: Setup) -> None:
         self._socket, theirs = socket.socketpair()
         self._ready = False
+        self._setup = setup
         call = f"_nursery({theirs.fileno()}, {setup.folder!r}, {setup.preload!r})"
         self._process = _python(call, [theirs.fileno()], setup.threads)
         theirs.close()
@@ -69,6 +70,11 @@ class Nursery:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    def suits(self, setup: Setup) -> bool:
+        """Whether it lives, and ranks of another pool would find what they need."""
+        kinds = ((each.threads, each.preload, each.capture) for each in (setup, self._setup))
+        return not self.ended and next(kinds) == next(kinds)
+
     def close(self) -> None:
         self._socket.close()
         self._process.kill()
@@ -85,7 +91,7 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     # A scheduler signals every process of a job; what to do then is up to the ranks.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    parent, pids = socket.socket(fileno=fd), set()
+    parent, pids, folders = socket.socket(fileno=fd), set(), {folder}
     with suppress(OSError):  # the parent ended while we were answering
         parent.send(b".")
         while True:
@@ -94,6 +100,7 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
                 break
             what, content = pickle.loads(request)
             if what == "fork":
+                folders.add(content.folder)  # of another pool, if it was handed on
                 pid = os.fork()
                 if pid == 0:
                     parent.close()
@@ -113,7 +120,8 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
                 parent.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(content, 0)[1])))
     for pid in pids:
         kill_group(pid)
-    shutil.rmtree(folder, ignore_errors=True)
+    for each in folders:
+        shutil.rmtree(each, ignore_errors=True)
     os._exit(0)
 
 

@@ -39,6 +39,7 @@ from minipar.comm.device import Device
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import check_sizes
 from minipar.comm.output import last_state
+from minipar.comm.processes import Nursery
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
 from minipar.sim import emulate
@@ -123,13 +124,19 @@ class Ranks(launch.Ranks):
             raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
         self.backend, self.link = backend, _link_of(link)
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
-        if _current is not None:
-            _current.close()
         if isinstance(device, str):
             device = emulate.device(device, magnify)
         self.device = device
+        self._handed_on: Nursery | None = None
+        if _current is not None:
+            self._handed_on, _current._nursery = _current._nursery, None
+            _current.close()
         options = {"sink": self._hear, "preload": preload, "max_lines": max_lines} | options
-        super().__init__(size, backend=backend, device=device, **options)
+        try:
+            super().__init__(size, backend=backend, device=device, **options)
+        finally:
+            if self._handed_on is not None:  # and of no use
+                self._handed_on.close()
         self._prepare()
         _current = self
         register_magic()
@@ -213,6 +220,14 @@ class Ranks(launch.Ranks):
         known = self.backend != "link" or self.device is not None
         state = self.label if known else f"backend link, {self.label}"
         return f"Ranks({self.size})  # {'closed' if self.closed else state}"
+
+    def _new_nursery(self) -> Nursery:
+        """That of the ranks before, where it suits: these start in no time then."""
+        before = self._handed_on
+        if before is None or not before.suits(self._setup):
+            return super()._new_nursery()
+        self._handed_on = None
+        return before
 
     def _start(self, rank: int) -> None:
         """As in `launch.Ranks`, with a sign of life while it takes long; it vanishes afterwards.

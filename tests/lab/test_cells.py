@@ -16,6 +16,7 @@ from tests.patience import is_alive
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 
+NURSERY = "_nursery._process.pid"
 USABLE = 5.0  # seconds until a next cell has run, after anything that may happen
 
 
@@ -318,14 +319,14 @@ def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
     """A watch that is too quick would stop what only takes its time."""
     late = nb.run("%%ranks\nimport time\nif rank == 3: time.sleep(4)\ndist.barrier()\nrank")
     assert late.error == "" and late.text == "[0] 0\n[1] 1\n[2] 2\n[3] 3\n"
-    nb.run("from minipar.comm.link import LINKS\nranks.use(LINKS['1gbe'].scaled(100))")
+    nb.run("from minipar.comm.link import LINKS\nranks.use(LINKS['1gbe'].scaled(60))")
     slow = nb.run(
         "%%ranks\nx = torch.ones(800_000)\n"
         "works = [dist.all_reduce(x, async_op=True) for _ in range(2)]\n"
         "works[-1].wait()"
     )
     nb.run("ranks.use('1gbe')")
-    assert slow.error == "" and 7 < slow.seconds < 12  # twice 3.84 s
+    assert slow.error == "" and 4.5 < slow.seconds < 9  # twice 2.3 s; 3 s make sure
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "os.abort()"])
@@ -371,32 +372,30 @@ def test_every_failure_of_the_stress_command_once():
 
 
 # ---------------------------------------------------------------------- start and end
-def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel():
-    kernel = Kernel()
-    try:
-        start = "from minipar.lab.cells import Ranks\nranks = Ranks(2, mesh={'tp': 2})\nranks.pids"
-        first = ast.literal_eval(kernel.run(start).value)
-        second = ast.literal_eval(kernel.run(start).value)
-        assert gone(first, 3) and all(psutil.pid_exists(pid) for pid in second)
-        assert kernel.run("ranks['mesh.tp.size']").value == "[2, 2]"
-        bad = kernel.run("Ranks(2, mesh={'tp': 3})")
-        assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
-        assert all(psutil.pid_exists(pid) for pid in second)
-        child = "ranks.run(lambda: __import__('subprocess').Popen(['sleep', '600']).pid)"
-        second += ast.literal_eval(kernel.run(child).value)
-        kernel.client.execute("%%ranks\nwhile True: pass")
+def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
+    """New ones are forked from where the old ones were: mutant, a second import of torch."""
+
+    def start() -> list[int]:
+        made = "from minipar.lab.cells import Ranks\nranks = Ranks(2, mesh={'tp': 2})\nranks.pids"
+        pids = ast.literal_eval(nb.run(made).value)
+        popen = "ranks.run(lambda: __import__('subprocess').Popen(['sleep', '600']).pid)"
+        return pids + ast.literal_eval(nb.run(popen).value)
+
+    old, nursery = (ast.literal_eval(nb.run(f"ranks.{w}").value) for w in ("pids", NURSERY))
+    second = [*start(), nursery]
+    assert gone(old, 3) and all(psutil.pid_exists(pid) for pid in second)
+    assert nb.run(f"ranks['mesh.tp.size'], ranks.{NURSERY}").value == f"([2, 2], {nursery})"
+    bad = nb.run("Ranks(2, mesh={'tp': 3})")
+    assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
+    assert all(psutil.pid_exists(pid) for pid in second)
+    for end in (nb.restart, lambda: os.kill(nb.manager.provisioner.pid, signal.SIGKILL)):
+        nb.client.execute("%%ranks\nwhile True: pass")
         time.sleep(0.5)
-        kernel.restart()
+        end()
         assert gone(second, 3)
-        assert "`%%ranks` not found" in kernel.run("%%ranks\n1").stderr + kernel.run("1").error
-        third = ast.literal_eval(kernel.run(start).value)
-        third += ast.literal_eval(kernel.run(child).value)
-        kernel.client.execute("%%ranks\nwhile True: pass")
-        time.sleep(0.5)
-        os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
-        assert gone(third, 3)
-    finally:
-        kernel.close()
+        if end == nb.restart:
+            assert "`%%ranks` not found" in nb.run("%%ranks\n1").stderr + nb.run("1").error
+            second = start()
 
 
 def gone(pids: list[int], seconds: float) -> bool:
