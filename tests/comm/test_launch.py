@@ -24,8 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import backends, launch, worker
 from minipar.comm import collectives as comm
+from minipar.comm import launch, worker
 from minipar.comm.launch import RankError, Ranks, spawn
 from minipar.comm.mesh import Mesh
 from minipar.comm.processes import Nursery
@@ -35,14 +35,6 @@ pytestmark = pytest.mark.slow  # many processes come and go here
 
 ROOT = Path(__file__).parents[2]
 RECOVERY = 5.0  # seconds in which a failed call must have returned, with the group mended
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nurseries_of_their_own():
-    """Here also the start and the end of those are tested."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Nursery", Nursery)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -781,14 +773,18 @@ def test_trap_08_twenty_starts_and_ends_in_a_row(pool, capfd):
 
 LEAVE = """
 import gc, os, socket, sys
-from minipar.comm.backends import joined
+from minipar.comm.backends import joined, under_torchrun
+from minipar.comm.mesh import Mesh
 import torch, torch.distributed as dist
 def one(rank):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    assert not under_torchrun()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
+    assert under_torchrun()
     with joined("gloo", timeout=20):
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 2
+        mesh, tensor = Mesh(dp=2), torch.ones(1)
+        dist.all_reduce(tensor, group=mesh.dp.group)
+        assert tensor.item() == 2 and mesh.label == f"rank {rank} of 2 (dp={rank})"
+    assert not dist.is_initialized()
     sys.exit(0)  # the whole way out of the interpreter, where the races are
 gc.collect()
 gc.freeze()  # what the children inherit need not be taken apart by each of them
@@ -842,8 +838,9 @@ def test_trap_08_two_pools_at_once(pool, ranks):
     assert results == {"a": [[4] * 4] * 10, "b": [[2, 2]] * 10}
 
 
-def test_closing(tmp_path):
+def test_closing(monkeypatch):
     """`close` twice, after use, in a `with`; everything that was started is gone."""
+    monkeypatch.setattr(launch, "Nursery", Nursery)  # not the one that tests share
     with Ranks(1, sink=None) as small:
         assert small.run(lambda: Mesh().size) == [1]
         pids = [*small.pids, small._nursery._process.pid]
@@ -911,33 +908,31 @@ if end == "falls off":
 else:
     ranks.run(busy)
 """
-ENDS = [
-    ("fork", "SIGKILL"),
-    ("fork", "exit"),
-    ("fork", "exception"),
-    ("fork", "falls off"),
-    ("spawn", "SIGKILL"),
-]
 
 
-@pytest.fixture(scope="module")
-def parents():
-    """All start at once: most of the time goes into importing torch."""
+@pytest.fixture
+def parent(start, end):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
-    command = [sys.executable, "-c", PARENT]
-    parents = {how: subprocess.Popen([*command, *how], **pipes) for how in ENDS}
-    yield parents
-    for parent in parents.values():
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, start, end], **pipes)
+    yield parent
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
 
 
-@pytest.mark.parametrize(("start", "end"), ENDS)
-def test_nothing_survives_the_parent(parents, start, end):
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("fork", "SIGKILL"),
+        pytest.param("fork", "exit", marks=pytest.mark.exhaustive),
+        ("fork", "exception"),
+        pytest.param("fork", "falls off", marks=pytest.mark.exhaustive),
+        ("spawn", "SIGKILL"),
+    ],
+)
+def test_nothing_survives_the_parent(parent, start, end):
     """With one rank in a collective, one asleep and one in a busy loop."""
-    parent = parents[start, end]
     *pids, folder = parent.stdout.readline().decode().split()
     assert len(pids) == (4 if start == "fork" else 3)
     if end == "SIGKILL":  # the others end by themselves, maybe already
@@ -964,36 +959,8 @@ def test_nothing_survives_the_parent(parents, start, end):
     assert not os.path.exists(folder)
 
 
-# ---------------------------------------------------------------------- torchrun
-TORCHRUN = """
-import sys
-import torch.distributed as dist
-from minipar.comm import collectives as comm
-from minipar.comm.backends import joined, under_torchrun
-from minipar.comm.mesh import Mesh
-import torch
-assert under_torchrun() and not dist.is_initialized()
-with joined("gloo"):
-    mesh = Mesh(dp=2)
-    total = comm.all_reduce(torch.tensor([mesh.rank + 1]), mesh.dp)
-    sys.stdout.write(f"{mesh.label}: {total.item()}\\n")
-assert not dist.is_initialized()
-"""
-
-
-def test_under_torchrun(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert not backends.under_torchrun()
-    script = tmp_path / "train.py"
-    script.write_text(TORCHRUN, encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = run_script("", *torchrun)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 (dp=0): 3", "rank 1 of 2 (dp=1): 3"]
-
-
-def test_spawn_is_a_pool_for_one_call():
+def test_spawn_is_a_pool_for_one_call(ranks):
+    assert ranks(1).pids  # so that what it shares with the others is here before
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     assert spawn(lambda x, y: (rank(), x - y), 2, 5, y=3) == [(0, 2), (1, 2)]
     after = {child.pid for child in psutil.Process().children(recursive=True)}
