@@ -42,7 +42,7 @@ class Nursery:
     def __init__(self, setup: Setup) -> None:
         self._socket, theirs = socket.socketpair()
         self._ready = False
-        self._setup = setup
+        self._before = self._inherited(setup)
         call = f"_nursery({theirs.fileno()}, {setup.folder!r}, {setup.preload!r})"
         self._process = _python(call, [theirs.fileno()], setup.threads)
         theirs.close()
@@ -72,8 +72,12 @@ class Nursery:
 
     def suits(self, setup: Setup) -> bool:
         """Whether it lives, and ranks of another pool would find what they need."""
-        kinds = ((each.threads, each.preload, each.capture) for each in (setup, self._setup))
-        return not self.ended and next(kinds) == next(kinds)
+        return not self.ended and self._before == self._inherited(setup)
+
+    @staticmethod
+    def _inherited(setup: Setup) -> tuple:
+        """What ranks take over from the nursery: its options, environment and folder."""
+        return setup.threads, setup.preload, setup.capture, dict(os.environ), os.getcwd()
 
     def close(self) -> None:
         self._socket.close()

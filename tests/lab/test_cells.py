@@ -373,7 +373,10 @@ def test_every_failure_of_the_stress_command_once():
 
 # ---------------------------------------------------------------------- start and end
 def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
-    """New ones are forked from where the old ones were: mutant, a second import of torch."""
+    """New ones are forked from where the old ones were: mutant, a second import of torch.
+
+    But not where these could not know of what has changed since.
+    """
 
     def start() -> list[int]:
         made = "from minipar.lab.cells import Ranks\nranks = Ranks(2, mesh={'tp': 2})\nranks.pids"
@@ -381,6 +384,8 @@ def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
         popen = "ranks.run(lambda: __import__('subprocess').Popen(['sleep', '600']).pid)"
         return pids + ast.literal_eval(nb.run(popen).value)
 
+    told = "import os\nos.environ['TOLD'] = 'yes'\nranks = type(ranks)(2)\n"
+    assert nb.run(told + "ranks.run(os.getenv, 'TOLD')").value == "['yes', 'yes']"
     old, nursery = (ast.literal_eval(nb.run(f"ranks.{w}").value) for w in ("pids", NURSERY))
     second = [*start(), nursery]
     assert gone(old, 3) and all(psutil.pid_exists(pid) for pid in second)
