@@ -14,8 +14,8 @@ from minipar.model import hf
 from minipar.model.llama import Llama
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig, check_numbers
-from minipar.train.corpus import ByteTokenizer, Tokenizer, load_tokenizer, try_out
 from minipar.train.sampling import write
+from minipar.train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, try_out
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,19 @@ import atexit
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
 from minipar.comm.backends import check_backend
 from minipar.comm.device import Device
+from minipar.comm.jobs import Interrupts, Job
 from minipar.comm.mesh import check_fits_here
 from minipar.comm.pack import pack_call, unpack
 from minipar.comm.processes import Nursery, Process
@@ -190,7 +190,7 @@ class Ranks:
     def restart(self) -> None:
         """End all ranks and start fresh ones in their place."""
         self._check_open()
-        with self.lock, _Interrupts():
+        with self.lock, Interrupts():
             for process in self._processes:
                 process.kill()
             for process in self._processes:
@@ -257,10 +257,10 @@ class Ranks:
         if self._listening:
             raise RuntimeError("a sink cannot call the ranks while it hears them")
         self._call += 1
-        job = _Job(self._call, {r for r, m in enumerate(messages) if m is not None}, limit)
+        job = Job(self._call, {r for r, m in enumerate(messages) if m is not None}, limit)
         if self.time_limit is not None and limit is None:
             job.deadline = time.monotonic() + self.time_limit
-        with _Interrupts() as interrupts:
+        with Interrupts() as interrupts:
             for rank in job.waiting:
                 with suppress(OSError):  # a dead rank is found below
                     self._processes[rank].work.send((self._call, *messages[rank]))
@@ -305,7 +305,7 @@ class Ranks:
         except RuntimeError:  # a rank ended meanwhile, or the nursery is gone
             self.restart()
 
-    def _listen(self, job: "_Job", interrupts: "_Interrupts") -> None:
+    def _listen(self, job: Job, interrupts: Interrupts) -> None:
         """Take in what each rank has said by now; wait for half a second at most."""
         due = min(job.deadline, math.inf if job.limit is None else job.limit)
         patience = max(0.0, min(0.5, due - time.monotonic()))
@@ -325,7 +325,7 @@ class Ranks:
             for number, kind, *content in said:
                 self._take(job, rank, number, kind, content)
 
-    def _take(self, job: "_Job", rank: int, number: int, kind: str, content: list) -> None:
+    def _take(self, job: Job, rank: int, number: int, kind: str, content: list) -> None:
         """Enter what a rank has said; an answer to another call is none to this one."""
         if kind not in ("result", "failure"):
             self._listening = True
@@ -343,7 +343,7 @@ class Ranks:
                 job.waiting.discard(rank)
                 job.results[rank] = answer
 
-    def _press(self, job: "_Job") -> None:
+    def _press(self, job: Job) -> None:
         """Once a rank has failed: wait, then stop the others, then kill them."""
         now = time.monotonic()
         if now >= job.deadline and job.waiting and not job.stopped and not job.failures:
@@ -361,13 +361,13 @@ class Ranks:
             else:
                 self._stop(job)
 
-    def _stop(self, job: "_Job") -> None:
+    def _stop(self, job: Job) -> None:
         job.stopped, job.limit = True, time.monotonic() + 3
         for rank in job.waiting:
             with suppress(OSError):
                 self._processes[rank].control.send(job.number)
 
-    def _kill(self, job: "_Job") -> None:
+    def _kill(self, job: Job) -> None:
         job.stopped = True
         job.killed |= job.waiting
         for rank in job.waiting:
@@ -375,104 +375,7 @@ class Ranks:
         job.limit = time.monotonic() + 3
 
 
-class _Job:
-    """One call in progress on the ranks: who has not answered, who failed, what came back."""
-
-    def __init__(self, number: int, waiting: set[int], limit: float | None) -> None:
-        self.number, self.waiting, self.limit = number, waiting, limit
-        self.asked = len(waiting)
-        self.results: dict[int, bytes] = {}  # pickled
-        self.failures: dict[int, Failure] = {}
-        self.dead: list[int] = []
-        self.killed: set[int] = set()
-        self.left: set[int] = set()  # ranks that are not in our process group any more
-        self.stopped = False
-        self.deadline = math.inf
-        self.interrupted: BaseException | None = None
-
-    def failed(self, rank: int, failure: Failure) -> None:
-        """Note a failure, unless it is only a consequence of another.
-
-        A rank may answer late, since it took long to put its own failure into words.
-        """
-        self.waiting.discard(rank)
-        if not failure.stopped and not (failure.broken and (self.stopped or self.dead)):
-            self.failures[rank] = failure
-
-    def died(self, rank: int, size: int, exitcode: int) -> None:
-        """Note that a process has ended; that outranks the errors of those who missed it."""
-        self.waiting.discard(rank)
-        self.dead.append(rank)
-        if self.stopped and self.failures:
-            return  # we killed it ourselves
-        how = (
-            f"signal {-exitcode} ({signal_name(-exitcode)})" if exitcode < 0 else f"exit {exitcode}"
-        )
-        message = f"the process ended by {how}"
-        for other, failure in list(self.failures.items()):
-            if failure.broken:
-                del self.failures[other]
-        self.failures[rank] = Failure(f"rank {rank} of {size}", "Died", message, message, exitcode)
-
-    @property
-    def all_alike(self) -> bool:
-        """All ranks failed, with one and the same kind of error: they are still in step."""
-        failures = self.failures.values()
-        kinds = {failure.kind for failure in failures}
-        broken = any(failure.broken for failure in failures)
-        return len(failures) == self.asked and len(kinds) == 1 and not broken
-
-
-class _Interrupts:
-    """Ctrl-C while ranks are supervised: obeyed at once where we only wait, else a little later.
-
-    There is no recovery from a message that was cut in two, or from a half-mended group.
-    """
-
-    def __init__(self) -> None:
-        self._allowed, self._noted, self._usual = False, None, None
-
-    def __enter__(self) -> "_Interrupts":
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(signal.getsignal(signal.SIGINT)):
-            self._usual = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._usual is not None:
-            signal.signal(signal.SIGINT, self._usual)
-            self.check()
-
-    def _on_signal(self, *args: Any) -> None:
-        self._noted = args
-        if self._allowed:
-            self.check()
-
-    def check(self) -> None:
-        """Raise the interrupt that came meanwhile, if any."""
-        args, self._noted = self._noted, None
-        if args is not None:
-            self._usual(*args)
-
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Interrupts in the body are raised at once."""
-        self._allowed = True
-        try:
-            yield
-        finally:
-            self._allowed = False
-
-
-def spawn(fn: Callable, size: int, *args: Any, backend: str = "gloo", **kwargs: Any) -> list[Any]:
+def spawn(fn: Callable, size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Start `size` ranks, run ``fn(*args, **kwargs)`` on each, end them; return the results."""
-    with Ranks(size, backend=backend) as ranks:
+    with Ranks(size) as ranks:
         return ranks.run(fn, *args, **kwargs)
-
-
-def signal_name(number: int) -> str:
-    """Return "SIGKILL" for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

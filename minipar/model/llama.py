@@ -20,8 +20,6 @@ Sennrich 1910.07467 (RMSNorm); Su et al. 2104.09864 (RoPE); Ainslie et al. 2305.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -29,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minipar.model.config import LlamaConfig, RopeScaling
+from minipar.model.init import init_weights
 from minipar.model.moe import MoE, MoEConfig
 
 IGNORE_INDEX = -100  # a target with this value takes no part in the loss
@@ -37,216 +37,39 @@ Rope = tuple[Tensor, Tensor]  # the tables (cos, sin), each [T, 1, K] or [B, T, 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-# ------------------------------------------------------------------------------------ configuration
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's way to stretch RoPE beyond the length first trained on: `rope_frequencies`."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_max_seq_len < 1:
-            raise ValueError(
-                f"rope scaling with factor={self.factor} and "
-                f"original_max_seq_len={self.original_max_seq_len}: both must be at least 1"
-            )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}; Llama 3 uses 1 and 4"
-            )
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
-
-    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises queries and
-    keys before they are turned: each "head" by itself (Qwen 3), or "all" heads together (OLMoE).
-
-    Raises `ValueError` where the numbers do not fit each other.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int = 0
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    max_seq_len: int = 2048
-    tie_embeddings: bool = False
-    moe: MoEConfig | None = None
-    qk_norm: str = ""
-
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        for name in (*sizes, "num_kv_heads", "max_seq_len", "norm_eps", "rope_theta"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if self.num_heads % self.num_kv_heads:
-            good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"use {_one_of(good)}"
-            )
-        if not self.head_dim:
-            if self.hidden_size % self.num_heads:
-                near = round(self.hidden_size / self.num_heads) * self.num_heads or self.num_heads
-                raise ValueError(
-                    f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                    f"use hidden_size={near}, or say head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if self.head_dim < 0 or self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
-                f"use {max(self.head_dim + 1, 2)}"
-            )
-        if self.qk_norm not in ("", "head", "all"):
-            raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head', 'all' or ''")
-
-    def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
-        """Parameters of one block: the sum of `layer_parts`."""
-        return sum(self.layer_parts(layer, active).values())
-
-    def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
-        """Parameters of one block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
-
-        Of a mixture, mlp is the router and all experts; with `active`, the k that a token passes.
-        """
-        heads = self.num_heads + self.num_kv_heads
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        if self.moe is not None and self.moe.is_sparse(layer):
-            mlp = self.moe.num_parameters(self.hidden_size, active)
-        norms_of_heads = {"": 0, "head": 2, "all": heads}[self.qk_norm]
-        return {
-            "attention": 2 * self.hidden_size * self.head_dim * heads,
-            "mlp": mlp,
-            "norm": 2 * self.hidden_size + norms_of_heads * self.head_dim,
-        }
-
-    @property
-    def num_layer_parameters(self) -> int:
-        """Parameters of the first block: of each block, where none or all have experts."""
-        return self.layer_parameters(0)
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters; tied embeddings are counted once."""
-        return self._sum_parameters(active=False)
-
-    @property
-    def num_active_parameters(self) -> int:
-        """The parameters that one token passes: fewer than all where a mixture has experts."""
-        return self._sum_parameters(active=True)
-
-    def _sum_parameters(self, active: bool) -> int:
-        tables = 1 if self.tie_embeddings else 2
-        layers = sum(self.layer_parameters(layer, active) for layer in range(self.num_layers))
-        return tables * self.vocab_size * self.hidden_size + layers + self.hidden_size
-
-    def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
-        """Training FLOPs for one token of a sequence of `seq_len` tokens: 6·N + 12·L·H·K·T.
-
-        N is the number of parameters that multiply, with the head, without the look-up of the
-        embedding and without experts that a token does not pass: 2 FLOPs each in forward, 4 in
-        backward. The second term is attention, QKᵀ and AV,
-        counted over the whole T x T square as in PaLM (2204.02311, appendix B), so that utilisation
-        compares with published figures. `causal=True` halves it: what a kernel that skips the
-        upper triangle really computes. Recomputed activations do not count.
-        """
-        multiplying = self.num_active_parameters
-        if not self.tie_embeddings:
-            multiplying -= self.vocab_size * self.hidden_size
-        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
-        return 6 * multiplying + (attention // 2 if causal else attention)
-
-
-def _one_of(values: list[int]) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
-
-
+# ------------------------------------------------------------------------------------ presets
+_TINY = dict(vocab_size=256, hidden_size=128, intermediate_size=344, num_layers=4, num_heads=4)
+_TINY |= dict(num_kv_heads=2, tie_embeddings=True)
+_SMALL = dict(vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=6, num_heads=8)
+_SMALL |= dict(num_kv_heads=4, tie_embeddings=True)
 _LLAMA_3 = dict(vocab_size=128_256, num_kv_heads=8, rope_theta=500_000.0)
-_LLAMA_3_2 = dict(
-    **_LLAMA_3, rope_scaling=RopeScaling(factor=32.0), max_seq_len=131_072, tie_embeddings=True
-)
+_LLAMA_3_2 = _LLAMA_3 | dict(rope_scaling=RopeScaling(factor=32.0), intermediate_size=8192)
+_LLAMA_3_2 |= dict(max_seq_len=131_072, tie_embeddings=True)
+_LLAMA_3_8B = _LLAMA_3 | dict(hidden_size=4096, intermediate_size=14_336, num_layers=32)
+_MIXTRAL = dict(num_layers=32, num_heads=32, num_kv_heads=8, rope_theta=1e6, max_seq_len=32_768)
+_QWEN_3 = dict(num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, norm_eps=1e-6)
+_QWEN_3 |= dict(rope_theta=1e6, max_seq_len=40_960, qk_norm="head")
 
-# Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives another one.
+# Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives another one. The small
+# mixtures have as many active parameters as the models that they are named after, but for routers.
 PRESETS: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(
-        256, 128, 344, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True
-    ),
-    "small": LlamaConfig(
-        256, 256, 688, num_layers=6, num_heads=8, num_kv_heads=4, tie_embeddings=True
-    ),
-    "tiny-moe": LlamaConfig(  # as many active parameters as "tiny", but for the routers
-        256,
-        128,
-        344,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        tie_embeddings=True,
-        moe=MoEConfig(8, 2, 172, balance="microbatch"),
-    ),
-    "small-moe": LlamaConfig(
-        256,
-        256,
-        688,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        tie_embeddings=True,
-        moe=MoEConfig(16, 2, 344, balance="microbatch"),
-    ),
+    "tiny": LlamaConfig(**_TINY),
+    "small": LlamaConfig(**_SMALL),
+    "tiny-moe": LlamaConfig(**_TINY, moe=MoEConfig(8, 2, 172, balance="microbatch")),
+    "small-moe": LlamaConfig(**_SMALL, moe=MoEConfig(16, 2, 344, balance="microbatch")),
     "medium": LlamaConfig(256, 512, 1376, num_layers=8, num_heads=8, num_kv_heads=4),
     "large": LlamaConfig(32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4),
-    "llama-3.2-1b": LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, **_LLAMA_3_2
-    ),
-    "llama-3.2-3b": LlamaConfig(
-        hidden_size=3072, intermediate_size=8192, num_layers=28, num_heads=24, **_LLAMA_3_2
-    ),
-    "llama-3-8b": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        max_seq_len=8192,
-        **_LLAMA_3,
-    ),
+    "llama-3.2-1b": LlamaConfig(hidden_size=2048, num_layers=16, num_heads=32, **_LLAMA_3_2),
+    "llama-3.2-3b": LlamaConfig(hidden_size=3072, num_layers=28, num_heads=24, **_LLAMA_3_2),
+    "llama-3-8b": LlamaConfig(num_heads=32, max_seq_len=8192, **_LLAMA_3_8B),
     "mixtral-8x7b": LlamaConfig(
-        32_000,
-        4096,
-        14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        rope_theta=1e6,
-        max_seq_len=32_768,
+        *(32_000, 4096, 14_336),
+        **_MIXTRAL,
         moe=MoEConfig(8, 2, 14_336, balance="microbatch", balance_weight=0.02),
     ),
     "qwen3-30b-a3b": LlamaConfig(
-        151_936,
-        2048,
-        6144,
-        num_layers=48,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        max_seq_len=40_960,
-        qk_norm="head",
+        *(151_936, 2048, 6144),
+        **_QWEN_3,
         moe=MoEConfig(128, 8, 768, balance="batch", balance_weight=0.001),
     ),
 }
@@ -487,50 +310,6 @@ class Llama(nn.Module):
         if targets is not None:
             return chunked_loss(hidden, self.lm_head.weight, targets, self.loss_chunk)
         return hidden if self.lm_head is None else self.lm_head(hidden)
-
-
-# --------------------------------------------------------------------------------- initialisation
-
-
-def initial_weight(config: LlamaConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The first value of one parameter, fp32 on the CPU: a pure function of its arguments.
-
-    Norms are ones. All else is normal with std 0.02; the two projections that add to the residual
-    stream get 0.02 / sqrt(2L), so that its variance does not grow with depth (Radford et al. 2019,
-    GPT-2, section 2.3). A tied head is the embedding, by whichever name it is asked for. Of experts
-    in one tensor each has a stream of its own.
-    """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=torch.float32, device="cpu")
-    if config.tie_embeddings and name == "lm_head.weight":
-        name = "model.embed_tokens.weight"
-    std = 0.02
-    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
-        std /= math.sqrt(2 * config.num_layers)
-    weight = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if ".experts." in name:
-        parts = {f"{name}.{number}": part for number, part in enumerate(weight)}
-    else:
-        parts = {name: weight}
-    for stream, part in parts.items():
-        digest = blake2b(f"{seed}:{stream}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        part.normal_(std=std, generator=generator)
-    return weight
-
-
-@torch.no_grad()
-def init_weights(model: Llama, seed: int) -> None:
-    """Tie, then give every parameter that `model` holds its `initial_weight`; skip meta tensors.
-
-    Buffers, which routers have, begin as zeros.
-    """
-    model.tie_weights()
-    for buffer in model.buffers():
-        buffer.zero_()
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            parameter.copy_(initial_weight(model.config, name, tuple(parameter.shape), seed))
 
 
 # ---------------------------------------------------------------------------------- the loss

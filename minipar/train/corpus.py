@@ -11,196 +11,16 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import tokenizers
 import torch
 from torch import Tensor
 
-# ------------------------------------------------------------------------------------ tokenizers
-
-MOST_TOKENIZER_BYTES = 256_000_000  # ten times the largest of the field
-MOST_WORDS = 1 << 22
-
-
-class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
-
-    `separator` is the id put after each document, or None for no separator.
-    """
-
-    vocab_size: int
-    separator: int | None
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json for Hugging Face's libraries."""
-
-
-class ByteTokenizer:
-    """One token per UTF-8 byte: nothing to train, nothing to download, any text fits.
-
-    No separator: all 256 ids are taken by text, and an extra one would cost a row of the vocabulary
-    to say what the text says by itself (a file begins with its own docstring or title).
-    """
-
-    vocab_size = 256
-    separator = None
-
-    def encode(self, text: str) -> bytes:
-        return text.encode("utf-8", errors="replace")
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no UTF-8 (a young model writes many) become U+FFFD."""
-        return bytes(_plain(ids)).decode("utf-8", errors="replace")
-
-    def save(self, path: Path) -> None:
-        """Write it as a vocabulary in which no character is known, only its bytes are."""
-        path.write_text(self._as_file(), encoding="utf-8")
-
-    @classmethod
-    def wrote(cls, path: Path) -> bool:
-        """Whether the file at `path` means the same as no file: bytes."""
-        return not path.is_file() or path.read_bytes() == cls._as_file().encode()
-
-    @staticmethod
-    def _as_file() -> str:
-        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-        model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
-        tokenizer = tokenizers.Tokenizer(model)
-        fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
-        tokenizer.decoder = tokenizers.decoders.Sequence([fallback, fuse])
-        return tokenizer.to_str()
-
-
-class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, read by the `tokenizers` package.
-
-    A text is encoded whole and always alike: what the file says of truncation, padding and dropout,
-    which are for training on single sentences, is left aside.
-
-    Raises ValueError when the file is missing or no tokenizer.
-    """
-
-    # The file does not say which special token ends a document, so look for the usual names.
-    SEPARATORS = (
-        *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"),
-        *("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "[CLS]"),
-    )
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = path = tokenizer_file(path)
-        with self._says_its_name():
-            self._text = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(self._text)
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            if getattr(self._tokenizer.model, "dropout", None):
-                self._tokenizer.model.dropout = None
-            vocabulary = self._tokenizer.get_vocab()
-        # ids may have gaps, and an embedding must have a row for the largest one
-        self.vocab_size: int = max(vocabulary.values()) + 1 if vocabulary else 0
-        if not 0 < self.vocab_size <= MOST_WORDS:
-            raise ValueError(
-                f"{path} is no tokenizer.json to train with: it has {self.vocab_size:,} ids; "
-                f"use 1 to {MOST_WORDS:,}"
-            )
-        known = (vocabulary[name] for name in self.SEPARATORS if name in vocabulary)
-        self.separator: int | None = next(known, None)
-
-    def encode(self, text: str) -> list[int]:
-        with self._says_its_name():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        with self._says_its_name():
-            return self._tokenizer.decode(_plain(ids))
-
-    def save(self, path: Path) -> None:
-        """Write the file as it was."""
-        path.write_text(self._text, encoding="utf-8")
-
-    @contextmanager
-    def _says_its_name(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            # The package raises bare Exception; its panics are not even that.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            why = error.strerror if isinstance(error, OSError) else _one_line(error)
-            raise ValueError(f"{self.path} is no tokenizer.json: {why}") from None
-
-
-def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer.json that `path`, the file or its folder, stands for.
-
-    Raises ValueError where there is none, or one that is too large to be one.
-    """
-    path = Path(os.path.expanduser(path))  # leaves a "~" that it does not know as it is
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json")
-    if path.stat().st_size > MOST_TOKENIZER_BYTES:
-        raise ValueError(f"{path} is no tokenizer.json: it has {_size(path.stat().st_size)}")
-    return path
-
-
-_TRY_OUT = r"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-import tokenizers
-try:
-    tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
-    tokenizer.decode(tokenizer.encode("a" * 99 + " 1 \u00e4\n").ids)
-except BaseException as error:
-    sys.exit(" ".join(str(error).split()))
-"""
-
-
-def try_out(path: str | Path) -> None:
-    """Raise ValueError where the tokenizer.json at `path` cannot be used.
-
-    In a process of its own: a file that was made up may send the package out of memory, which ends
-    its process, or into an endless search.
-    """
-    path = tokenizer_file(path)
-    done = subprocess.run(
-        [sys.executable, "-c", _TRY_OUT, str(path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env={**os.environ, "RUST_BACKTRACE": "0"},
-    )
-    if done.returncode:
-        why = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
-        if done.returncode < 0:  # a signal has ended it
-            why = "it takes more memory or time than it should"
-        raise ValueError(f"{path} is no tokenizer.json: {why}")
-    load_tokenizer(path)
-
-
-def load_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` (or of the folder that holds one); None: bytes."""
-    return ByteTokenizer() if path is None else FileTokenizer(path)
-
-
-def _plain(ids: Iterable[int]) -> list[int]:
-    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
-
-
-# ---------------------------------------------------------------------------------------- corpus
+from minipar.train.tokenizer import Tokenizer, count_of, one_line, size_of
 
 MOST_FILES = 1_000_000
 MOST_BYTES = 20_000_000_000  # of text, which every rank holds
@@ -277,25 +97,25 @@ def load_corpus(
                 break
     except OSError as error:  # no permission, a name that is too long, a broken disk ...
         at = error.filename or source
-        raise ValueError(f"cannot read {at}: {error.strerror or _one_line(error)}") from error
+        raise ValueError(f"cannot read {at}: {error.strerror or one_line(error)}") from error
 
     files.discard("")
-    skipped = _count(num_skipped, "binary file") + " skipped"
+    skipped = count_of(num_skipped, "binary file") + " skipped"
     if not num_bytes:
         raise ValueError(f"{source} holds no text" + (f" ({skipped})" if num_skipped else ""))
     num_tokens = sum(map(len, tokens))
     if num_tokens < 2 * MIN_TOKENS:
         raise ValueError(
-            f"{source} is too short: {_count(num_tokens, 'token')}; training and validation "
+            f"{source} is too short: {count_of(num_tokens, 'token')}; training and validation "
             f"need at least {MIN_TOKENS} each"
         )
     train, validation = _split(names, tokens, validation_fraction, seed)
 
-    counts = [_count(len(files), "file")] if files else []
-    counts += [_count(len(names), "document")] if len(names) != len(files) else []
+    counts = [count_of(len(files), "file")] if files else []
+    counts += [count_of(len(names), "document")] if len(names) != len(files) else []
     notes = [skipped] if num_skipped else []
-    notes += [f"cut at {_size(num_bytes)}"] if num_bytes == limit_bytes else []
-    description = f"{', '.join(counts)}, {_size(num_bytes)} of {label}"
+    notes += [f"cut at {size_of(num_bytes)}"] if num_bytes == limit_bytes else []
+    description = f"{', '.join(counts)}, {size_of(num_bytes)} of {label}"
     description += f" ({', '.join(notes)})" if notes else ""
     return Corpus(train, validation, len(files), num_bytes, description)
 
@@ -395,8 +215,8 @@ def _read(
                 num_bytes += size
                 if num_bytes > MOST_BYTES:
                     raise ValueError(
-                        f"{root} holds more text than the {_size(MOST_BYTES)} that a rank should "
-                        f"hold, of which {path} has {_size(size)}; name a part of it"
+                        f"{root} holds more text than the {size_of(MOST_BYTES)} that a rank should "
+                        f"hold, of which {path} has {size_of(size)}; name a part of it"
                     )
                 if path.suffix != ".jsonl":
                     data += file.read(size - len(data))
@@ -419,7 +239,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[_Document]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: no JSON: {_one_line(error)}") from error
+                raise ValueError(f"{path}:{number}: no JSON: {one_line(error)}") from error
             yield _Document(name, f"{name}:{number}", _text_of(row, f"{path}:{number}"))
 
 
@@ -436,7 +256,7 @@ def _stream(source: str) -> Iterator[_Document]:
         for number, row in enumerate(rows):
             yield _Document("", str(number), _text_of(row, f"row {number}"))
     except Exception as error:  # unknown name or split, no network, ... each of its own type
-        raise ValueError(f"cannot read {source}: {_one_line(error)}") from error
+        raise ValueError(f"cannot read {source}: {one_line(error)}") from error
 
 
 def _text_of(row: Any, where: str) -> str:
@@ -485,18 +305,3 @@ def _split(
     everything = torch.cat(tokens)
     cut = total - max(MIN_TOKENS, round(fraction * total))
     return everything[:cut], everything[cut:]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return _count(num_bytes, "byte")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

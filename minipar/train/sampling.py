@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minipar.model.llama import Llama, generate
-from minipar.train.corpus import Tokenizer
+from minipar.train.tokenizer import Tokenizer
 
 
 def write(

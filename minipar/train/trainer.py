@@ -20,11 +20,12 @@ from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
-from minipar.model.llama import Llama, LlamaConfig, initial_weight
+from minipar.model.init import initial_weight
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
-from minipar.train.corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
+from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.folder import held
 from minipar.train.metrics import Metrics
@@ -42,6 +43,7 @@ from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, train_step
 from minipar.train.stop import StopRequest
+from minipar.train.tokenizer import Tokenizer, load_tokenizer
 from minipar.train.workload import Workload
 
 STALLED = "stalled.json"  # in the folder of a run: what the watchdog saw, for `minipar hang`

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from minipar.model import hf
+from minipar.model.hf_config import config_json
 from minipar.model.llama import Llama, RopeScaling
 from tests.model.oracle import CONFIGS, randomised, some_tokens, their_twin
 
@@ -481,7 +482,7 @@ def valid():
     """(config, index, weights) of a checkpoint in two shards, as bytes."""
     model = Llama(SMALL)
     state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
-    config = json.dumps(hf._config_json(SMALL, torch.float32)).encode()
+    config = json.dumps(config_json(SMALL, torch.float32)).encode()
     index = json.dumps({"weight_map": dict.fromkeys(state, "model-1.safetensors")}).encode()
     return {"config.json": config, hf.INDEX: index, "model-1.safetensors": save(state)}
 

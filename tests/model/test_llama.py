@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minipar.lab.memory import LiveBytes
+from minipar.model.init import init_weights, initial_weight
 from minipar.model.llama import (
     IGNORE_INDEX,
     PRESETS,
@@ -18,8 +19,6 @@ from minipar.model.llama import (
     RopeScaling,
     chunked_loss,
     generate,
-    init_weights,
-    initial_weight,
     loss_on,
     rope_frequencies,
     rope_tables,

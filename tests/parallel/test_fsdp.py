@@ -19,7 +19,8 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
-from minipar.model.llama import Block, Llama, LlamaConfig, generate, initial_weight
+from minipar.model.init import initial_weight
+from minipar.model.llama import Block, Llama, LlamaConfig, generate
 from minipar.parallel import flat, fsdp
 from minipar.parallel.compression.codecs import Int8
 from minipar.train.optim import make_optimizer

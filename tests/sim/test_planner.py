@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minipar.cli import commands, main
-from minipar.model import hf
+from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
@@ -136,7 +136,7 @@ def test_one_plan_is_explained_and_json_is_the_same(capsys):
 def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     tiny = replace(PRESETS["tiny"], num_layers=1)
     (tmp_path / "tiny").mkdir()
-    text = json.dumps(hf._config_json(tiny, torch.float32))
+    text = json.dumps(config_json(tiny, torch.float32))
     (tmp_path / "tiny" / "config.json").write_text(text, encoding="utf-8")
     for where in (tmp_path / "tiny", tmp_path / "tiny" / "config.json"):
         assert planner.model_config(str(where)) == tiny

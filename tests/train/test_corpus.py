@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.train import corpus as corpora
-from minipar.train.corpus import ByteTokenizer, load_corpus, load_tokenizer
+from minipar.train.corpus import load_corpus
+from minipar.train.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minipar.train.config import TrainConfig
-from minipar.train.corpus import ByteTokenizer, load_corpus, load_tokenizer, try_out
+from minipar.train.corpus import load_corpus
+from minipar.train.tokenizer import ByteTokenizer, load_tokenizer, try_out
 
 WORDS = {f"w{i}": i for i in range(8)}
 TOKENIZER = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, "w0")).to_str())

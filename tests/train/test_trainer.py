@@ -24,11 +24,12 @@ from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import ddp
 from minipar.train import checkpoint, metrics, saver, trainer
 from minipar.train.config import TrainConfig
-from minipar.train.corpus import ByteTokenizer, load_corpus
+from minipar.train.corpus import load_corpus
 from minipar.train.data import IGNORE, Sequences
 from minipar.train.metrics import Metrics, read
 from minipar.train.report import StepRecorder, training_figures
 from minipar.train.step import StepResult, train_step
+from minipar.train.tokenizer import ByteTokenizer
 
 PLAIN = TrainConfig(
     steps=6,

@@ -38,10 +38,11 @@ from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
 from minipar.train.config import SMALLEST
-from minipar.train.corpus import ByteTokenizer, Corpus, load_corpus
+from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
 from minipar.train.step import evaluate, train_step
+from minipar.train.tokenizer import ByteTokenizer
 
 
 @dataclass(frozen=True)

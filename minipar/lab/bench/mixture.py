@@ -28,10 +28,11 @@ from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan
 from minipar.train.config import SMALLEST
-from minipar.train.corpus import ByteTokenizer, load_corpus
+from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
 from minipar.train.step import evaluate, train_step
+from minipar.train.tokenizer import ByteTokenizer
 
 COLUMNS = (
     ("GFLOP", "{gflop:,.0f}"),

@@ -1,0 +1,140 @@
+"""The shape of a Llama: its sizes, checked, with what follows from them; no tensors."""
+
+from dataclasses import dataclass
+
+from minipar.model.moe import MoEConfig
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's way to stretch RoPE beyond the length first trained on: `rope_frequencies`."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_max_seq_len < 1:
+            raise ValueError(
+                f"rope scaling with factor={self.factor} and "
+                f"original_max_seq_len={self.original_max_seq_len}: both must be at least 1"
+            )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}; Llama 3 uses 1 and 4"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
+
+    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises queries and
+    keys before they are turned: each "head" by itself (Qwen 3), or "all" heads together (OLMoE).
+
+    Raises `ValueError` where the numbers do not fit each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 2048
+    tie_embeddings: bool = False
+    moe: MoEConfig | None = None
+    qk_norm: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "max_seq_len", "norm_eps", "rope_theta"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.num_heads % self.num_kv_heads:
+            good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"use {_one_of(good)}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % self.num_heads:
+                near = round(self.hidden_size / self.num_heads) * self.num_heads or self.num_heads
+                raise ValueError(
+                    f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
+                    f"use hidden_size={near}, or say head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
+                f"use {max(self.head_dim + 1, 2)}"
+            )
+        if self.qk_norm not in ("", "head", "all"):
+            raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head', 'all' or ''")
+
+    def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
+        """Parameters of one block: the sum of `layer_parts`."""
+        return sum(self.layer_parts(layer, active).values())
+
+    def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
+        """Parameters of one block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
+
+        Of a mixture, mlp is the router and all experts; with `active`, the k that a token passes.
+        """
+        heads = self.num_heads + self.num_kv_heads
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.moe is not None and self.moe.is_sparse(layer):
+            mlp = self.moe.num_parameters(self.hidden_size, active)
+        norms_of_heads = {"": 0, "head": 2, "all": heads}[self.qk_norm]
+        return {
+            "attention": 2 * self.hidden_size * self.head_dim * heads,
+            "mlp": mlp,
+            "norm": 2 * self.hidden_size + norms_of_heads * self.head_dim,
+        }
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of the first block: of each block, where none or all have experts."""
+        return self.layer_parameters(0)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied embeddings are counted once."""
+        return self._sum_parameters(active=False)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token passes: fewer than all where a mixture has experts."""
+        return self._sum_parameters(active=True)
+
+    def _sum_parameters(self, active: bool) -> int:
+        tables = 1 if self.tie_embeddings else 2
+        layers = sum(self.layer_parameters(layer, active) for layer in range(self.num_layers))
+        return tables * self.vocab_size * self.hidden_size + layers + self.hidden_size
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
+        """Training FLOPs for one token of a sequence of `seq_len` tokens: 6·N + 12·L·H·K·T.
+
+        N is the number of parameters that multiply, with the head, without the look-up of the
+        embedding and without experts that a token does not pass: 2 FLOPs each in forward, 4 in
+        backward. The second term is attention, QKᵀ and AV,
+        counted over the whole T x T square as in PaLM (2204.02311, appendix B), so that utilisation
+        compares with published figures. `causal=True` halves it: what a kernel that skips the
+        upper triangle really computes. Recomputed activations do not count.
+        """
+        multiplying = self.num_active_parameters
+        if not self.tie_embeddings:
+            multiplying -= self.vocab_size * self.hidden_size
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        return 6 * multiplying + (attention // 2 if causal else attention)
+
+
+def _one_of(values: list[int]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
