@@ -9,7 +9,7 @@ import pytest
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import Plan
-from minipar.train import config as config_module
+from minipar.train import flags
 from minipar.train.config import TrainConfig
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_value_is_refused_by_its_flag(name, values):
 def test_what_does_not_go_with_compression_is_refused(changes, message):
     for name in ("none", *COMPRESSORS):
         TrainConfig(compress=name).check()
-        assert name in inspect.getsource(config_module)  # so that --help tells
+        assert name in inspect.getsource(flags)  # so that --help tells
     TrainConfig(compress="fp16", precision="fp16").check()
     with pytest.raises(ValueError, match=message):
         TrainConfig(**changes).check()
@@ -162,7 +162,7 @@ def test_what_does_not_go_with_compression_is_refused(changes, message):
 def test_what_does_not_go_with_zero_or_local_methods_is_refused(changes, message):
     for name in ("none", *METHODS):
         TrainConfig(local_method=name).check()
-        assert name in inspect.getsource(config_module)  # so that --help tells
+        assert name in inspect.getsource(flags)  # so that --help tells
     for zero in (0, 1, 2, 3):
         TrainConfig(zero=zero, precision="fp16", recompute="full").check()
     TrainConfig(zero=3, reduce_dtype="bfloat16").check()
