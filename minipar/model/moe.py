@@ -330,10 +330,9 @@ def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
     dtypes = {tensor.dtype for tensor in (rows, *weights)}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
-    if rows.device.type == "meta" and dtypes != {torch.bfloat16}:
-        return f"on meta it multiplies bfloat16 alone, not {dtypes.pop()}"
-    if rows.device.type == "cuda" and dtypes != {torch.bfloat16}:
-        return f"on a GPU it multiplies bfloat16 alone, not {dtypes.pop()}"
+    if dtypes != {torch.bfloat16} and (rows.is_meta or rows.is_cuda):
+        where = "on meta" if rows.is_meta else "on a GPU"
+        return f"{where} it multiplies bfloat16 alone, not {dtypes.pop()}"
     for tensor in (rows, *weights):
         if tensor.shape[-1] * tensor.itemsize % 16:
             least = 16 // tensor.itemsize
@@ -426,11 +425,10 @@ def load_of(model: nn.Module) -> dict[str, tuple[list[int], int]]:
     found = dict(mixtures(model))
     if not found:
         return {}
-    own = [
-        torch.cat([m.gate.counts, m.gate.counts.new_full((1,), int(m.num_dropped))])
-        for m in found.values()
-    ]
-    totals = next(iter(found.values())).gate.sum_counts(torch.stack(own)).tolist()
+    gates = [moe.gate for moe in found.values()]
+    dropped = torch.tensor([[int(moe.num_dropped)] for moe in found.values()]).to(gates[0].counts)
+    own = torch.cat([torch.stack([gate.counts for gate in gates]), dropped], 1)
+    totals = gates[0].sum_counts(own).tolist()
     return {name: (slots, dropped) for name, (*slots, dropped) in zip(found, totals, strict=True)}
 
 
@@ -446,7 +444,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tensor:
     """Weigh rows [N k, D], which lie in `order`, and add up those of each token -> [N, D]."""
-    weights = routing.weights.flatten()[order, None]
     tokens = order // routing.experts.shape[1]
-    wide = rows * weights  # in the router's dtype: sums of k in low precision lose digits
+    # In the router's dtype: sums of k in low precision lose digits.
+    wide = rows * routing.weights.flatten()[order, None]
     return torch.zeros_like(like, dtype=wide.dtype).index_add(0, tokens, wide).to(like.dtype)

@@ -46,21 +46,28 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
-from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
-from minipar.comm.values import look
 from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.vectors import (
+    Gradients,
+    arrived,
+    check,
+    check_every,
+    flatten,
+    trainable,
+    unflatten,
+    with_own_group,
+)
 
 
 def apply(
@@ -79,46 +86,6 @@ def apply(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     return METHODS[method](model, axis, optimizer, **options)
-
-
-# ---------------------------------------------------------------------- vectors and gradients
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies of all, one after the other, in float32 at least: [...], ... -> [N]."""
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return flat.to(torch.promote_types(flat.dtype, torch.float32))
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the pieces of `flat` in the shapes of `like`: [N] -> [...], ..."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-@dataclass
-class Gradients:
-    """The gradients of one step, on their way to being those of all ranks."""
-
-    parameters: list[nn.Parameter]
-    used: list[bool]  # by this rank
-    pending: Pending  # the gradients one after the other, then how many ranks used each
-
-    @staticmethod
-    def send(parameters: list[nn.Parameter], axis: Axis, op: Op) -> "Gradients":
-        """Start the all-reduce, of one vector."""
-        used = [p.grad is not None for p in parameters]
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = flatten([*own, torch.tensor(used, dtype=torch.float32, device=own[0].device)])
-        pending = all_reduce(flat, axis, op, out=flat, async_op=True)  # P@dp -> R@dp
-        return Gradients(parameters, used, pending)
-
-    def receive(self) -> None:
-        """Put the gradients of all ranks in place; none where no rank had any."""
-        gradients, users = self.pending.wait().tensor_split([-len(self.used)])
-        pieces = unflatten(gradients, self.parameters)
-        for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
-            # Looks at a value only where this rank had no gradient of its own.
-            exists = used or bool(look(count, on_meta=0))
-            p.grad = piece.to(p.dtype) if exists else None
 
 
 # ---------------------------------------------------------------------- 1. averaging parameters
@@ -141,10 +108,10 @@ class _Local(Strategy):
     ) -> None:
         super().__init__(model, axis)
         self.every, self.average, self.steps = every, average, 0
-        self.parameters = _trainable(model)
-        _check_every(every)
+        self.parameters = trainable(model)
+        check_every(every)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        _check(
+        check(
             all(id(p) in stepped for p in self.parameters),
             "the optimizer does not hold all trainable parameters of the model; make it of "
             "model.parameters()",
@@ -208,7 +175,7 @@ class LocalSGD(_Local):
     """
 
     def __init__(self, *common: Any, synchronous_steps: int = 0, **options: Any) -> None:
-        _check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
+        check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(*common, **options)
         self.synchronous_steps = synchronous_steps
 
@@ -272,7 +239,7 @@ class Fragment:
         """Go on from there."""
         self.outer.copy_(state["outer"])
         self.momentum.copy_(state["momentum"])
-        self.pending = _arrived(state["arrived"])
+        self.pending = arrived(state["arrived"])
 
 
 class DiLoCo(_Local):
@@ -285,8 +252,8 @@ class DiLoCo(_Local):
     def __init__(
         self, *common: Any, lr: float = 0.7, momentum: float = 0.9, **options: Any
     ) -> None:
-        _check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
-        _check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
+        check(lr > 0, f"lr={lr} must be above 0; 0.7 is usual, and 1 without momentum")
+        check(0 <= momentum < 1, f"momentum={momentum} is not in [0, 1); 0.9 is usual")
         super().__init__(*common, **options)
         self.lr, self.momentum = lr, momentum
         self.fragments = [Fragment(self.parameters)]
@@ -363,19 +330,19 @@ class StreamingDiLoCo(DiLoCo):
         mix: float = 0.5,
         **options: Any,
     ) -> None:
-        _check_every(every)
-        most = min(every, len(_trainable(model)))
-        _check(
+        check_every(every)
+        most = min(every, len(trainable(model)))
+        check(
             1 <= fragments <= most,
             f"fragments={fragments} does not fit every={every} steps and "
-            f"{len(_trainable(model))} parameters; use 1 to {most}",
+            f"{len(trainable(model))} parameters; use 1 to {most}",
         )
-        _check(
+        check(
             0 <= delay <= every, f"delay={delay} does not fit every={every}; use 0 to {every} steps"
         )
-        _check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
+        check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
         super().__init__(model, axis, optimizer, every, **options)
-        self.axis = _with_own_group(axis)
+        self.axis = with_own_group(axis)
         self.delay, self.mix = delay, mix if delay else 0.0
         self.fragments = [Fragment(p) for p in divide(self.parameters, fragments)]
 
@@ -420,10 +387,10 @@ class DelayedGradients(Strategy):
 
     def __init__(self, model: nn.Module, axis: Axis, *, average: bool = True) -> None:
         super().__init__(model, axis)
-        self.parameters = _trainable(model)
+        self.parameters = trainable(model)
         self.op: Op = "avg" if average else "sum"
         replicate(model, axis)
-        self.axis = _with_own_group(axis)
+        self.axis = with_own_group(axis)
         self.under_way: Gradients | None = None
 
     def finish_backward(self) -> None:
@@ -456,7 +423,7 @@ class DelayedGradients(Strategy):
         self.under_way = None
         if state["late"] is not None:
             used, arrived = state["late"]
-            self.under_way = Gradients(self.parameters, used, _arrived(arrived))
+            self.under_way = Gradients(self.parameters, used, arrived(arrived))
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DiLoCo | DelayedGradients]] = {
@@ -470,37 +437,3 @@ METHODS: dict[str, Callable[..., LocalSGD | DiLoCo | DelayedGradients]] = {
     ),
 }
 """Makers of each method with its defaults, by the name that a user types."""
-
-
-# ---------------------------------------------------------------------- helpers
-def _with_own_group(axis: Axis) -> Axis:
-    """The same axis with a process group of its own; all its ranks call this together.
-
-    Collectives of one group queue. What takes its time would hold up all that the training step
-    sends on the axis, such as the number of tokens that the loss waits for, and be exposed.
-    """
-    if axis.group is None:
-        return axis
-    group = dist.new_group(
-        list(axis.ranks), timeout=group_timeout(), use_local_synchronization=True
-    )
-    return replace(axis, group=group)
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    _check(bool(parameters), "the model has no trainable parameter: there is nothing to agree on")
-    return parameters
-
-
-def _arrived(result: Tensor | None) -> Pending | None:
-    return None if result is None else Pending(None, result.clone())
-
-
-def _check_every(every: int) -> None:
-    _check(every >= 1, f"every={every} must be 1 or more steps; 8 to 500 is usual")
-
-
-def _check(is_good: bool, message: str) -> None:
-    if not is_good:
-        raise ValueError(message)

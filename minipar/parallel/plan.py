@@ -16,21 +16,19 @@ Proved by tests/parallel/test_compose.py: what is said, beside what ranks do.
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
-from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, tensor
 from minipar.parallel.compression.feedback import COMPRESSORS
-from minipar.parallel.pieces import axes_of, copies_axis, full_shape
-from minipar.parallel.pipeline import runtime, schedules, simulate, stages
+from minipar.parallel.explain import Explanation, rows_of
+from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")  # from what needs the least of a link to what is in a node
@@ -307,14 +305,14 @@ class Plan:
         return round(sum(abs(math.log(ratio)) for ratio in ratios), 6), -sizes["dp"]
 
     # ------------------------------------------------------------------ what comes of it
-    def explain(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> "Explanation":
+    def explain(self, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Explanation:
         """Say of every parameter who has which part of it, and where its gradient travels.
 
         Computed by the very code that cuts a model, on tensors without data. Raises `ValueError`
         for a plan that does not work.
         """
         self.check(config)
-        return Explanation(self, tuple(_rows(self, config, dtype)))
+        return Explanation(self, tuple(rows_of(self, config, dtype)))
 
 
 def meshes(num_ranks: int) -> Iterator[dict[str, int]]:
@@ -335,150 +333,3 @@ def meshes(num_ranks: int) -> Iterator[dict[str, int]]:
 @cache
 def _schedule(name: str, p: int, m: int, v: int | None) -> Schedule:
     return schedules.make(name, p, m, v)
-
-
-# ---------------------------------------------------------------------- 2. what comes of it
-@dataclass(frozen=True)
-class Row:
-    """One parameter: what a rank has of it, and where its gradient travels."""
-
-    name: str
-    full_shape: tuple[int, ...]
-    shape: tuple[int, ...]  # on the first rank of tp, before dp and cp cut it
-    stage_ranks: tuple[int, ...]  # the ranks of pp that have it
-    cut_over: tuple[str, ...]  # axes over which the weight is cut, or of whose ranks few have it
-    summed: dict[str, str]  # axis -> the collective that adds up its gradient there
-    sent: dict[str, int]  # axis -> bytes of its gradient that a rank sends per step
-    num_bytes: dict[str, int]  # "weights", "gradients", "optimizer": on a rank between two steps
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `Plan.explain` found; prints as a table, in which layers that are alike are one line."""
-
-    plan: Plan
-    rows: tuple[Row, ...]
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axes and sizes."""
-        return self.plan.mesh_sizes()
-
-    def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
-        """Weights, gradients and optimizer state that the ranks of a place on pp hold."""
-        rows = [row for row in self.rows if stage_rank in row.stage_ranks]
-        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in _STATE}
-
-    def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
-        """Bytes of gradients along each axis that the ranks of a place on pp send per step."""
-        rows = [row for row in self.rows if stage_rank in row.stage_ranks]
-        axes = dict.fromkeys(axis for row in rows for axis in row.sent)
-        return {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
-
-    def __str__(self) -> str:
-        header = ("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")
-        alike: dict[tuple[str, ...], list[str]] = {}  # what layers have in common -> their numbers
-        for row in self.rows:
-            before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", row.name).groups()
-            shapes = ("x".join(map(str, shape)) for shape in (row.full_shape, row.shape))
-            summed = [f"{axis} ({verb})" for axis, verb in row.summed.items()]
-            sent = [f"{axis} {num_bytes:,}" for axis, num_bytes in row.sent.items()]
-            cells = (map(str, row.stage_ranks), row.cut_over, summed, sent)
-            cells = (before, after, *shapes, *(", ".join(cell) or "-" for cell in cells))
-            alike.setdefault(cells, []).append(number)
-        lines = [header]
-        for (before, after, *cells), numbers in alike.items():
-            lines.append((f"{before}{_runs(numbers)}{after}", *cells))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        return "\n".join([f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *table])
-
-
-def _runs(numbers: list[str]) -> str:
-    """ "0", "1", "2", "5" -> "0-2,5"."""
-    runs: list[list[str]] = []
-    for number in numbers:
-        if runs and number and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-_STATE = ("weights", "gradients", "optimizer")
-
-
-def _rows(plan: Plan, config: LlamaConfig, dtype: torch.dtype) -> Iterator[Row]:
-    found: dict[str, Row] = {}
-    for stage_rank in range(plan.pp):
-        with torch.device("meta"):
-            model = Llama(config).to(dtype)
-        cut = _cut_without_values(model, plan, stage_rank)
-        for name, p in model.named_parameters():
-            if config.tie_embeddings and name == "lm_head.weight":
-                name = "model.embed_tokens.weight"
-            row = _row(plan, *cut, name, p)
-            if name not in found:
-                found[name] = row
-    with torch.device("meta"):
-        order = [name for name, _ in Llama(config).named_parameters()]
-    yield from (found[name] for name in order)
-
-
-def _cut_without_values(
-    model: Llama, plan: Plan, stage_rank: int
-) -> tuple[tensor.TensorParallel | None, runtime.Pipeline | None]:
-    """Tensor and pipeline parallelism on a model on "meta", as on one of the ranks."""
-    by_tensor = pipeline = None
-    if model.config.moe is not None:
-        over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
-        axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
-        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, axis, None)
-    if plan.tp > 1:
-        axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
-        border = tensor.Border(axis, plan.sequence_parallel)
-        by_tensor = tensor.TensorParallel(
-            model, border, plan.tp_overlap, 0.0, plan.expert_tensor_parallel
-        )
-    if plan.pp > 1:
-        axis = Axis("pp", stage_rank, plan.pp, tuple(range(plan.pp)))
-        schedule = simulate.lower(plan.make_schedule())
-        cut = stages.balance(stages.estimate_costs(model.config), schedule.num_stages)
-        pipeline = runtime.Pipeline(model, axis, schedule, cut)
-    return by_tensor, pipeline
-
-
-def _row(
-    plan: Plan,
-    by_tensor: tensor.TensorParallel | None,
-    pipeline: runtime.Pipeline | None,
-    name: str,
-    p: nn.Parameter,
-) -> Row:
-    copies, t, num_bytes = copies_axis(p, plan.axis(*plan.data_axes)), plan.tp, p.nbytes
-    n, data = copies.size, copies.name
-    cut = [axis.name for axis in axes_of(p)]
-    stage_ranks = (0,) if pipeline is None else pipeline.twins.get(p, (pipeline.axis.rank,))
-    summed, sent = {}, {}
-    if n > 1:
-        # ZeRO 2 and 3 reduce every microbatch: they keep no whole gradients.
-        times = plan.microbatches if plan.zero > 1 else 1 if plan.zero else 2
-        summed[data] = "reduce-scatter" if plan.zero else "all-reduce"
-        sent[data] = times * num_bytes * (n - 1) // n
-        if plan.zero == 3:
-            cut.append(data)
-    if by_tensor is not None and name in (*by_tensor.whole, *by_tensor.shared):
-        rows = by_tensor.num_kv_heads if name in by_tensor.shared else 1
-        summed["tp"] = "all-reduce"
-        sent["tp"] = 2 * rows * num_bytes * (t - 1) // t // (n if plan.zero else 1)
-    if len(stage_ranks) > 1:
-        summed["pp"] = "exchange"
-        sent["pp"] = num_bytes * (len(stage_ranks) - 1)
-    parts_of = {"weights": 3, "gradients": 2, "optimizer": 1}
-    state = {
-        kind: num_bytes * (2 if kind == "optimizer" else 1) // (n if plan.zero >= stage else 1)
-        for kind, stage in parts_of.items()
-    }
-    full = tuple(full_shape(p))
-    return Row(name, full, tuple(p.shape), stage_ranks, tuple(cut), summed, sent, state)

@@ -40,8 +40,8 @@ In torch: `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`, `Seque
 Proved by tests/parallel/test_tensor.py and tests/parity/test_tensor.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,11 +49,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm import collectives
-from minipar.comm.autograd import all_gather, all_reduce, convert, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.model import casts
-from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, token_loss
+from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
+from minipar.parallel.matrices import (
+    Border,
+    Pieces,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    by_heads,
+    evenly,
+    vocab_loss,
+)
+from minipar.parallel.overlap import OverlappedRowLinear, fuse
 from minipar.parallel.pieces import axes_of, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
 
@@ -142,163 +151,6 @@ def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
         )
 
 
-# ---------------------------------------------------------------------- 1. who has which piece
-@dataclass(frozen=True)
-class Pieces:
-    """How a tensor is cut: rank r has ``start, stop = spans[r]`` of `dim`; equals are copies.
-
-    Where two matrices lie one above the other along `dim`, it has that of each of these `blocks`.
-    """
-
-    dim: int
-    spans: tuple[tuple[int, int], ...]
-    blocks: int = 1
-
-    def own(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of the piece of `rank`."""
-        start, stop = self.spans[rank]
-        rows = whole.movedim(self.dim, 0).unflatten(0, (self.blocks, -1))[:, start:stop]
-        return rows.flatten(0, 1).movedim(0, self.dim).clone(memory_format=torch.contiguous_format)
-
-    def join(self, piece: Tensor, axis: Axis) -> Tensor:
-        """Put the pieces of all ranks together, V -> I; they may be of different width."""
-        if self.blocks > 1:
-            parts = piece.chunk(self.blocks, self.dim)
-            one = replace(self, blocks=1)
-            return torch.cat([one.join(part, axis) for part in parts], self.dim)
-        piece = piece.movedim(self.dim, 0)
-        widest = max(stop - start for start, stop in self.spans)
-        padding = piece.new_zeros(widest - len(piece), *piece.shape[1:])
-        rows = all_gather(torch.cat([piece, padding]), axis, to="I").unflatten(0, (axis.size, -1))
-        first_of_each = dict(zip(self.spans, rows, strict=True))
-        joined = [row[: stop - start] for (start, stop), row in first_of_each.items()]
-        return torch.cat(joined).movedim(0, self.dim).contiguous()
-
-
-def evenly(dim: int, length: int, n: int) -> Pieces:
-    """Cut `length` into n pieces; where n does not divide it, their widths differ by one."""
-    return Pieces(dim, tuple((r * length // n, (r + 1) * length // n) for r in range(n)))
-
-
-def by_heads(dim: int, num_heads: int, head_dim: int, n: int) -> Pieces:
-    """Cut into n pieces of whole heads; with fewer heads than ranks, neighbours have the same."""
-    if n <= num_heads:
-        return evenly(dim, num_heads * head_dim, n)
-    heads = [r * num_heads // n for r in range(n)]
-    return Pieces(dim, tuple((head * head_dim, (head + 1) * head_dim) for head in heads))
-
-
-# ---------------------------------------------------------------------- 2. columns and rows
-@dataclass(frozen=True)
-class Border:
-    """How activations enter a region of cut matrices, and how they leave it."""
-
-    axis: Axis
-    sequence: bool = False
-
-    def enter(self, x: Tensor) -> Tensor:
-        """[B, T, D] I -> R, or [B, T/n, D] V -> [B, T, D] R."""
-        return all_gather(x, self.axis, 1, to="R") if self.sequence else convert(x, self.axis)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """[B, T, D] P -> I, or P -> [B, T/n, D] V."""
-        if self.sequence:
-            return reduce_scatter(x, self.axis, 1)
-        return all_reduce(x, self.axis, to="I")
-
-
-class RowLinear(nn.Module):
-    """The second of two matrices. Its bias, which is whole, is added once: after the sum (T14).
-
-    The first needs no class: a linear layer with fewer rows does the same on less.
-    """
-
-    def __init__(self, linear: nn.Linear, border: Border) -> None:
-        super().__init__()
-        self.weight, self.bias, self.border = linear.weight, linear.bias, border
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, F/n] V -> [B, T, D] I, or [B, T/n, D] V."""
-        out = self.border.leave(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
-
-
-# ---------------------------------------------------------------------- 3. the vocabulary
-class VocabEmbedding(nn.Module):
-    """Rows of the table: the words from `start` on. Any other word is another rank's."""
-
-    def __init__(self, embedding: nn.Embedding, start: int, border: Border) -> None:
-        super().__init__()
-        self.weight, self.start, self.border = embedding.weight, start, border
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] I -> [B, T, D] I, or [B, T/n, D] V."""
-        rows, own = local_words(tokens, self.start, len(self.weight), self.border.axis)
-        found = F.embedding(rows, self.weight).masked_fill(~own[..., None], 0)  # [B, T, D] P
-        return self.border.leave(found)
-
-
-class VocabHead(nn.Module):
-    """Logits of this rank's words; of all words, where no gradient is wanted."""
-
-    def __init__(self, linear: nn.Linear, words: Pieces, border: Border) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.words, self.border = words, border
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] I, or [B, T/n, D] V -> [B, T, V/n] V, or [B, T, V] I under `no_grad`."""
-        logits = F.linear(self.border.enter(x), self.weight, self.bias)
-        return logits if torch.is_grad_enabled() else self.words.join(logits, self.border.axis)
-
-
-def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Rows of a table that holds `count` words from `start` on, and which of `words` it has.
-
-    What is no word at all is left to the first and the last rank, whose look-up then fails as it
-    would on one device, instead of finding nothing anywhere.
-    """
-    own = torch.ones_like(words, dtype=torch.bool)
-    if axis.rank > 0:
-        own &= words >= start
-    if axis.rank < axis.size - 1:
-        own &= words < start + count
-    return (words - start).masked_fill(~own, 0), own
-
-
-def vocab_loss(
-    logits: Tensor,
-    targets: Tensor,
-    axis: Axis,
-    start: int,
-    *,
-    ignore_index: int = IGNORE_INDEX,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Sum of the cross entropies for logits [..., V/n] V of the words from `start` on: a scalar I.
-
-    No rank ever sees all logits. With m the largest of them (it only keeps exp from overflowing),
-    -log p = log(sum exp(logit - m)) - (logit_target - m): ranks exchange m, the sum of exponentials
-    and the target's logit, which one rank has and the others count as zero. In fp32 at least, of
-    which there is one copy of the logits: the exponentials.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    largest = collectives.all_reduce(wide.detach().amax(-1), axis, "max")
-    ignored = targets == ignore_index
-    rows, own = local_words(targets.masked_fill(ignored, 0), start, logits.shape[-1], axis)
-    # Not by `gather`, whose backward would want the logits as they are now.
-    tokens = torch.arange(rows.numel(), device=rows.device)
-    found = wide.reshape(-1, wide.shape[-1])[tokens, rows.flatten()].view_as(rows) - largest
-    subtract = wide.sub if wide is logits else wide.sub_  # the caller's stay as they are
-    exponentials = subtract(largest[..., None]).exp_()
-    parts = torch.stack([exponentials.sum(-1), found.masked_fill(~own, 0)])  # [2, ...] P
-    sum_exp, target_logit = all_reduce(parts, axis, to="I")
-    log_sum = sum_exp.log()
-    losses = log_sum - target_logit + z_loss * (log_sum + largest).square()
-    return losses.masked_fill(ignored, 0).sum()
-
-
-# ---------------------------------------------------------------------- 4. the model
 class TensorParallel(Strategy):
     """A Llama whose matrices are cut; made by `apply`."""
 
@@ -528,137 +380,3 @@ def _pad_and_cut(model: Llama, n: int) -> None:
 
     model.register_forward_pre_hook(pad, with_kwargs=True)
     model.register_forward_hook(cut)
-
-
-# ---------------------------------------------------------------------- 5. overlap
-def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """An all-gather that hands out every piece as it arrives: yields (rank it is of, piece).
-
-    While the caller works with one piece, the next one is on its way around the ring: n-1 steps.
-    """
-    n, rank = axis.size, axis.rank
-    for step in range(n):
-        coming = None
-        if step < n - 1:
-            sends, recvs = [(x, (rank + 1) % n)], [(torch.empty_like(x), (rank - 1) % n)]
-            coming = collectives.exchange(sends, recvs, axis, async_op=True)
-        yield (rank - step) % n, x
-        if coming is not None:
-            (x,) = coming.wait()
-
-
-def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
-    """A reduce-scatter of ``part(0) ... part(n-1)`` that asks for each when it is needed.
-
-    The sum for rank r starts at rank r+1 and goes around the ring; while it travels, every rank
-    computes its own part of the next one. The last is its own.
-    """
-    n, rank = axis.size, axis.rank
-    total = part((rank - 1) % n).contiguous()
-    for step in range(1, n):
-        sends, recvs = [(total, (rank + 1) % n)], [(torch.empty_like(total), (rank - 1) % n)]
-        coming = collectives.exchange(sends, recvs, axis, async_op=True)
-        own = part((rank - 1 - step) % n)
-        (arrived,) = coming.wait()
-        total = own + arrived
-    return total
-
-
-class _GatherLinears(torch.autograd.Function):
-    """all_gather(x) Wᵀ for x [B, T/n, D] V and each of several W [F, D]: [B, T, F] V.
-
-    All of them use a piece of x when it passes by. Of x, only the own piece is kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        ctx.axis = axis
-        batch, seq_len, _ = x.shape
-        outs = [x.new_empty(batch, axis.size, seq_len, len(weight)) for weight in weights]
-        for source, piece in ring_gather(x.contiguous(), axis):
-            for out, weight in zip(outs, weights, strict=True):
-                out[:, source] = F.linear(piece, weight)
-        return tuple(out.flatten(1, 2) for out in outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *weights), axis = ctx.saved_tensors, ctx.axis
-        grads = [grad.unflatten(1, (axis.size, -1)) for grad in grads]  # [B, n, T/n, F]
-        grad_x, grad_weights = None, [None] * len(weights)
-        if ctx.needs_input_grad[1]:
-
-            def part(target: int) -> Tensor:
-                first, *rest = (
-                    grad[:, target] @ weight for grad, weight in zip(grads, weights, strict=True)
-                )
-                return sum(rest, start=first)
-
-            grad_x = ring_reduce_scatter(part, axis)
-        if any(ctx.needs_input_grad[2:]):
-            grad_weights = [torch.zeros_like(weight) for weight in weights]
-            for source, piece in ring_gather(x.contiguous(), axis):  # again, instead of kept
-                for grad, grad_weight in zip(grads, grad_weights, strict=True):
-                    grad_weight.addmm_(grad[:, source].flatten(0, 1).T, piece.flatten(0, 1))
-        return None, grad_x, *grad_weights
-
-
-class _LinearScatter(torch.autograd.Function):
-    """reduce_scatter(x Wᵀ) for x [B, T, F] V and W [D, F]: [B, T/n, D] V."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis = axis
-        x = x.unflatten(1, (axis.size, -1))  # [B, n, T/n, F]
-        return ring_reduce_scatter(lambda target: F.linear(x[:, target], weight), axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, weight), axis = ctx.saved_tensors, ctx.axis
-        x = x.unflatten(1, (axis.size, -1))
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        for source, piece in ring_gather(grad.contiguous(), axis):
-            grad_x[:, source] = piece @ weight
-            grad_weight.addmm_(piece.flatten(0, 1).T, x[:, source].flatten(0, 1))
-        return grad_x.flatten(1, 2), grad_weight, None
-
-
-class OverlappedRowLinear(RowLinear):
-    """The second of two matrices, whose products are sent while the next are computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, F/n] V -> [B, T/n, D] V."""
-        out = _LinearScatter.apply(*_as_computed(x, self.weight), self.border.axis)
-        return out if self.bias is None else out + self.bias
-
-
-class Product(nn.Module):
-    """A first matrix whose product comes computed, together with those of its neighbours."""
-
-    def __init__(self, linear: nn.Linear, index: int) -> None:
-        super().__init__()
-        self.weight, self.bias, self.index = linear.weight, linear.bias, index
-
-    def forward(self, products: tuple[Tensor, ...]) -> Tensor:
-        """Products [B, T, F/n] V of all first matrices -> that of this one."""
-        own = products[self.index]
-        return own if self.bias is None else own + self.bias
-
-
-def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
-    """Compute the products of the linear layers `firsts` in one ring, where `region` begins."""
-    for i, name in enumerate(firsts):
-        setattr(region, name, Product(getattr(region, name), i))
-
-    def multiply(_: nn.Module, args: tuple) -> tuple:
-        weights = [getattr(region, name).weight for name in firsts]
-        return _GatherLinears.apply(axis, *_as_computed(args[0], *weights)), *args[1:]
-
-    region.register_forward_pre_hook(multiply)
-
-
-def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast as autocast would for a product: it does not look inside of our functions."""
-    dtype = casts.product_dtype(tensors[0].device.type)
-    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]

@@ -91,12 +91,8 @@ class Trainer:
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
         self.flops_per_token = shape.flops_per_token(config.seq_len)
-        self.saver = Saver(
-            folder / "checkpoints",
-            self.mesh.world,
-            keep=config.keep,
-            in_background=config.async_save,
-        )
+        place, how = folder / "checkpoints", {"keep": config.keep}
+        self.saver = Saver(place, self.mesh.world, **how, in_background=config.async_save)
         self.save_seconds = 0.0  # that training has waited for checkpoints
         self.told_save_seconds = 0.0  # of these, in the metrics
         self.step = 0
@@ -119,14 +115,8 @@ class Trainer:
 
     def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
         sequences, axis = Sequences(tokens, self.config.seq_len), self.mesh.joint("dp", "ep")
-        return Batches(
-            sequences,
-            self.config.batch_size,
-            axis.rank,
-            axis.size,
-            seed=seed,
-            microbatches=microbatches,
-        )
+        share = self.config.batch_size, axis.rank, axis.size
+        return Batches(sequences, *share, seed=seed, microbatches=microbatches)
 
     # ------------------------------------------------------------------ the loop
     def run(

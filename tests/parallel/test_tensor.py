@@ -19,7 +19,7 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
-from minipar.parallel import tensor
+from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import replicate
 from minipar.train.optim import make_optimizer
@@ -62,12 +62,12 @@ def cut_llama(size: int, mode: str, **changes) -> tuple[Llama, tensor.TensorPara
 
 # ---------------------------------------------------------------------- pieces
 def test_pieces_cover_everything_once_or_are_copies():
-    assert tensor.evenly(0, 61, 3).spans == ((0, 20), (20, 40), (40, 61))
-    assert tensor.by_heads(0, 4, 8, 2).spans == ((0, 16), (16, 32))
-    assert tensor.by_heads(1, 2, 8, 4).spans == ((0, 8), (0, 8), (8, 16), (8, 16))
+    assert matrices.evenly(0, 61, 3).spans == ((0, 20), (20, 40), (40, 61))
+    assert matrices.by_heads(0, 4, 8, 2).spans == ((0, 16), (16, 32))
+    assert matrices.by_heads(1, 2, 8, 4).spans == ((0, 8), (0, 8), (8, 16), (8, 16))
     for length in range(3, 30):
         for n in range(1, length + 1):
-            spans = tensor.evenly(0, length, n).spans
+            spans = matrices.evenly(0, length, n).spans
             assert [i for start, stop in spans for i in range(start, stop)] == list(range(length))
             widths = [stop - start for start, stop in spans]
             assert max(widths) - min(widths) <= 1
@@ -77,10 +77,10 @@ def _round_trip(size: int):
     axis = Mesh(tp=size).tp
     whole = torch.arange(7 * 5.0).view(7, 5)
     for dim, pieces in [
-        (0, tensor.evenly(0, 7, size)),
-        (1, tensor.evenly(1, 5, size)),
-        (-1, tensor.evenly(-1, 5, size)),
-        (0, tensor.Pieces(0, ((0, 3), (0, 3), (3, 7)))),
+        (0, matrices.evenly(0, 7, size)),
+        (1, matrices.evenly(1, 5, size)),
+        (-1, matrices.evenly(-1, 5, size)),
+        (0, matrices.Pieces(0, ((0, 3), (0, 3), (3, 7)))),
     ]:
         own = pieces.own(whole, axis.rank)
         assert own.shape[dim] < whole.shape[dim]
@@ -232,20 +232,20 @@ def test_trap_13_shared_keys_and_values_sum_their_gradients(ranks, mode):
 
 
 # ---------------------------------------------------------------------- bias and loss
-def _row_bias(size: int, module: type[tensor.RowLinear]):
+def _row_bias(size: int, module: type[matrices.RowLinear]):
     axis = Mesh(tp=size).tp
     linear = nn.Linear(8, 5).double()
     replicate(linear, axis)
     x = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    expected, sequence = linear(x).detach(), module is tensor.OverlappedRowLinear
-    pieces = tensor.evenly(1, 8, size)
+    expected, sequence = linear(x).detach(), module is overlap.OverlappedRowLinear
+    pieces = matrices.evenly(1, 8, size)
     linear.weight.data = pieces.own(linear.weight.data, axis.rank)
-    row = module(linear, tensor.Border(axis, sequence))
+    row = module(linear, matrices.Border(axis, sequence))
     out = row(x.chunk(size, -1)[axis.rank]).detach()
     return out, expected.chunk(size, 1)[axis.rank] if sequence else expected
 
 
-@pytest.mark.parametrize("module", [tensor.RowLinear, tensor.OverlappedRowLinear])
+@pytest.mark.parametrize("module", [matrices.RowLinear, overlap.OverlappedRowLinear])
 def test_trap_14_the_bias_of_a_row_is_added_once(ranks, module):
     """Mutant: the bias as part of the product, and so of every summand."""
     for found, expected in ranks(2).run(_row_bias, 2, module):
@@ -267,11 +267,11 @@ def _loss(size: int, dtype: torch.dtype, z_loss: float, all_ignored: bool):
     logits, targets = logits_and_targets(dtype)
     if all_ignored:
         targets.fill_(IGNORE_INDEX)
-    words = tensor.evenly(-1, 7, size)
+    words = matrices.evenly(-1, 7, size)
     own = words.own(logits, axis.rank).requires_grad_()
     start = words.spans[axis.rank][0]
     with timeline.record() as recorded:
-        loss = tensor.vocab_loss(own, targets, axis, start, z_loss=z_loss)
+        loss = matrices.vocab_loss(own, targets, axis, start, z_loss=z_loss)
         (3 * loss).backward()
     return loss.detach(), words.join(own.grad, axis), recorded.bytes_by_axis()["tp"]
 
@@ -374,9 +374,9 @@ def test_parts_of_a_model_are_cut_as_the_whole(ranks, mode):
 def test_what_is_no_word_is_not_swallowed(rank, word):
     """One of the ranks looks it up, and fails; mutant: all ranks count it as another's."""
     axis = Axis("tp", rank, 3, (0, 1, 2))
-    start, stop = tensor.evenly(0, 61, 3).spans[rank]
+    start, stop = matrices.evenly(0, 61, 3).spans[rank]
     tokens = torch.tensor([5, 25, 45, word])
-    rows, own = tensor.local_words(tokens, start, stop - start, axis)
+    rows, own = matrices.local_words(tokens, start, stop - start, axis)
     assert own[:3].tolist() == [start <= token < stop for token in tokens[:3]]
     if own[3]:
         with pytest.raises(IndexError):
@@ -456,12 +456,12 @@ def _timed_ring(size: int):
         return x
 
     def gather() -> None:
-        for source, _ in tensor.ring_gather(x, axis):
+        for source, _ in overlap.ring_gather(x, axis):
             product(source)
 
     try:
         found = []
-        for work in (gather, lambda: tensor.ring_reduce_scatter(product, axis)):
+        for work in (gather, lambda: overlap.ring_reduce_scatter(product, axis)):
             seconds = []
             for _ in range(3):
                 barrier(axis)
@@ -573,7 +573,7 @@ def test_the_vocabulary_loss_makes_one_copy_of_the_logits(dtype):
     logits = torch.randn(16, 1000, dtype=dtype).requires_grad_()
     before, targets = logits.detach().clone(), torch.arange(16)
     with LiveBytes() as live:
-        loss = tensor.vocab_loss(logits, targets, Mesh().tp, 0)
+        loss = matrices.vocab_loss(logits, targets, Mesh().tp, 0)
     assert live.peak < 1.1 * 4 * logits.numel()
     loss.backward()
     assert torch.equal(logits, before)

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import Llama, loss_of
-from minipar.parallel import context, tensor
+from minipar.parallel import context, matrices, overlap, tensor
 from tests.parity import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives:FutureWarning")
@@ -98,8 +98,8 @@ def vocabulary(monkeypatch):
     for word in (all_reduce, convert, all_gather, reduce_scatter):
         monkeypatch.setattr(tensor, word.__name__, word)
     for function, rule in (
-        (tensor._GatherLinears, gather_linears_type),
-        (tensor._LinearScatter, linear_scatter_type),
+        (overlap._GatherLinears, gather_linears_type),
+        (overlap._LinearScatter, linear_scatter_type),
         (context.RingAttention, attention_type),
         (context.GatherAttention, attention_type),
     ):
@@ -242,10 +242,10 @@ def _norms_left_out(patch):
 def _bias_in_every_summand(patch):
     """The bias of a second matrix is added before the sum: n times (T14)."""
 
-    def forward(self: tensor.RowLinear, x: Tensor) -> Tensor:
+    def forward(self: matrices.RowLinear, x: Tensor) -> Tensor:
         return self.border.leave(F.linear(x, self.weight, self.bias))
 
-    patch.setattr(tensor.RowLinear, "forward", forward)
+    patch.setattr(matrices.RowLinear, "forward", forward)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_trap_14_a_model_that_is_wrong_has_no_type(monkeypatch, mutant, mode, co
 
 def test_no_function_goes_unchecked(monkeypatch):
     """One with a backward of its own has a declared type, or is refused."""
-    monkeypatch.delattr(tensor._LinearScatter, "spmd_typecheck")
+    monkeypatch.delattr(overlap._LinearScatter, "spmd_typecheck")
     with pytest.raises(spmd.SpmdTypeError, match="_LinearScatter.* not registered"):
         typed_step(2, "overlap")
 

@@ -12,7 +12,7 @@ from minipar.comm.link import Topology
 from minipar.comm.mesh import groups_along
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER
-from minipar.parallel.plan import Explanation, Row
+from minipar.parallel.explain import Explanation, Row
 
 PIECE = KIND["forward"]  # what a rank has of a parameter
 

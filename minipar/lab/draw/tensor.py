@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, MUTED, PAPER, RANK
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.tensor import by_heads
+from minipar.parallel.matrices import by_heads
 
 SAME = "#d5d8e0"  # what all ranks have alike
 LENGTHS = {"T": 0.95, "D": 0.75, "F": 1.5, "V": 1.9}  # inches

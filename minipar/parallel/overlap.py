@@ -1,0 +1,151 @@
+"""Matrix products that travel in pieces while others are computed: tensor parallelism's overlap.
+
+Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition"
+(ASPLOS 2023). A part of tensor.py."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.comm import collectives
+from minipar.comm.mesh import Axis
+from minipar.model import casts
+from minipar.parallel.matrices import (
+    RowLinear,
+)
+
+
+def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """An all-gather that hands out every piece as it arrives: yields (rank it is of, piece).
+
+    While the caller works with one piece, the next one is on its way around the ring: n-1 steps.
+    """
+    n, rank = axis.size, axis.rank
+    for step in range(n):
+        coming = None
+        if step < n - 1:
+            sends, recvs = [(x, (rank + 1) % n)], [(torch.empty_like(x), (rank - 1) % n)]
+            coming = collectives.exchange(sends, recvs, axis, async_op=True)
+        yield (rank - step) % n, x
+        if coming is not None:
+            (x,) = coming.wait()
+
+
+def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
+    """A reduce-scatter of ``part(0) ... part(n-1)`` that asks for each when it is needed.
+
+    The sum for rank r starts at rank r+1 and goes around the ring; while it travels, every rank
+    computes its own part of the next one. The last is its own.
+    """
+    n, rank = axis.size, axis.rank
+    total = part((rank - 1) % n).contiguous()
+    for step in range(1, n):
+        sends, recvs = [(total, (rank + 1) % n)], [(torch.empty_like(total), (rank - 1) % n)]
+        coming = collectives.exchange(sends, recvs, axis, async_op=True)
+        own = part((rank - 1 - step) % n)
+        (arrived,) = coming.wait()
+        total = own + arrived
+    return total
+
+
+class _GatherLinears(torch.autograd.Function):
+    """all_gather(x) Wᵀ for x [B, T/n, D] V and each of several W [F, D]: [B, T, F] V.
+
+    All of them use a piece of x when it passes by. Of x, only the own piece is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.axis = axis
+        batch, seq_len, _ = x.shape
+        outs = [x.new_empty(batch, axis.size, seq_len, len(weight)) for weight in weights]
+        for source, piece in ring_gather(x.contiguous(), axis):
+            for out, weight in zip(outs, weights, strict=True):
+                out[:, source] = F.linear(piece, weight)
+        return tuple(out.flatten(1, 2) for out in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *weights), axis = ctx.saved_tensors, ctx.axis
+        grads = [grad.unflatten(1, (axis.size, -1)) for grad in grads]  # [B, n, T/n, F]
+        grad_x, grad_weights = None, [None] * len(weights)
+        if ctx.needs_input_grad[1]:
+
+            def part(target: int) -> Tensor:
+                first, *rest = (
+                    grad[:, target] @ weight for grad, weight in zip(grads, weights, strict=True)
+                )
+                return sum(rest, start=first)
+
+            grad_x = ring_reduce_scatter(part, axis)
+        if any(ctx.needs_input_grad[2:]):
+            grad_weights = [torch.zeros_like(weight) for weight in weights]
+            for source, piece in ring_gather(x.contiguous(), axis):  # again, instead of kept
+                for grad, grad_weight in zip(grads, grad_weights, strict=True):
+                    grad_weight.addmm_(grad[:, source].flatten(0, 1).T, piece.flatten(0, 1))
+        return None, grad_x, *grad_weights
+
+
+class _LinearScatter(torch.autograd.Function):
+    """reduce_scatter(x Wᵀ) for x [B, T, F] V and W [D, F]: [B, T/n, D] V."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis = axis
+        x = x.unflatten(1, (axis.size, -1))  # [B, n, T/n, F]
+        return ring_reduce_scatter(lambda target: F.linear(x[:, target], weight), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), axis = ctx.saved_tensors, ctx.axis
+        x = x.unflatten(1, (axis.size, -1))
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for source, piece in ring_gather(grad.contiguous(), axis):
+            grad_x[:, source] = piece @ weight
+            grad_weight.addmm_(piece.flatten(0, 1).T, x[:, source].flatten(0, 1))
+        return grad_x.flatten(1, 2), grad_weight, None
+
+
+class OverlappedRowLinear(RowLinear):
+    """The second of two matrices, whose products are sent while the next are computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, F/n] V -> [B, T/n, D] V."""
+        out = _LinearScatter.apply(*_as_computed(x, self.weight), self.border.axis)
+        return out if self.bias is None else out + self.bias
+
+
+class Product(nn.Module):
+    """A first matrix whose product comes computed, together with those of its neighbours."""
+
+    def __init__(self, linear: nn.Linear, index: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.index = linear.weight, linear.bias, index
+
+    def forward(self, products: tuple[Tensor, ...]) -> Tensor:
+        """Products [B, T, F/n] V of all first matrices -> that of this one."""
+        own = products[self.index]
+        return own if self.bias is None else own + self.bias
+
+
+def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
+    """Compute the products of the linear layers `firsts` in one ring, where `region` begins."""
+    for i, name in enumerate(firsts):
+        setattr(region, name, Product(getattr(region, name), i))
+
+    def multiply(_: nn.Module, args: tuple) -> tuple:
+        weights = [getattr(region, name).weight for name in firsts]
+        return _GatherLinears.apply(axis, *_as_computed(args[0], *weights)), *args[1:]
+
+    region.register_forward_pre_hook(multiply)
+
+
+def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:
+    """Cast as autocast would for a product: it does not look inside of our functions."""
+    dtype = casts.product_dtype(tensors[0].device.type)
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
