@@ -39,11 +39,6 @@ class Copy:
         self._error: BaseException | None = None
         self._done: Any = threading.Event()  # or that of a stream
 
-    def is_done(self) -> bool:
-        """Whether the copy has landed."""
-        done = self._done
-        return done.is_set() if isinstance(done, threading.Event) else done.query()
-
     def wait(self, *, block: bool = False) -> list[Tensor]:
         """Return when the copy has landed.
 
@@ -78,12 +73,12 @@ class HostCopy:
         else:
             self._down, self._up = (_Thread(self.pcie, name) for name in ("to_host", "to_device"))
 
-    def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def empty_like(self, tensor: Tensor) -> Tensor:
         """Memory of the host in the shape of `tensor`; pinned where there is a GPU."""
         with memory.on_host():
             return torch.empty(
                 tensor.shape,
-                dtype=dtype or tensor.dtype,
+                dtype=tensor.dtype,
                 device="meta" if tensor.is_meta else "cpu",  # no values to land on a host
                 pin_memory=self.device.type == "cuda",
             )

@@ -151,22 +151,6 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None
 
 
-def load_some(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the weights of these names, and read nothing else: those of a pipeline stage, say.
-
-    Raises `CheckpointError` for a name that the checkpoint has not, or a file that is cut short;
-    what is in the files is left to `load` to check.
-    """
-    manifest = verify(folder)
-    stored = {name: manifest["tied"].get(name, name) for name in names}
-    found = find(folder, manifest["files"], "weights_")
-    missing = sorted(name for name in names if stored[name] not in found)
-    if missing:
-        raise CheckpointError(f"checkpoint {folder} has no weight {missing[0]}")
-    read = {name: found[name]() for name in set(stored.values())}
-    return {name: read[stored[name]] for name in names}
-
-
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     """Where the tensors of a kind are, in the files of all ranks; reads their heads alone."""
     found: dict[str, Stored] = {}

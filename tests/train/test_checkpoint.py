@@ -88,17 +88,6 @@ def test_comes_back_to_the_bit(tmp_path, dtype, tied):
     assert found["random"][0].equal(state["random"][0])
 
 
-def test_some_weights_are_read_without_the_others(tmp_path):
-    weights = {"x": torch.arange(6.0), "y": torch.ones(2, 3), "z": torch.zeros(1)}
-    save(tmp_path, 1, {**weights, "alias": weights["y"]}, {"step": 1})
-    folder = tmp_path / "step_000001"
-    assert checkpoint.load_some(folder, ["alias"])["alias"].equal(weights["y"])
-    found = checkpoint.load_some(folder, ["x", "y"])
-    assert found.keys() == {"x", "y"} and found["x"].equal(weights["x"])
-    with pytest.raises(CheckpointError, match="has no weight w"):
-        checkpoint.load_some(folder, ["x", "w"])
-
-
 def test_state_of_any_shape_comes_back(tmp_path):
     """Nested, with tensors that are views, scalars, empty, shared or of whole numbers."""
     base = torch.arange(12.0)
