@@ -259,11 +259,11 @@ def _axis_name(group: Any) -> str:
     return "world" if group in ("", "0", "default_pg") else group.removeprefix("mesh_")
 
 
-def _cpu_spans(events: list[dict[str, Any]], axis: str, rank: int = 0) -> list[Span]:
+def _cpu_spans(events: list[dict[str, Any]], axis: str) -> list[Span]:
     comm = [e for e in events if e["name"].startswith("gloo:")]
     calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
     comm = sorted(comm or calls, key=lambda e: e["ts"])
-    spans = [Span("comm", _verb(printable(e["name"])), rank, *seconds(e), axis) for e in comm]
+    spans = [Span("comm", _verb(printable(e["name"])), 0, *seconds(e), axis) for e in comm]
     if len(calls) == len(comm):  # gloo works in threads of its own, in the order of the calls
         places = [(e.get("tid"), float(e["ts"])) for e in calls]
         inside = _enclosing(events, set(places))
@@ -290,7 +290,7 @@ def _cpu_spans(events: list[dict[str, Any]], axis: str, rank: int = 0) -> list[S
             name = printable(event["name"]).removeprefix(_BACKWARD + ": ")
             name = name.removeprefix(_OPTIMIZER + "#").removesuffix(".step")
             for piece in subtract([(start, end)], waits):
-                spans.append(Span(kind, name, rank, *piece))
+                spans.append(Span(kind, name, 0, *piece))
     return spans
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from minipar.comm import device, link, strict
 from minipar.comm.link_tables import Calls, Cell, Transfer
+from minipar.comm.operations import tensors as tensors_in
 from minipar.comm.spans import wire_bytes
 
 
@@ -229,7 +230,7 @@ class LinkGroup(dist.ProcessGroup):
         checks, call = link.checks, link.stands_for()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
-        result, hold = list(_tensors(args[:1])), None
+        result, hold = tensors_in(args[:1]), None
         if strict.is_on():
             hold = strict.Hold(verb, args, *self._read_and_written(op, args, opts))
             args = hold.travelling
@@ -253,12 +254,12 @@ class LinkGroup(dist.ProcessGroup):
         """The tensors that an operation reads, and those that it fills."""
         if op.verb in ("broadcast", "reduce"):  # in place, and one-sided
             fills = (op.verb == "reduce") == (opts.rootRank == self.rank())
-            return [[], [*_tensors(args)]] if fills else [[*_tensors(args)], []]
-        return [[*_tensors(args[1:2])], [*_tensors(args[:1])]]
+            return [[], tensors_in(args)] if fills else [tensors_in(args), []]
+        return [tensors_in(args[1:2]), tensors_in(args[:1])]
 
     def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
         """This call in words, the same on all ranks if they agree."""
-        kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in _tensors(pieces)]
+        kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
         if verb == "all_to_all":  # shapes may differ
             kinds = [kind.split()[0] for kind in kinds[:1]]
         operation = f"({opts.reduceOp.op.name.lower()})" if hasattr(opts, "reduceOp") else ""
@@ -366,17 +367,8 @@ class LinkGroup(dist.ProcessGroup):
         return (tag << 24) + self._num_messages[verb, peer, tag]
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(values))
+    return sum(tensor.nbytes for tensor in tensors_in(values))
 
 
 def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int]:

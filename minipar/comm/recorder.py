@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from minipar.comm.device import clock
+from minipar.comm.operations import tensors
 from minipar.comm.spans import Span
 
 
@@ -45,19 +46,9 @@ class Recorder:
         self._stack: list[_Frame] = []
         self._thread = threading.get_ident()
 
-    def comm(
-        self,
-        name: str,
-        axis_name: str,
-        num_bytes: int,
-        start: float,
-        end: float,
-        meta: dict[str, Any] | None = None,
-    ) -> None:
+    def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
         """Append a finished communication; any thread may call (`list.append` is atomic)."""
-        self.spans.append(
-            Span("comm", name, self.rank, start, end, axis_name, num_bytes, meta or {})
-        )
+        self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -199,18 +190,8 @@ def hook_model(recorder: Recorder, model: nn.Module) -> list[Callable[[], None]]
 def _hook_nodes(value: Any, hook: Callable[[Any], None]) -> None:
     """Call `hook` whenever a gradient of `value` is complete."""
     if torch.is_grad_enabled():
-        for node in {tensor.grad_fn for tensor in _tensors(value)} - {None}:
+        for node in {tensor.grad_fn for tensor in tensors(value)} - {None}:
             node.register_prehook(hook)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def hook_autograd(recorder: Recorder) -> list[Callable[[], None]]:

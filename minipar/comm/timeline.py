@@ -106,17 +106,8 @@ class Timeline:
         """The same spans, moved so that the first one starts at `to` seconds."""
         return Timeline(moved(self.spans, to - self.start), self.label, self.notes)
 
-    def select(
-        self,
-        *,
-        kind: str | None = None,
-        rank: int | None = None,
-        axis: str | None = None,
-        name: str | None = None,
-    ) -> "Timeline":
-        """Spans for which every word given is equal."""
-        wanted = {"kind": kind, "rank": rank, "axis": axis, "name": name}
-        wanted = {key: value for key, value in wanted.items() if value is not None}
+    def select(self, **wanted: Any) -> "Timeline":
+        """Spans for which every word given is equal: `kind`, `rank`, `axis` or `name`."""
         keep = (s for s in self.spans if all(getattr(s, k) == v for k, v in wanted.items()))
         return Timeline(keep, self.label)
 
@@ -170,15 +161,15 @@ class Timeline:
 
     def table(self) -> str:
         """`overlap()` as a table in plain text: milliseconds and megabytes per rank and axis."""
-        head = ("rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden")
-        rows = [head]
+        rows = [
+            ("rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden")
+        ]
         for o in self.overlap():
             times = (f"{1e3 * t:.1f}" for t in (o.total, o.hidden, o.exposed))
             part = f"{o.hidden / o.total:.0%}" if o.total else "-"
-            rows.append(
-                (str(o.rank), o.axis, str(o.count), f"{o.num_bytes / 1e6:.2f}", *times, part)
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+            sent = f"{o.num_bytes / 1e6:.2f}"
+            rows.append((str(o.rank), o.axis, str(o.count), sent, *times, part))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows
         )
@@ -237,12 +228,8 @@ class Timeline:
             event = {"ph": "X", "cat": span.kind, "name": span.name, "pid": span.rank, "tid": tid}
             ts, dur = 1e6 * (span.start - zero), 1e6 * span.duration
             events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
-        document = {
-            "minipar": 1,
-            "label": self.label,
-            "displayTimeUnit": "ms",
-            "traceEvents": events,
-        }
+        document = {"minipar": 1, "label": self.label, "displayTimeUnit": "ms"}
+        document["traceEvents"] = events
         path, text = Path(path), json.dumps(document)
         if path.suffix == ".gz":
             path.write_bytes(gzip.compress(text.encode(), mtime=0))

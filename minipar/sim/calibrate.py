@@ -22,6 +22,7 @@ from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.spans import wire_bytes
 from minipar.sim import fit, hardware
+from minipar.train.peak import synchronise
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CPU, GPU = dict(cube=768, bytes=2**26, length=512, most=22), dict(
@@ -110,17 +111,12 @@ def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
     times: list[float] = []
     work()
     while len(times) < (count or 3) or (not count and sum(times) < 0.5 and len(times) < 1000):
-        _wait(device)
+        synchronise(device)
         start = time.perf_counter()
         work()
-        _wait(device)
+        synchronise(device)
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---------------------------------------------------------------------- the file

@@ -14,7 +14,7 @@ the sum of absolute errors falls, not that of their squares (shared networks hav
 
 import csv
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -49,14 +49,18 @@ class Point:
 
 def read(path: str | Path) -> list[Point]:
     """Return the points of a table."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     points = []
-    for row in rows:
+    for row in rows_of(path):
         counts = [int(row[key]) for key in ("bytes", "ranks", "nodes")]
         bus = float(row["busbw"]) * 1e9
         points.append(Point(row["source"], row["machine"], row["verb"], *counts, bus))
     return points
+
+
+def rows_of(path: str | Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file, in which a line that begins with # is a comment."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return csv.DictReader(line for line in lines if not line.startswith("#"))
 
 
 def errors(points: Sequence[Point], buses: Iterable[float]) -> np.ndarray:

@@ -13,7 +13,6 @@ A table has a row per run, with the columns that `read` takes; sequences are cou
 `microbatch` and `global_batch`. What is empty is unknown, and taken as usual for its family.
 """
 
-import csv
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -81,9 +80,8 @@ class Run:
 
 def read(path: str | Path) -> list[Run]:
     """Return the runs of a table that went well. Raises `ValueError` for a row that is none."""
-    text = Path(path).read_text(encoding="utf-8").splitlines()
     runs = []
-    for row in csv.DictReader(line for line in text if not line.startswith("#")):
+    for row in fit.rows_of(path):
         try:
             if row["status"] == "ok":
                 runs.append(_run(row))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from minipar.comm import timeline
 from minipar.comm.mesh import whole_number
+from minipar.train.peak import synchronise
 
 SHORTEST_SLEEP = 1e-3  # seconds; the clock of a sleep is too coarse for less
 
@@ -98,8 +99,7 @@ class Pace:
         self._mark = now
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronise(self._device)
         return time.perf_counter()
 
 
