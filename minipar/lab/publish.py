@@ -27,7 +27,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
-from minipar.lab import exercises, slips
+from minipar.lab import exercises, problems, slips
 
 MAX_FIGURE_BYTES = 100_000
 CELL_TIMEOUT = 120  # seconds
@@ -190,6 +190,9 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
             )
             number = exercise.stem.removeprefix("ex_").replace("_", ".")
             known |= {n: s for n, s in slips.read(exercise.parent).items() if n == number}
+        for asked in path.parent.glob(f"solutions/problems_{int(path.stem[:2])}.py"):
+            written.append(folder / "solutions" / asked.name)
+            written[-1].write_text(without_ways(asked), encoding="utf-8")
     return [*written, slips.write(folder / "solutions", known)]
 
 
@@ -237,6 +240,20 @@ def without_answers(source: str) -> str:
         parts = [part for part in parts if part not in unused]
     title.value.value = ast.get_docstring(module).splitlines()[0]
     module.body = [title, *parts]
+    return ast.unparse(module) + "\n"
+
+
+def without_ways(file: Path) -> str:
+    """Return a file of problems with numbers in the place of what works them out."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    functions = [part for part in module.body if isinstance(part, ast.FunctionDef)]
+    for function, asked in zip(functions, problems.of(file).values(), strict=True):
+        function.body[1:] = ast.parse(f"return {asked.right!r}").body
+        for keyword in function.decorator_list[0].keywords:
+            if keyword.arg == "slips":
+                keyword.value = ast.parse(repr(asked.slips), mode="eval").body
+    module.body = [module.body[0], *ast.parse(f"from {problems.__name__} import problem").body]
+    module.body += functions
     return ast.unparse(module) + "\n"
 
 

@@ -1,0 +1,123 @@
+"""Problems from real clusters: a number to work out, and a check that knows the usual slips.
+
+    check_number("P6.1", 16.6)   # right, or how far off, and why that may be; worked("P6.1")
+
+The five problems of notebook 06 are five functions of ``notebooks/solutions/problems_6.py``:
+
+    @problem("A title", unit="GB", source="[paper](link)", hint="...", slips={"Sentence.": 120.0})
+    def weights_and_the_rest():
+        \"\"\"The situation, its numbers, and what is asked: the text in the notebook.\"\"\"
+        return model_state(...).device_bytes / 1e9   # by the library's own formulas
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from IPython.display import Code
+
+from minipar.lab import exercises
+from minipar.lab.exercises import CheckFailed
+
+FACTORS = {  # by what an answer is too large or too small, where nothing else is wrong
+    8: "bits or bytes?",
+    1.024**2: "steps of 1000 or of 1024?",
+    1.024**3: "steps of 1000 or of 1024?",
+    60: "seconds, minutes or hours?",
+    3600: "seconds or hours?",
+    100: "a share or per cent?",
+    **{1000.0**n: "which prefix has the unit?" for n in range(1, 5)},
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question whose answer is a number of `unit`, right within a share `within`."""
+
+    title: str
+    unit: str
+    source: str
+    hint: str
+    slips: dict[str, float]  # likely wrong answers, by what is said of them
+    work: Callable[[], float]
+    within: float = 0.02
+    lesson: str = ""
+
+    @cached_property
+    def right(self) -> float:
+        return self.work()
+
+    def markdown(self, number: str) -> str:
+        """What stands above the learner's cell in the notebook."""
+        text = " ".join((self.work.__doc__ or "").split())
+        within = f"to within {100 * self.within:g} %" if self.within else "exactly"
+        asked = f"**Asked:** {self.unit}, {within}. **Source:** {self.source}."
+        hint = f"<details><summary>A hint</summary>\n\n{self.hint}\n</details>"
+        return f"### Problem {number}: {self.title}\n\n{text}\n\n{asked}\n\n{hint}"
+
+    def why(self, answer: float) -> str:
+        """How far off a wrong answer is, and what it looks like, if it looks like anything."""
+        for sentence, value in self.slips.items():
+            if abs(answer - value) <= 0.005 * abs(value):
+                return sentence
+        if answer <= 0:
+            return "It is a number above zero."
+        factor = max(answer / self.right, self.right / answer)
+        size = "large" if answer > self.right else "small"
+        for known, question in FACTORS.items():
+            if abs(factor / known - 1) <= 0.005:
+                return f"Exactly {known:.6g} times too {size}: {question}"
+        return f"About {factor:.2g} times too {size}."
+
+
+def problem(title: str, **known: Any) -> Callable[[Callable[[], float]], Problem]:
+    """Make a `Problem` of the function that works it out; its docstring says what is asked."""
+    return lambda work: Problem(title, work=work, **known)
+
+
+@cache
+def of(file: Path) -> dict[str, Problem]:
+    """Return the problems of one file, by number."""
+    number = file.stem.removeprefix("problems_")
+    here = [p for p in vars(exercises._load(file)).values() if isinstance(p, Problem)]
+    return {f"P{number}.{count}": p for count, p in enumerate(here, 1)}
+
+
+def problems(notebook: str = "*") -> dict[str, Problem]:
+    """Return the problems of a notebook, "6", or of all, by number: "P6.1"."""
+    folder = next(iter(exercises.exercises().values())).parent
+    return {n: p for file in folder.glob(f"problems_{notebook}.py") for n, p in of(file).items()}
+
+
+def _named(number: str) -> Problem:
+    known = problems(number.removeprefix("P").split(".")[0])
+    if number not in known:
+        raise ValueError(f"there is no problem {number!r}; try one like P6.1")
+    return known[number]
+
+
+def check_number(number: str, answer: Any) -> None:
+    """Say that `answer` is right, or raise `CheckFailed`, which says how far off it is, and why."""
+    asked = _named(number)
+    if answer is ...:
+        raise CheckFailed(
+            f"Problem {number} is waiting for you: {asked.title}.\n"
+            f"Put your number ({asked.unit}) in the place of the dots, and run this cell again.",
+        )
+    try:
+        value = float(answer)
+    except (TypeError, ValueError):
+        raise CheckFailed(f"{answer!r} is no number; give it in {asked.unit}", "number") from None
+    if abs(value - asked.right) > asked.within * asked.right:
+        text = f"Problem {number}: not yet, {value:g} {asked.unit}. {asked.why(value)}"
+        raise CheckFailed(text, "number")
+    shown = f"{asked.right:.4g}" if asked.right < 1000 else f"{asked.right:,.0f}"
+    print(f"Problem {number} is right: {shown} {asked.unit}. {asked.lesson}".rstrip())
+
+
+def worked(number: str) -> Code:
+    """Return the stored solution, as highlighted source."""
+    return Code(inspect.getsource(_named(number).work), language="python")
