@@ -1,0 +1,110 @@
+"""Problems from real clusters, for notebook 08: sequence parallelism."""
+
+from minipar.lab.problems import problem
+from minipar.sim.memory import activation_bytes
+
+
+@problem(
+    "What a layer of GPT-3 keeps",
+    unit="GB",
+    source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), equation 1",
+    hint="5 H T / D is 80 here: attention's matrices are most of it.",
+    slips={
+        "That is without attention's T x T matrices.": 2048 * 12_288 * 34 / 1e9,
+        "The 34 and the 80 are bytes already: 16 bits are counted.": 2 * 2048 * 12_288 * 114 / 1e9,
+    },
+    lesson="Ninety-six layers of it would be 275 GB, for one sequence.",
+)
+def a_layer_of_gpt_3():
+    """GPT-3 has a width of 12,288 and 96 heads. For its backward, a layer keeps T D (34 + 5 H T
+    / D) bytes of a sequence of T tokens in 16 bits: the second term is the T x T matrices of
+    attention. How much does a layer keep of one sequence of 2,048 tokens on a single device?"""
+    return activation_bytes(1, 2048, 12_288, 96) / 1e9
+
+
+@problem(
+    "Cut over eight ranks, and how much is left",
+    unit="GB per GPU",
+    source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), equation 2",
+    hint="10 + 24/8 + 80/8 bytes for each of 2,048 x 12,288 numbers.",
+    slips={
+        "That is with sequence parallelism: here 10 bytes stay whole.": 2048
+        * 12_288
+        * 114
+        / 8
+        / 1e9,
+        "Nothing is cut yet in that.": 2048 * 12_288 * 114 / 1e9,
+    },
+    lesson="Of the 23 bytes, the 10 that stay whole are as many as those of attention.",
+)
+def on_eight_ranks():
+    """The same layer with tensor parallelism over 8 ranks, without sequence parallelism: of the
+    34 bytes, 24 are cut, and so are all of attention's 80; norms, dropouts and inputs (10
+    bytes) stay whole. How much does a GPU keep of this layer?"""
+    return activation_bytes(1, 2048, 12_288, 96, tp=8) / 1e9
+
+
+@problem(
+    "Sequence parallelism, and attention computed again",
+    unit="% of the last problem",
+    source=(
+        "[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), table 2 and the abstract"
+    ),
+    hint="34/8 bytes in the place of 23.",
+    slips={
+        "Attention's matrices are not kept any more: leave out the 80.": 100 * 114 / 8 / 23,
+        "Sequence parallelism cuts the 10 bytes, too.": 100 * 13 / 23,
+    },
+    lesson="The paper's abstract calls it five times less.",
+)
+def five_times_less():
+    """Now with sequence parallelism, which cuts the 10 bytes as well, and with selective
+    recomputation, which keeps nothing of attention's T x T matrices. What is left of the 0.579
+    GB of the last problem?"""
+    before = activation_bytes(1, 2048, 12_288, 96, tp=8)
+    now = activation_bytes(1, 2048, 12_288, 96, tp=8, sequence_parallel=True, recompute="selective")
+    return 100 * now / before
+
+
+@problem(
+    "What it was worth in time",
+    unit="% more throughput",
+    source="[Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), table 5",
+    hint="Throughput is one over time: compare 1 / 37.83 with 1 / 49.05.",
+    slips={
+        "That is the time saved: throughput is one over time.": 100 * (1 - 37.83 / 49.05),
+    },
+    lesson="The paper's table says 29.7 %.",
+)
+def what_it_was_worth():
+    """A model of 530 billion parameters on 280 GPUs fits with full recomputation, at 49.05 s
+    per step; or with sequence parallelism and selective recomputation, at 37.83 s. By how many
+    per cent does the throughput grow?"""
+    return 100 * (49.05 / 37.83 - 1)
+
+
+@problem(
+    "A million tokens, traded for heads",
+    unit="MB per GPU",
+    source=(
+        "[Jacobs et al. 2023](https://arxiv.org/abs/2309.14509), section 3.2; the shape "
+        "is that of [Llama 2 7B](https://arxiv.org/abs/2307.09288)"
+    ),
+    hint=("Each GPU has 16,384 tokens, of which it sends 63/64 of 4 x 4,096 numbers of 2 bytes."),
+    slips={
+        "A GPU has only its own 16,384 tokens.": 63 / 64 * 2**20 * 4 * 4096 * 2 / 1e6,
+        "What comes back after attention counts, too.": 63 / 64 * 2**14 * 3 * 4096 * 2 / 1e6,
+        "bf16 takes 2 bytes.": 63 / 64 * 2**14 * 4 * 4096 / 1e6,
+    },
+    lesson=(
+        "On twice the GPUs each sends half of that. Gathered, all tokens would reach "
+        "each GPU as before."
+    ),
+)
+def ulysses_at_a_million():
+    """Ulysses trades tokens for heads before attention (queries, keys and values: 3 D numbers
+    per token) and back after it (D). A model of width 4,096 with as many heads of keys as of
+    queries reads a sequence of 1,048,576 tokens on 64 GPUs. How many megabytes does each GPU
+    send in one layer's forward, in bf16? A GPU keeps 1/64 of what it has."""
+    tokens = 2**20 // 64
+    return 63 / 64 * tokens * 4 * 4096 * 2 / 1e6
