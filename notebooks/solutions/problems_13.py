@@ -1,0 +1,111 @@
+"""Problems from real clusters, for notebook 13: choosing."""
+
+from minipar.lab.problems import problem
+from minipar.model.llama import LlamaConfig
+from minipar.sim.hardware import load
+
+LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8)
+
+
+@problem(
+    "A step of Llama 3 405B",
+    unit="seconds",
+    source="[Llama 3](https://arxiv.org/abs/2407.21783), table 4",
+    hint="FLOPs per token: 2.42e12 for the matrices and 0.20e12 for attention.",
+    slips={
+        "That is at the peak of 989 TFLOP/s.": 2**24 * 2.6256e12 / (16_384 * 989e12),
+        "6 FLOPs per parameter and token: 2 are forward alone.": 2**24
+        * 2.6256e12
+        / (16_384 * 400e12)
+        / 3,
+    },
+    within=0.03,
+    lesson="Almost 17 million tokens in less than seven seconds.",
+)
+def step_of_405b():
+    """Llama 3 405B trained on 16,384 H100s with 2^24 tokens per step (2,048 sequences of
+    8,192), at 400 TFLOP/s per GPU. How long is a step? Count 6 FLOPs for each of 403.8 billion
+    multiplying parameters and token, and attention over the whole T x T square of 126 layers of
+    width 16,384 (12 L D T per token)."""
+    flops = 2**24 * LLAMA_3_405B.flops_per_token(8192)
+    return flops / (16_384 * 400e12)
+
+
+@problem(
+    "DeepSeek-V3's step, from its bill",
+    unit="% of the bf16 peak",
+    source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 1 and table 1",
+    hint="6 x 37e9 x 1e12 FLOPs in 180,000 x 3,600 seconds of a GPU.",
+    slips={
+        "A token passes 37 billion parameters, not 671.": 100
+        * 6
+        * 671e9
+        * 1e12
+        / (180e3 * 3600 * 989e12),
+        "That is of the FP8 peak.": 100 * 6 * 37e9 * 1e12 / (180e3 * 3600 * 1979e12),
+    },
+    lesson="Its products run in FP8, whose peak is twice as high: of that it is 17 %.",
+)
+def mfu_of_deepseek():
+    """DeepSeek-V3 needs 180,000 GPU hours of H800s (989 TFLOP/s in bf16, as an H100) for each
+    trillion tokens, of which each passes 37 billion parameters. What share of the bf16 peak is
+    that, at 6 FLOPs per parameter and token, with attention left out?"""
+    peak = load("h100-ndr").device.peak["bf16"]
+    return 100 * 6 * 37e9 * 1e12 / (180e3 * 3600 * peak)
+
+
+@problem(
+    "And in days",
+    unit="days",
+    source="[DeepSeek-V3](https://arxiv.org/abs/2412.19437), table 1",
+    hint="Hours per GPU, divided by 24.",
+    slips={
+        "That is in hours.": 2.664e6 / 2048,
+    },
+    lesson="The report speaks of less than two months.",
+)
+def days_of_deepseek():
+    """Pre-training took 2,664,000 GPU hours on 2,048 GPUs. How many days are that?"""
+    return 2.664e6 / 2048 / 24
+
+
+@problem(
+    "Twice the GPUs, the same batch",
+    unit="% of perfect",
+    source="[Llama 3](https://arxiv.org/abs/2407.21783), table 4",
+    hint="Throughput is GPUs times TFLOP/s of each.",
+    slips={
+        "That is the speed-up: compare it with a perfect 2.": 100 * 2 * 400 / 430,
+    },
+    within=0.01,
+    lesson="Each replica has half as many microbatches, so the bubble is larger.",
+)
+def twice_the_gpus():
+    """Llama 3 405B ran on 8,192 GPUs at 430 TFLOP/s each, and on 16,384 GPUs at 400 TFLOP/s
+    each, with as many tokens per step. What is the throughput of the larger cluster, in per
+    cent of twice that of the smaller one?"""
+    return 100 * (16_384 * 400) / (2 * 8192 * 430)
+
+
+@problem(
+    "A trillion parameters in three months",
+    unit="days",
+    source=(
+        "[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 5.1 and equation 4"
+    ),
+    hint="8 x 450e9 x 1e12 FLOPs over 3,072 x 163e12 per second.",
+    slips={
+        "Recomputation adds a forward: 8 FLOPs, not 6.": 6
+        * 450e9
+        * 1e12
+        / (3072 * 163e12)
+        / 86_400,
+        "That is at A100's peak of 312 TFLOP/s.": 8 * 450e9 * 1e12 / (3072 * 312e12) / 86_400,
+    },
+    lesson="The paper says 84.",
+)
+def days_of_a_trillion():
+    """Megatron-LM ran a trillion parameters on 3,072 A100s at 163 TFLOP/s each, recomputing all
+    activations: a token costs 8 FLOPs per parameter. How many days would 450 billion tokens
+    take?"""
+    return 8 * 450e9 * 1e12 / (3072 * 163e12) / 86_400
