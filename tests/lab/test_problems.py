@@ -1,0 +1,102 @@
+"""Problems from real clusters: each is complete, its solution passes, its slips are told apart."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from minipar.lab import problems, publish
+from minipar.lab.exercises import CheckFailed
+from minipar.lab.problems import Problem, check_number, worked
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = {str(int(p.stem[:2])): p for p in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+ALL = problems.problems()
+each = pytest.mark.parametrize("number", ALL)
+
+
+def refused(number: str, answer: object) -> str:
+    with pytest.raises(CheckFailed) as caught:
+        check_number(number, answer)
+    return str(caught.value)
+
+
+def test_every_notebook_has_five():
+    assert sorted(ALL) == sorted(f"P{nb}.{count}" for nb in NOTEBOOKS for count in range(1, 6))
+
+
+@each
+def test_the_worked_solution_is_right(number, capsys):
+    asked = ALL[number]
+    for share in (1, 1 + 0.9 * asked.within, 1 - 0.9 * asked.within):
+        check_number(number, asked.right * share)
+    said = capsys.readouterr().out
+    assert said.count(f"Problem {number} is right: ") == 3 and asked.lesson in said
+    assert "return" in worked(number).data
+    assert "off" not in refused(number, ...) and "is waiting for you" in refused(number, ...)
+
+
+@each
+def test_slips_are_refused_each_with_its_sentence(number):
+    """Mutant: a slip whose value lies within the tolerance, or that another one hides."""
+    asked = ALL[number]
+    assert asked.slips
+    for sentence, value in asked.slips.items():
+        assert sentence in refused(number, value)
+        assert sentence[-1] in ".?" and len(sentence) <= 90
+
+
+@each
+def test_a_wrong_unit_is_told(number):
+    asked = ALL[number]
+    others = [abs(value / asked.right) for value in asked.slips.values()]
+    for factor, question in problems.FACTORS.items():
+        for share in (factor, 1 / factor):
+            if factor - 1 > asked.within and all(abs(share / o - 1) > 0.01 for o in others):
+                assert question in refused(number, share * asked.right)
+
+
+@each
+def test_a_problem_is_complete(number):
+    """With its unit, its source with a link, its numbers; it stands in the notebook as it is."""
+    asked = ALL[number]
+    text = " ".join(asked.work.__doc__.split())
+    assert asked.title and asked.unit and asked.hint and 0 <= asked.within <= 0.05
+    assert re.search(r"\]\(https://[^)]+\)", asked.source)
+    assert "?" in text and len(re.findall(r"\d", text)) >= 2 and len(text.split()) <= 110
+    cells = nbformat.read(NOTEBOOKS[number[1:].split(".")[0]], as_version=4).cells
+    (at,) = [i for i, cell in enumerate(cells) if cell.source == f'check_number("{number}", ...)']
+    assert cells[at - 1].source == asked.markdown(number)
+    assert "raises-exception" in cells[at].metadata.tags
+
+
+def test_what_is_no_number_gets_a_sentence(capsys):
+    assert refused("P6.1", "16 GB") == "'16 GB' is no number; give it in GB per GPU"
+    assert "is no number" in refused("P6.1", None)
+    assert "above zero" in refused("P6.1", -16.6) and "above zero" in refused("P6.1", 0)
+    check_number("P6.1", "16.6")
+    with pytest.raises(ValueError, match="there is no problem 'P6.9'"):
+        check_number("P6.9", 1)
+
+
+def test_an_answer_that_is_wrong_in_its_own_way_is_told_by_how_much():
+    """A guess for everything would be none."""
+    strange = Problem("A title", "GB", "", "", {}, lambda: 10.0)
+    assert strange.why(31) == "About 3.1 times too large."
+    assert strange.why(3) == "About 3.3 times too small."
+    assert strange.why(80) == "Exactly 8 times too large: bits or bytes?"
+
+
+def test_copies_to_hand_out_check_but_hold_no_way(tmp_path, monkeypatch):
+    folder = tmp_path / "course"
+    publish.hand_out([NOTEBOOKS["6"]], folder)
+    text = (folder / "solutions/problems_6.py").read_text(encoding="utf-8")
+    assert "model_state" not in text and "16.640625" in text
+    monkeypatch.chdir(folder)
+    copy = problems.problems("6")
+    assert copy["P6.1"].work is not ALL["P6.1"].work
+    for number, asked in copy.items():
+        assert asked.work() == ALL[number].right and asked.slips == ALL[number].slips
+        assert asked.markdown(number) == ALL[number].markdown(number)
+        check_number(number, asked.right)
