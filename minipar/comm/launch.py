@@ -252,7 +252,7 @@ class Ranks:
         self._supervise([("join", meeting)] * self.size, limit=time.monotonic() + 60)
 
     def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
-        """Send `messages[rank]`, collect the answers, and see to it that everybody comes back."""
+        """Send `messages[rank]`, collect the answers, and see to it that all ranks come back."""
         self._check_open()
         if self._listening:
             raise RuntimeError("a sink cannot call the ranks while it hears them")

@@ -98,15 +98,15 @@ def explain(states: Sequence[State]) -> str:
             if call.peers:
                 lines.append(f"{state.label} has waited for {_time(call.seconds)} in {call}.")
                 guilty += call.peers
-    # Whoever waits in turn is a victim: the stacks of the others are what one wants to see. If all
-    # wait for each other, everybody's.
+    # A rank that waits in turn is a victim: the stacks of the others are what one wants to see. If
+    # all wait for each other, those of all.
     busy = [r for r in guilty if not by_rank[r].awaited or not by_rank[r].stack]
     shown = dict.fromkeys(busy or [state.rank for state in states if state.awaited])
     return "\n".join(["minipar: stalled", *lines, *(_doing(by_rank[rank]) for rank in shown)])
 
 
 def _waits(states: Sequence[State]) -> list[list[tuple[int, Call]]]:
-    """For each collective that somebody waits in: the ranks, and what they have called."""
+    """For each collective that a rank waits in: the ranks, and what they have called."""
     waits: dict[tuple, list[tuple[int, Call]]] = {}
     for state in states:
         for call in state.awaited:
@@ -116,7 +116,7 @@ def _waits(states: Sequence[State]) -> list[list[tuple[int, Call]]]:
 
 
 def _called_otherwise(call: Call, states: Sequence[State]) -> str:
-    """Who has called something else where others called `call`, in words; empty if nobody."""
+    """Who has called something else where others called `call`, in words; empty if none has."""
     return " and ".join(
         f"{state.label} called {own}"
         for state in states

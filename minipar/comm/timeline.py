@@ -7,7 +7,7 @@ Record: `with record(model) as timeline:` around any step. Hooks mark forward an
 Clock:  seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
         aligns the clocks of several machines at a barrier.
 Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens;
-        `from_profiler` reads the traces that `torch.profiler` wrote in anybody's training.
+        `from_profiler` reads the traces that `torch.profiler` wrote in any training.
 GPU:    a GPU works after the Python that asked it to, so there `record` has `torch.profiler` time
         the kernels, and takes from its own spans only the names and the bytes.
 """

@@ -4,7 +4,6 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -46,7 +45,6 @@ def tune(
     sizes: Sequence[int] = (1_000, 10_000, 100_000, 1_000_000),
     *,
     rounds: int = 5,
-    device: torch.device | str = "cpu",
 ) -> Tuning:
     """Measure an axis by messages of `sizes` bytes round its ring. A collective: all ranks call it.
 
@@ -59,16 +57,16 @@ def tune(
         raise ValueError(f"tune: sizes={tuple(sizes)} needs two sizes above 0; rounds={rounds}, 1")
     left, right = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     others = [peer for peer in range(axis.size) if peer != axis.rank]
-    ring = [_measure(axis, [right], [left], size, rounds, device) for size in sizes]
-    everybody = _measure(axis, others, others, max(sizes), rounds, device)
-    adding = _measure_adding(max(sizes), rounds, device)
-    times = torch.tensor([*ring, everybody, adding], dtype=torch.float64, device=device)
-    *ring, everybody, adding = comm.all_reduce(times, axis, op="max").tolist()
+    ring = [_measure(axis, [right], [left], size, rounds) for size in sizes]
+    to_all = _measure(axis, others, others, max(sizes), rounds)
+    adding = _measure_adding(max(sizes), rounds)
+    times = torch.tensor([*ring, to_all, adding], dtype=torch.float64)
+    *ring, to_all, adding = comm.all_reduce(times, axis, op="max").tolist()
     alpha, beta = fit(sizes, ring)
-    load = (everybody - alpha) / (beta * max(sizes))  # in messages, 1 to n-1
+    load = (to_all - alpha) / (beta * max(sizes))  # in messages, 1 to n-1
     sharing = min(max(load / (axis.size - 1), 1 / (axis.size - 1)), 1.0)
     found = [alpha, beta, adding / max(sizes), sharing]
-    agreed = comm.broadcast(torch.tensor(found, dtype=torch.float64, device=device), axis)
+    agreed = comm.broadcast(torch.tensor(found, dtype=torch.float64), axis)
     return Tuning(axis.size, *agreed.tolist())
 
 
@@ -83,32 +81,26 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(alpha, 1e-9), max(beta, 1e-15)  # noise must not make a message free
 
 
-def _measure(
-    axis: Axis, to: list[int], source: list[int], num_bytes: int, rounds: int, device: Any
-) -> float:
+def _measure(axis: Axis, to: list[int], source: list[int], num_bytes: int, rounds: int) -> float:
     """Seconds of the fastest exchange with these peers; the first is for making connections."""
-    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    sent = torch.zeros(num_bytes, dtype=torch.uint8)
     buffers = [torch.empty_like(sent) for _ in source]
     best = float("inf")
     for turn in range(rounds + 1):
         comm.barrier(axis)
         start = time.perf_counter()
         comm.exchange([(sent, peer) for peer in to], list(zip(buffers, source, strict=True)), axis)
-        if sent.device.type != "cpu":
-            torch.accelerator.synchronize(sent.device)
         if turn:
             best = min(best, time.perf_counter() - start)
     return best
 
 
-def _measure_adding(num_bytes: int, rounds: int, device: Any) -> float:
+def _measure_adding(num_bytes: int, rounds: int) -> float:
     """Seconds to add up floats of so many bytes."""
-    total = torch.zeros(max(1, num_bytes // 4), device=device)
+    total = torch.zeros(max(1, num_bytes // 4))
     other, best = torch.ones_like(total), float("inf")
     for _ in range(rounds + 1):
         start = time.perf_counter()
         total.add_(other)
-        if total.device.type != "cpu":
-            torch.accelerator.synchronize(total.device)
         best = min(best, time.perf_counter() - start)
     return best

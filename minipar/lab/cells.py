@@ -17,7 +17,7 @@ time.
 
 The ranks are those of `minipar.comm.launch`, with a shell in each (`minipar.lab.shell`). Whatever a
 cell does, the notebook is usable again within seconds: an error, ranks that disagree or wait for
-what nobody sends, the stop button, a killed process. One line then says what must be run again.
+what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
 import os

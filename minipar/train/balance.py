@@ -3,8 +3,8 @@
 A step lasts as long as its slowest rank computes. Two causes, two remedies.
 
 **Ranks of different speed.** Give each a number of microbatches that fits its speed. Nothing else
-changes: a gradient divided by the number of tokens of *all* ranks is a sum over tokens, whoever
-computes them (a mean of the ranks' means would not be; tests/parity/test_uneven_shares.py).
+changes: a gradient divided by the number of tokens of *all* ranks is a sum over tokens, whichever
+rank computes them (a mean of the ranks' means would not be; tests/parity/test_uneven_shares.py).
 
 **Documents of different length.** A row per document is mostly padding, and a rank with the long
 ones has more to do. `pack` lays several documents into each row of T tokens; a mask keeps them

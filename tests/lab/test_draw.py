@@ -185,15 +185,6 @@ def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
     assert drawn(figure)[draw.KIND["forward"]] == pytest.approx(500, rel=0.01)
 
 
-def test_drawing_into_given_axes():
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    ax = figure.add_subplot()
-    assert draw.timeline(step(True), ax=ax) is figure
-    assert drawn(figure)[draw.EXPOSED] == 4 * 15
-
-
 def test_empty_timelines_are_refused():
     with pytest.raises(ValueError, match="Overlapped has no spans"):
         draw.before_after({"Naive": step(False), "Overlapped": Timeline()})

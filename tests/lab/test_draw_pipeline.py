@@ -11,7 +11,7 @@ from minipar.lab import draw
 from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Costs, bubble_between, simulate
+from minipar.parallel.pipeline.simulate import Costs, simulate
 
 
 def panels(figure):
@@ -131,9 +131,6 @@ def test_memory_against_bubble_has_a_point_per_schedule():
     points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[0].lines}
     assert points == {(8, 37.5), (4, 37.5), (4, 12.5), (7, 12.5), (4, 6.25)}
     assert "zb_v, interleaved_zb" in texts(figure)
-    figure = draw_pipeline.memory_against_bubble(plans, measure=bubble_between)
-    points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[0].lines}
-    assert (7, 0) in points and (8, 37.5) in points
 
 
 def test_what_cannot_be_drawn_is_said():

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, EXPOSED, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.lab.draw.pen import AXIS, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.lab.draw.timelines import lanes
 from minipar.lab.memory import MemoryHistory
 
@@ -34,23 +34,18 @@ def memory(
     timeline: Timeline | None = None,
     *,
     closed_form: Mapping[str, float] | None = None,
-    budget: float | None = None,
     title: str = "",
     note: str = "",
 ) -> Figure:
     """What the device of a rank holds, as a stacked area over time; its timeline above, if given.
 
     `closed_form` in bytes by category (`sim.memory.model_state(...).device`) is a bar at the right,
-    in the colours of the area; `budget` in bytes a line. What a host holds is told in a line of
-    text. Raises ValueError for a history without a sample.
+    in the colours of the area. What a host holds is told in a line of text. Raises ValueError for
+    a history without a sample.
     """
-    return ladder(
-        {title: history},
-        {title: timeline} if timeline is not None else None,
-        closed_forms={title: closed_form} if closed_form else None,
-        budget=budget,
-        note=note,
-    )
+    timelines = {} if timeline is None else {title: timeline}
+    forms = {title: closed_form} if closed_form else {}
+    return ladder({title: history}, timelines, closed_forms=forms, note=note)
 
 
 def ladder(
@@ -58,7 +53,6 @@ def ladder(
     timelines: Mapping[str, Timeline] | None = None,
     *,
     closed_forms: Mapping[str, Mapping[str, float]] | None = None,
-    budget: float | None = None,
     note: str = "",
 ) -> Figure:
     """Histories one below the other, with one scale of bytes: `{"ddp": ..., "zero1": ...}`.
@@ -76,7 +70,7 @@ def ladder(
     longest = max(end - start for start, end in spans.values())
     peaks = [history.peak for history in histories.values()]
     forms = [sum(form.values()) for form in closed_forms.values()]
-    top = 1.08 * max([*peaks, *forms, budget or 0])
+    top = 1.08 * max([*peaks, *forms])
     seen = _categories([*histories.values()], closed_forms)
     others = [category for category in seen if category not in CATEGORY]
     known = CATEGORY | {c: OTHERS[i % len(OTHERS)] for i, c in enumerate(others)}
@@ -105,11 +99,7 @@ def ladder(
         _area(ax, history, spans[name], 1e3 * longest, top, inks)
         ax.tick_params(labelbottom=i == len(histories) - 1)
         said = y + area + (row + gap if name in mine else 0) + 0.1
-        _headline(figure, name, history, said / total, budget)
-        if budget is not None:
-            ax.axhline(budget / 1e6, color=EXPOSED, lw=1.2, zorder=5)
-            where = {"size": 8, "color": EXPOSED, "va": "bottom", "ha": "right"}
-            ax.text(1e3 * longest, budget / 1e6, f"budget {pen.num_bytes(int(budget))}", **where)
+        _headline(figure, name, history, said / total)
         if name in closed_forms:
             beside = pen.panel(figure, LEFT + wide + 0.12, y, right - 0.12, area)
             _bar(beside, closed_forms[name], top, inks)
@@ -190,9 +180,7 @@ def _most(at: list[float], totals: list[int], pixel: float) -> list[int]:
     return sorted({i for pair in keep.values() for i in pair})
 
 
-def _headline(
-    figure: Figure, name: str, history: MemoryHistory, y: float, budget: float | None
-) -> None:
+def _headline(figure: Figure, name: str, history: MemoryHistory, y: float) -> None:
     """The finding: how much at most, and what most of it is; beside it what the host holds."""
     held = history.at_peak
     largest = next(iter(held))
@@ -202,14 +190,12 @@ def _headline(
         host = pen.num_bytes(history.peak_of(*history.host, host=True))
         said += f"; the host holds {host}"
     width = figure.get_figwidth()
-    loud = budget is not None and history.peak > budget
-    ink = EXPOSED if loud else INK
     if name:
         style = {"size": 12, "weight": "bold", "color": INK, "va": "bottom"}
         figure.text(LEFT / width, y, name, **style)
-        figure.text(1 - RIGHT / width, y, said, size=10, color=ink, va="bottom", ha="right")
+        figure.text(1 - RIGHT / width, y, said, size=10, color=INK, va="bottom", ha="right")
     else:
-        figure.text(LEFT / width, y, said, size=12, weight="bold", color=ink, va="bottom")
+        figure.text(LEFT / width, y, said, size=12, weight="bold", color=INK, va="bottom")
 
 
 def _bar(ax: Axes, form: Mapping[str, float], top: float, inks: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ named as actions are drawn in the same way, so that predicted and measured stand
 Where this module is imported in a notebook, schedules draw themselves.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from matplotlib.axes import Axes
@@ -105,13 +105,9 @@ def finding(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def memory_against_bubble(
-    schedules: Mapping[str, Schedule],
-    costs: Costs | None = None,
-    *,
-    measure: Callable[[Timeline], float] = bubble,
-    title: str = "Activations held against idle time",
+    schedules: Mapping[str, Schedule], *, title: str = "Activations held against idle time"
 ) -> Figure:
-    """One point per schedule: activations held at most, and its bubble by `measure`, in percent.
+    """One point per schedule: activations held at most, and its bubble in percent.
 
     Activations of one microbatch in 1/p of the model are one. Raises ValueError for no schedules.
     """
@@ -119,8 +115,8 @@ def memory_against_bubble(
         raise ValueError("there is no schedule to draw")
     points: dict[tuple[float, float], list[str]] = {}
     for name, plan in schedules.items():
-        t = simulate(plan, (costs or Costs()).per_rank(plan))
-        points.setdefault((_held(plan), round(100 * measure(t), 6)), []).append(name)
+        t = simulate(plan, Costs().per_rank(plan))
+        points.setdefault((_held(plan), round(100 * bubble(t), 6)), []).append(name)
     width, height = 7.2, 4.4
     figure = pen.figure(width, height)
     ax = pen.panel(figure, 0.75, 0.62, width - 1.0, height - 1.3)

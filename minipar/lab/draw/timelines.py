@@ -19,32 +19,22 @@ Piece = tuple[float, float, str]  # start and end in seconds, name
 def timeline(
     timeline: Timeline,
     *,
-    title: str | None = None,
-    ax: Axes | None = None,
+    title: str = "",
     xlim: tuple[float, float] | None = None,
     unit: str = "a step",
 ) -> Figure:
     """Who computes, who talks, who waits: a row per rank, compute above communication.
 
     `xlim` in milliseconds zooms; `unit` is what was recorded, for the finding "308 ms a step, 87 %
-    of communication hidden", which is the title, or stands opposite of `title`. With `ax` only the
-    rows are drawn, into it. Raises ValueError when there are no spans.
+    of communication hidden", which is the title, or stands opposite of `title`. Raises ValueError
+    when there are no spans.
     """
-    if ax is not None:
-        _check_spans({title or "the timeline": timeline})
-        lanes(ax, timeline.shifted(), xlim or (0.0, 1e3 * timeline.duration))
-        return ax.figure
-    return _panels({title or "": timeline}, xlim, unit)
+    return _panels({title: timeline}, xlim, unit)
 
 
-def before_after(
-    timelines: Mapping[str, Timeline],
-    *,
-    xlim: tuple[float, float] | None = None,
-    unit: str = "a step",
-) -> Figure:
+def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> Figure:
     """Timelines one below the other on one time axis: `{"After backward": a, "Overlapped": b}`."""
-    return _panels(timelines, xlim, unit)
+    return _panels(timelines, None, unit)
 
 
 def finding(timeline: Timeline, unit: str = "a step") -> str:
