@@ -60,7 +60,7 @@ from minipar.comm.shapes import Op
 from minipar.parallel.strategy import Strategy, replicate
 from minipar.parallel.vectors import (
     Gradients,
-    arrived,
+    as_pending,
     check,
     check_every,
     flatten,
@@ -239,7 +239,7 @@ class Fragment:
         """Go on from there."""
         self.outer.copy_(state["outer"])
         self.momentum.copy_(state["momentum"])
-        self.pending = arrived(state["arrived"])
+        self.pending = as_pending(state["arrived"])
 
 
 class DiLoCo(_Local):
@@ -423,7 +423,7 @@ class DelayedGradients(Strategy):
         self.under_way = None
         if state["late"] is not None:
             used, arrived = state["late"]
-            self.under_way = Gradients(self.parameters, used, arrived(arrived))
+            self.under_way = Gradients(self.parameters, used, as_pending(arrived))
 
 
 METHODS: dict[str, Callable[..., LocalSGD | DiLoCo | DelayedGradients]] = {

@@ -73,7 +73,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def arrived(result: Tensor | None) -> Pending | None:
+def as_pending(result: Tensor | None) -> Pending | None:
     return None if result is None else Pending(None, result.clone())
 
 

@@ -561,7 +561,7 @@ def test_pieces_are_joined_on_the_device_that_computes():
     with torch.device("meta"):
         model = models.llama(0)
     strategy = tensor.apply(model, Mesh().tp)
-    with mock.patch.object(tensor, "all_gather", wraps=tensor.all_gather) as gathers:
+    with mock.patch.object(matrices, "all_gather", wraps=matrices.all_gather) as gathers:
         strategy.join({"lm_head.weight": torch.zeros(3, 2)})
     [gathered] = gathers.mock_calls
     assert gathered.args[0].is_meta

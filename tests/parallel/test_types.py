@@ -3,7 +3,7 @@
 The letters in minipar's docstrings, R, I, V and P, are those of this package of PyTorch's makers.
 In its strict mode it infers the type of every tensor, operation by operation, refuses those that do
 not fit each other, and refuses ``loss.backward()`` where the gradient that begins it would not be
-the right one. Here it gets the model as it is: what `tensor.py` imports from `comm/autograd.py` is
+the right one. Here it gets the model as it is: what `matrices.py` imports from `comm/autograd.py` is
 replaced by the package's functions of the same name, and parameters get the type that the strategy
 treats them by. One process plays any rank, on the `fake` backend: types need no values.
 
@@ -96,7 +96,7 @@ def attention_type(*, q: Tensor, k: Tensor, v: Tensor):
 def vocabulary(monkeypatch):
     """Let minipar speak the package's words; a mutant takes one of them away again."""
     for word in (all_reduce, convert, all_gather, reduce_scatter):
-        monkeypatch.setattr(tensor, word.__name__, word)
+        monkeypatch.setattr(matrices, word.__name__, word)
     for function, rule in (
         (overlap._GatherLinears, gather_linears_type),
         (overlap._LinearScatter, linear_scatter_type),
@@ -213,23 +213,23 @@ def test_a_step_has_the_types_that_the_docstring_promises(mode, rank, size):
 
 def _no_convert(patch):
     """Megatron's f is missing: gradients of a layer's input are parts, and stay so."""
-    patch.setattr(tensor, "convert", lambda x, axis: x)
+    patch.setattr(matrices, "convert", lambda x, axis: x)
 
 
 def _no_all_reduce(patch):
     """The sum at the end of a region is missing; with ``sequence``, that of the loss."""
-    patch.setattr(tensor, "all_reduce", lambda x, axis, *, to: x)
+    patch.setattr(matrices, "all_reduce", lambda x, axis, *, to: x)
 
 
 def _all_reduce_to_replicate(patch):
     """`torch.distributed.nn.all_reduce` in place of Megatron's g: n times the gradients (T14)."""
-    patch.setattr(tensor, "all_reduce", lambda x, axis, *, to: all_reduce(x, axis, to="R"))
+    patch.setattr(matrices, "all_reduce", lambda x, axis, *, to: all_reduce(x, axis, to="R"))
 
 
 def _gather_to_invariant(patch):
     """Backward keeps its own piece where it has to add up those of all ranks."""
     patch.setattr(
-        tensor, "all_gather", lambda x, axis, dim, *, to: all_gather(x, axis, dim, to="I")
+        matrices, "all_gather", lambda x, axis, dim, *, to: all_gather(x, axis, dim, to="I")
     )
 
 
