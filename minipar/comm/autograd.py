@@ -90,11 +90,7 @@ def convert(x: Tensor, axis: Axis) -> Tensor:
     Backward  P -> I: each way contributed a part of the gradient
               [a b] [c d]  ->  [a+c b+d] [a+c b+d]
     """
-    return _Transition.apply(
-        x,
-        lambda x: x.view_as(x),
-        lambda g: all_reduce(g, axis, to="I"),
-    )
+    return _Transition.apply(x, lambda x: x.view_as(x), lambda g: all_reduce(g, axis, to="I"))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

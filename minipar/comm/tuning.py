@@ -41,10 +41,7 @@ class Tuning:
 
 
 def tune(
-    axis: Axis,
-    sizes: Sequence[int] = (1_000, 10_000, 100_000, 1_000_000),
-    *,
-    rounds: int = 5,
+    axis: Axis, sizes: Sequence[int] = (1_000, 10_000, 100_000, 1_000_000), *, rounds: int = 5
 ) -> Tuning:
     """Measure an axis by messages of `sizes` bytes round its ring. A collective: all ranks call it.
 

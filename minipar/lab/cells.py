@@ -142,12 +142,7 @@ class Ranks(launch.Ranks):
         register_magic()
 
     def cell(
-        self,
-        code: str,
-        on: Iterable[int] | None = None,
-        *,
-        live: bool = False,
-        number: int = 1,
+        self, code: str, on: Iterable[int] | None = None, *, live: bool = False, number: int = 1
     ) -> None:
         """Run `code` in the namespaces of the ranks `on` (None: all), as ``%%ranks`` does.
 

@@ -25,11 +25,7 @@ NETWORKS = {
 ASKED = {"cp": 1, "microbatch": 1, "schedule": "1f1b"}
 NEAR = 1.05
 """Plans that take up to so many times as long as the fastest are as good."""
-CUTS = {
-    "dp": "dp: other sequences",
-    "tp": "tp: a part of each matrix",
-    "pp": "pp: other layers",
-}
+CUTS = {"dp": "dp: other sequences", "tp": "tp: a part of each matrix", "pp": "pp: other layers"}
 Found = Mapping[tuple[str, str, int], Search]  # by network, model, and number of GPUs
 
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
 from minipar.model import casts
-from minipar.parallel.matrices import (
-    RowLinear,
-)
+from minipar.parallel.matrices import RowLinear
 
 
 def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:

@@ -155,12 +155,7 @@ class Actor:
 
 # ---------------------------------------------------------------------- from a rank to its program
 def trace(
-    config: LlamaConfig,
-    plan: Plan,
-    *,
-    sequences: int = 1,
-    seq_len: int,
-    every_cp: bool = False,
+    config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int, every_cp: bool = False
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 

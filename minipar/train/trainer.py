@@ -32,13 +32,7 @@ from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.out_of_memory import noted
 from minipar.train.precision import COMPUTE_DTYPES, Precision
-from minipar.train.report import (
-    Report,
-    StepRecorder,
-    expert_figures,
-    peak_memory,
-    training_figures,
-)
+from minipar.train.report import Report, StepRecorder, expert_figures, peak_memory, training_figures
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, train_step

@@ -3,7 +3,7 @@
 The letters in minipar's docstrings, R, I, V and P, are those of this package of PyTorch's makers.
 In its strict mode it infers the type of every tensor, operation by operation, refuses those that do
 not fit each other, and refuses ``loss.backward()`` where the gradient that begins it would not be
-the right one. Here it gets the model as it is: what `matrices.py` imports from `comm/autograd.py` is
+the right one. Here it gets the model as it is: what `matrices.py` has from `comm/autograd.py` is
 replaced by the package's functions of the same name, and parameters get the type that the strategy
 treats them by. One process plays any rank, on the `fake` backend: types need no values.
 

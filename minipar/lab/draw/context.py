@@ -152,13 +152,7 @@ def _pale(ink: str) -> tuple[float, ...]:
 
 
 def _triangle(
-    ax: Axes,
-    x: float,
-    y: float,
-    size: int,
-    order: context.Order,
-    visible: Tensor,
-    head: str = "",
+    ax: Axes, x: float, y: float, size: int, order: context.Order, visible: Tensor, head: str = ""
 ) -> None:
     """Draw the scores into a square at (x, y), in inches."""
     length = len(visible)

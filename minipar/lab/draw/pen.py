@@ -142,10 +142,7 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 
 def stack(
-    heights: Sequence[float],
-    legend: Iterable[tuple[str, str]],
-    xlabel: str,
-    sources: Iterable[str],
+    heights: Sequence[float], legend: Iterable[tuple[str, str]], xlabel: str, sources: Iterable[str]
 ) -> tuple[Figure, list[Axes]]:
     """Panels of so many inches one below the other, each with room for a headline.
 

@@ -25,11 +25,7 @@ from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulat
 
 
 def schedule(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    title: str | None = None,
-    pairs: bool = False,
+    schedule: Schedule, costs: Costs | None = None, *, title: str | None = None, pairs: bool = False
 ) -> Figure:
     """One schedule under `costs`, which are those of a rank's whole share of the model.
 

@@ -39,11 +39,7 @@ class Compressed:
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        *,
-        error_feedback: bool | None = None,
-        warmup_steps: int = 0,
+        self, compressor: Compressor, *, error_feedback: bool | None = None, warmup_steps: int = 0
     ) -> None:
         check(warmup_steps >= 0, "warmup_steps", warmup_steps, "0 or more")
         self.compressor, self.warmup_steps = compressor, warmup_steps
