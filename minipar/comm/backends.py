@@ -156,13 +156,8 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     number, cards = meeting.meet(store, rank, size, timeout, "" if backend == "link" else _gpu())
     backend = pick_among([card.gpu for card in cards], backend)
     # The store still holds the addresses of ranks before a restart: leave them alone.
-    init(
-        backend,
-        timeout,
-        store=dist.PrefixStore(f"meeting {number}", store),
-        rank=rank,
-        world_size=size,
-    )
+    store = dist.PrefixStore(f"meeting {number}", store)
+    init(backend, timeout, store=store, rank=rank, world_size=size)
     compute_device()  # nccl talks from there
     try:
         yield

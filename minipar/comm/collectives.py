@@ -250,15 +250,11 @@ def send(
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. `name`: in the ledger."""
     check_peer("send", "peer", peer, axis)
     tensor = _staged(tensor.detach().contiguous(), axis)
-    return launch(
-        name,
-        axis,
-        tensor.nbytes,
-        lambda a: dist.isend(tensor, group=axis.group, group_dst=peer),
-        tensor,
-        async_op,
-        peers=[peer],
-    )
+
+    def call(_: bool) -> Any:
+        return dist.isend(tensor, group=axis.group, group_dst=peer)
+
+    return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
 
 
 def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Tensor | Pending:

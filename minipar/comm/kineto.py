@@ -27,20 +27,10 @@ from minipar.comm.spans import (
 if TYPE_CHECKING:  # a worker that reads a trace does without, and starts in a moment
     import torch
 
-_VERBS = {  # as Kineto, NCCL's kernels and gloo spell them, without punctuation -> as we do
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "exchange",
-    "send": "send",
-    "recv": "recv",
-    "reduce": "reduce",
-    "scatter": "scatter",
-    "gather": "gather",
-    "barrier": "barrier",
-}
+_LONG = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
+_SHORT = "send", "recv", "reduce", "scatter", "gather", "barrier"  # which are in those, too
+# As Kineto, NCCL's kernels and gloo spell them, without punctuation -> as we do.
+_VERBS = {v.replace("_", ""): v for v in _LONG} | {"sendrecv": "exchange"} | {v: v for v in _SHORT}
 _ITEM_BYTES = {
     **dict.fromkeys(("double", "long", "complexfloat", "uint64"), 8),
     **dict.fromkeys(("float", "int", "uint32"), 4),

@@ -181,20 +181,14 @@ class Topology:
 
 
 # ---------------------------------------------------------------------- cost
+_TREES = "broadcast", "reduce", "scatter", "gather", "barrier"
 _STEPS: dict[str, Callable[[int], int]] = {
     # Rings, and for all_to_all a pairwise exchange.
     "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "all_to_all": lambda n: n - 1,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: n - 1),
     # Trees, pipelined: the depth once, the bytes once.
-    "broadcast": lambda n: math.ceil(math.log2(n)),
-    "reduce": lambda n: math.ceil(math.log2(n)),
-    "scatter": lambda n: math.ceil(math.log2(n)),
-    "gather": lambda n: math.ceil(math.log2(n)),
-    "barrier": lambda n: math.ceil(math.log2(n)),
-    "send": lambda n: 1,
-    "recv": lambda n: 1,
+    **dict.fromkeys(_TREES, lambda n: math.ceil(math.log2(n))),
+    **dict.fromkeys(("send", "recv"), lambda n: 1),
 }
 
 

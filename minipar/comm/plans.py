@@ -25,7 +25,7 @@ practice, and experience", sections 3 (duality) and 4 (composition).
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 Span = tuple[int, int]
@@ -104,6 +104,15 @@ def together(*plans: Plan) -> Plan:
         )
         for steps in zip_longest(*plans, fillvalue=Round())
     ]
+
+
+def _renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
+    """The same plan among ranks with other numbers."""
+
+    def to(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(replace(m, peer=name(m.peer)) for m in messages)
+
+    return [Round(to(step.sends), to(step.recvs)) for step in plan]
 
 
 # ---------------------------------------------------------------------- spreading: all-gather
@@ -288,13 +297,8 @@ def halving_doubling(numel: int, rank: int, size: int, chunk: int | None = None)
         return [*swap, _round([(partner, high)], []), *rest, _round([], [(partner, whole)])]
     # Number the core anew, 0 .. p-1: the even ones of the pairs, then the rest.
     members = [*range(0, folded, 2), *range(folded, size)]
-    spread = [
-        Round(
-            tuple(Message(members[m.peer], m.lo, m.hi) for m in step.sends),
-            tuple(Message(members[m.peer], m.lo, m.hi) for m in step.recvs),
-        )
-        for step in doubling_gather(cut((0, numel), core), members.index(rank), core)
-    ]
+    spread = doubling_gather(cut((0, numel), core), members.index(rank), core)
+    spread = _renamed(spread, members.__getitem__)
     return before + dual(spread) + spread + after
 
 
@@ -326,19 +330,11 @@ def direct(numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
     return [Round(step.sends, recvs)]
 
 
-ALL_REDUCE: dict[str, Callable[..., Plan]] = {
-    "ring": ring,
-    "bidirectional": bidirectional,
-    "double_tree": double_tree,
-    "halving_doubling": halving_doubling,
-    "bruck": bruck,
-    "direct": direct,
-}
+_REDUCES = ring, bidirectional, double_tree, halving_doubling, bruck, direct
+ALL_REDUCE: dict[str, Callable[..., Plan]] = {make.__name__: make for make in _REDUCES}
+_GATHERS = ring_gather, bidirectional_gather, bruck_gather, direct_gather
 ALL_GATHER: dict[str, Callable[..., Plan]] = {
-    "ring": ring_gather,
-    "bidirectional": bidirectional_gather,
-    "bruck": bruck_gather,
-    "direct": direct_gather,
+    make.__name__.removesuffix("_gather"): make for make in _GATHERS
 }
 
 
@@ -349,13 +345,7 @@ def tree_from(root: int, numel: int, rank: int, size: int, chunk: int | None = N
     chunks = cut((0, numel), num_chunks(numel, chunk))
     # Rename the ranks so that `root` is the one at the top.
     plan = tree_broadcast(chunks, (rank - root + top) % size, size)
-    return [
-        Round(
-            tuple(Message((m.peer + root - top) % size, m.lo, m.hi) for m in step.sends),
-            tuple(Message((m.peer + root - top) % size, m.lo, m.hi) for m in step.recvs),
-        )
-        for step in plan
-    ]
+    return _renamed(plan, lambda peer: (peer + root - top) % size)
 
 
 def scatter_ring(root: int, numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:

@@ -128,14 +128,9 @@ class _Worker:
     def _join(self, meeting: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = dist.FileStore(meeting, self.setup.size)
-        init(
-            self.setup.backend,
-            self.setup.timeout,
-            store=store,
-            rank=self.setup.rank,
-            world_size=self.setup.size,
-        )
+        size, store = self.setup.size, dist.FileStore(meeting, self.setup.size)
+        where = {"store": store, "rank": self.setup.rank, "world_size": size}
+        init(self.setup.backend, self.setup.timeout, **where)
         self.world = dist.group.WORLD
 
     def _failure(self, error: BaseException) -> Failure:

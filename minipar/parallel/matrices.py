@@ -136,13 +136,7 @@ def local_words(words: Tensor, start: int, count: int, axis: Axis) -> tuple[Tens
 
 
 def vocab_loss(
-    logits: Tensor,
-    targets: Tensor,
-    axis: Axis,
-    start: int,
-    *,
-    ignore_index: int = IGNORE_INDEX,
-    z_loss: float = 0.0,
+    logits: Tensor, targets: Tensor, axis: Axis, start: int, *, z_loss: float = 0.0
 ) -> Tensor:
     """Sum of the cross entropies for logits [..., V/n] V of the words from `start` on: a scalar I.
 
@@ -153,7 +147,7 @@ def vocab_loss(
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = collectives.all_reduce(wide.detach().amax(-1), axis, "max")
-    ignored = targets == ignore_index
+    ignored = targets == IGNORE_INDEX
     rows, own = local_words(targets.masked_fill(ignored, 0), start, logits.shape[-1], axis)
     # Not by `gather`, whose backward would want the logits as they are now.
     tokens = torch.arange(rows.numel(), device=rows.device)

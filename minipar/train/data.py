@@ -124,13 +124,10 @@ class Batches:
                 raise ValueError(f"{name}={value} must be 1 or more")
         if not 0 <= rank < size:
             raise ValueError(f"rank={rank} is not one of {size} ranks; use 0 to {size - 1}")
-        self.sequences = sequences
-        self.batch_size = batch_size
-        self.rank = rank
-        self.size = size
-        self.seed = seed
+        self.sequences, self.batch_size = sequences, batch_size
+        self.rank, self.size = rank, size
+        self.seed, self.shuffle = seed, shuffle
         self.shares = [microbatches] * size  # microbatches of each rank
-        self.shuffle = shuffle
         self.epoch = 0
         self.position = 0  # samples of this epoch that were handed out, over all ranks
 
