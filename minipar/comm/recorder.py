@@ -43,7 +43,7 @@ class Recorder:
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.spans: list[Span] = []
         self.on = True  # until the recording ends; a graph that outlives it keeps its hooks
-        self._stack: list[_Frame] = []
+        self.stack: list[_Frame] = []  # what is open, the innermost last
         self._thread = threading.get_ident()
 
     def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
@@ -64,30 +64,34 @@ class Recorder:
         if threading.get_ident() != self._thread and not in_backward():
             return None
         now = clock()
-        if self._stack:
-            self._piece(self._stack[-1], now)
-        self._stack.append(_Frame(kind, name, now))
-        return self._stack[-1]
+        if self.stack:
+            self._piece(self.stack[-1], now)
+        self.stack.append(_Frame(kind, name, now))
+        return self.stack[-1]
 
     def close(self, frame: _Frame | None) -> None:
         """End `frame` and whatever is still open inside of it; the span around it goes on."""
-        if frame not in self._stack:
+        if frame not in self.stack:
             return
         now = clock()
-        self._piece(self._stack[-1], now)
-        del self._stack[self._stack.index(frame) :]
-        if self._stack:
-            self._stack[-1].start = now
+        self._piece(self.stack[-1], now)
+        del self.stack[self.stack.index(frame) :]
+        if self.stack:
+            self.stack[-1].start = now
+
+    def go_on(self, stack: list[_Frame]) -> None:
+        """From here on this thread records, in spans of its own that are open."""
+        self.stack, self._thread = stack, threading.get_ident()
 
     def rename(self, name: str) -> None:
         """From here on the running span has another name."""
-        frame, now = self._stack[-1], clock()
+        frame, now = self.stack[-1], clock()
         self._piece(frame, now)
         frame.name, frame.start = name, now
 
     def running(self) -> _Frame | None:
         """The innermost open span."""
-        return self._stack[-1] if self._stack else None
+        return self.stack[-1] if self.stack else None
 
     def _piece(self, frame: _Frame, now: float) -> None:
         if frame.kind is not None and now > frame.start:

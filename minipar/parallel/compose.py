@@ -138,6 +138,7 @@ def apply(
             mesh.pp,
             plan.make_schedule(),
             token_shards=plan.tp if plan.sequence_parallel else 1,
+            paired=plan.dispatch == "paired",
         )
     # 5. Data last: it sums gradients of the parameters that are left, and may cut them once more.
     #    Ranks of cp hold other tokens, as those of dp do: to gradients, both are one axis.

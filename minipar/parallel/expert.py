@@ -68,7 +68,7 @@ from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_b
 from minipar.parallel.pieces import mark
 from minipar.parallel.strategy import Strategy, replicate
 
-Dispatch = Literal["gather", "all_to_all", "hierarchical", "overlapped", "halves"]
+Dispatch = Literal["gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired"]
 
 
 def apply(
@@ -90,7 +90,8 @@ def apply(
         copies: the ranks with the same experts; by default, none.
         dispatch: how tokens meet experts: "gather", "all_to_all"; "hierarchical", with one copy for
             each node; "overlapped" with the shared experts, which compute while tokens travel; or
-            in "halves", of which one computes while the other travels.
+            in "halves", of which one computes while the other travels; or "paired", which is
+            "overlapped" for a pipeline that computes another microbatch meanwhile.
         nodes: on so many nodes the ranks of `axis` are, one node after the other, each with as
             many; "hierarchical" needs to know.
         batch: the ranks that share a batch, over which the bias and the balance of the "batch"
@@ -400,6 +401,7 @@ CORES: dict[str, Callable[..., Tensor]] = {
     "hierarchical": hierarchical,
     "overlapped": overlapped,
     "halves": partial(overlapped, parts=2),
+    "paired": overlapped,  # and the pipeline does the rest
 }
 
 

@@ -62,7 +62,9 @@ class Plan:
     """Over tp, send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp, how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves", "paired"] = (
+        "all_to_all"
+    )
     """Over ep, how tokens meet their experts."""
     expert_nodes: int = 1
     """Over ep, of dispatch=hierarchical: nodes that these ranks are on, one after the other."""
@@ -221,6 +223,15 @@ class Plan:
                 f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "
                 f"sends one copy to each of several nodes, and no other dispatch asks for them"
             )
+        if self.dispatch == "paired":
+            if self.pp == 1:
+                yield (
+                    "dispatch=paired computes one microbatch while tokens of another travel, in a "
+                    "pipeline; with pp=1 use dispatch=halves, or take pp=2,schedule=dualpipe_v"
+                )
+            schedules.check_pairs(self.make_schedule())
+            if self.zero == 3:
+                yield f"{runtime.PAIRED_FSDP} (zero=3, dispatch=paired); use zero=2"
         if config.moe is not None and self.pp > 1 and self.make_schedule().copies > 1:
             yield (
                 f"schedule={self.schedule} has two copies of every router, and each would count "

@@ -167,6 +167,11 @@ def trace(
     Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
     """
     plan.check(config)
+    if plan.dispatch == "paired":
+        raise ValueError(
+            f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
+            f"runs two at once; take dispatch=overlapped, which cannot be faster"
+        )
     if sequences < 1 or not 1 <= seq_len <= config.max_seq_len:
         raise ValueError(
             f"sequences={sequences}, seq_len={seq_len}: use 1 or more, and 1 to the "

@@ -87,10 +87,12 @@ class Parallel:
     """Over tp, with --sequence-parallel: send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp: how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves", "paired"] = (
+        "all_to_all"
+    )
     """Over ep: how tokens meet their experts. gather suits ep up to the experts per token;
     hierarchical sends a token once to each node; overlapped and halves compute while tokens
-    travel."""
+    travel, and so does paired, another microbatch of a pipeline with schedule dualpipe_v."""
     expert_nodes: int = 1
     """Over ep, of hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False

@@ -17,6 +17,8 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.model.moe import MoEConfig, Router, mixtures, routers
 from minipar.parallel import ddp, expert, fsdp, strategy, zero
 from minipar.parallel.compose import apply
+from minipar.parallel.pipeline import pairs, runtime
+from minipar.parallel.pipeline.actions import slots
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import forward_backward
 from tests.parity import models
@@ -104,6 +106,12 @@ FOLDED = [
     "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
     "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
 ]
+PAIRED = "pp=2,ep=2,schedule=dualpipe_v,dispatch=paired"
+FOLDED += [
+    f"{PAIRED},zero=1,microbatches=4",
+    # A forward again, with journeys of its own, inside of the backward of a pair:
+    f"{PAIRED},zero=2,checkpointing=full,microbatches=3",
+]
 
 
 @pytest.mark.parametrize("text", FOLDED)
@@ -137,6 +145,8 @@ def test_every_legal_plan_of_four_ranks(ranks):
         "cp=2,ep=2,tp=2",
         "cp=2,ep=2,tp=2,experts_over_cp,expert_tensor_parallel,zero=1",
         "dp=2,ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=3",
+        f"{PAIRED},tp=2,sequence_parallel,microbatches=7",
+        f"{PAIRED},cp=2,context=ulysses,zero=1,microbatches=4",
     ],
 )
 def test_experts_may_be_spread_over_any_axes_whose_ranks_hold_other_tokens(ranks, text):
@@ -148,6 +158,42 @@ def test_without_communication_nothing_is_equal(ranks):
     """The mutant of all tests above."""
     with pytest.raises((AssertionError, RuntimeError)):
         run(ranks, "ep=2", mute=True)
+
+
+# ---------------------------------------------------------------------- pairs of a pipeline
+def _paired(plan: Plan, task: Task, crossed: bool) -> tuple[Outcome, int]:
+    """Train, and count turns; `crossed`: each of a pair is given what the other made."""
+    both, take_turn, turns = runtime.side_by_side, pairs._Pair.take_turn, []
+
+    def counted(pair: pairs._Pair, me: int) -> None:
+        turns.append(me)
+        take_turn(pair, me)
+
+    def wrong(forward: Callable, backward: Callable) -> tuple:
+        return both(forward, backward)[::-1]
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(pairs._Pair, "take_turn", counted))
+        if crossed:
+            stack.enter_context(mock.patch.object(runtime, "side_by_side", wrong))
+        return train(plan, task), len(turns)
+
+
+def test_results_of_a_pair_are_not_mixed_up(ranks):
+    """The mutant: they are. And turns change as often as there are journeys, in no other plan."""
+    plan = Plan.parse(f"{PAIRED},microbatches=4")
+    task = task_of(FOUR, plan.microbatches, num_layers=4)
+    truth = expected(FOUR, uneven, (("num_layers", 4),))
+    rows = plan.make_schedule().actions
+    num_pairs = sum(len(slot) == 2 for slot in slots(rows[0], paired=True))
+    for crossed in (False, True):
+        for outcome, num_turns in ranks(4).run(_paired, plan, task, crossed):
+            # A forward and a backward of a layer have four journeys.
+            assert num_turns >= 4 * num_pairs * task.steps > 0
+            with pytest.raises(AssertionError) if crossed else nullcontext():
+                assert_parity(outcome, truth)
+    for _, num_turns in ranks(4).run(_paired, replace(plan, dispatch="overlapped"), task, False):
+        assert num_turns == 0
 
 
 # ---------------------------------------------------------------------- traps

@@ -164,10 +164,10 @@ def test_any_schedule_with_data_parallelism_equals_one_device(ranks):
         check(ranks, "tied", [make("interleaved_1f1b", 2, 3)], dp=2, data=version)
 
 
-def sharding(model, mesh, schedule, how: str):
+def sharding(model, mesh, schedule, how: str, paired: bool = False):
     """Tensor parallelism before the split; or ZeRO 1 or 2, or fsdp, of what it leaves on a rank."""
     inner = tensor.apply(model, mesh.tp) if how == "tensor" else None
-    pipeline = runtime.apply(model, mesh.pp, schedule)
+    pipeline = runtime.apply(model, mesh.pp, schedule, paired=paired)
     if how == "fsdp":
         inner = fsdp.apply(model, mesh.dp, average=False)
     elif inner is None:
@@ -186,14 +186,16 @@ def _both(pipeline, inner):
     return lambda: collect(inner.full_state_dict())
 
 
-def sharded(task: Task, schedules: list, how: str, expected: Outcome) -> list[str]:
+def sharded(
+    task: Task, schedules: list, how: str, expected: Outcome, paired: bool = False
+) -> list[str]:
     """Gradients are in pieces: the norm, the loss and the weights after two steps tell."""
     wrong, axis = [], "tp" if how == "tensor" else "dp"
     for schedule in schedules:
         outcome = parallel(
             replace(task, microbatches=schedule.num_microbatches),
             {"pp": schedule.num_ranks, axis: 2},
-            partial(sharding, schedule=schedule, how=how),
+            partial(sharding, schedule=schedule, how=how, paired=paired),
             gradients=lambda model: {},
         )
         outcome.gradients = expected.gradients
@@ -223,6 +225,27 @@ def test_fsdp_is_refused_where_it_would_go_wrong(ranks):
     for name, schedule in [("tied", "1f1b"), ("untied", "dualpipe")]:
         with pytest.raises(RankError, match="use zero or ddp, or a model"):
             ranks(4).run(sharded, TASKS[name], [make(schedule, 2, 3)], "fsdp", reference(name))
+
+
+def test_pairs_side_by_side_equal_one_device(ranks):
+    """Without experts there is nothing to hand over for, and messages have another order."""
+    check(ranks, "one step", [make("dualpipe_v", 2, 5), make("dualpipe", 2, 5)], paired=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["zero 2", "tensor"])
+def test_pairs_with_other_strategies_equal_one_device(ranks, how):
+    schedules = [make("dualpipe_v", 2, 4), make("dualpipe", 2, 5)]
+    for wrong in ranks(4).run(sharded, TASKS["tied"], schedules, how, reference("tied"), True):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_pairs_are_refused_where_there_are_none_and_with_fsdp(ranks):
+    for name, said in [("dualpipe_v", "fsdp frees weights"), ("zb_v", "zb_v has no pairs; use")]:
+        args = TASKS["untied"], [make(name, 2, 4)], "fsdp", reference("untied"), True
+        with pytest.raises(RankError, match=said):
+            ranks(4).run(sharded, *args)
 
 
 def _lent(names: list[str]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 COMPUTE, MESSAGES = ("F", "B", "I", "W"), ("SF", "RF", "SB", "RB")
@@ -156,6 +156,22 @@ class Schedule:
             int(match[4] or 1),
             tuple(map(int, (match[5] or "").split())),
         )
+
+
+def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action, ...]]:
+    """What a rank does at a time: `paired`, an F with the B right after it, of another stage."""
+    before: Action | None = None
+    for action in row:
+        if before is not None:
+            fits = paired and (before.kind, action.kind) == ("F", "B")
+            if fits and before.stage != action.stage:
+                yield before, action
+                before = None
+                continue
+            yield (before,)
+        before = action
+    if before is not None:
+        yield (before,)
 
 
 def _numbers(values: Iterable[object]) -> str:

@@ -42,9 +42,11 @@ from minipar.comm.collectives import (
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, beside, loss_of
 from minipar.parallel.pieces import mark
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import AHEAD, Mail, around, forward_only
+from minipar.parallel.pipeline.pairs import side_by_side
+from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
 from minipar.parallel.pipeline.split_backward import PutOff, enable
 from minipar.parallel.pipeline.stages import (
@@ -68,6 +70,7 @@ def apply(
     cut: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
     token_shards: int = 1,
+    paired: bool = False,
 ) -> "Pipeline":
     """Leave on each rank of `axis` the layers of its stages, in place; names stay.
 
@@ -80,10 +83,12 @@ def apply(
             head, as `stages.measure_costs` finds on rank 0. By default, estimated FLOPs.
         token_shards: into how many pieces activations are cut along the tokens between layers: the
             ranks of sequence parallelism.
+        paired: where the schedule has a forward beside a backward, each runs while the all-to-alls
+            of the other travel: see `pairs`.
 
-    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action) or is
-    for other ranks, for a cut that does not fit, for a model that is no plain Llama, and where
-    ranks were given different schedules.
+    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), has
+    no pairs and should, or is for other ranks, for a cut that does not fit, for a model that is no
+    plain Llama, and where ranks were given different schedules.
     """
     if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
         raise ValueError(
@@ -91,7 +96,10 @@ def apply(
             f"{type(model).__name__}"
         )
     validate(schedule)
-    schedule = schedule if schedule.is_lowered else lower(schedule)
+    if paired:
+        check_pairs(schedule)
+    if paired or not schedule.is_lowered:
+        schedule = lower(schedule, paired)
     if schedule.num_ranks != axis.size:
         raise ValueError(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
@@ -116,7 +124,13 @@ def apply(
     if other is not None:
         raise ValueError(f"ranks 0 and {other} of {axis.name} were given different schedules")
     replicate(model, axis)
-    return Pipeline(model, axis, schedule, plans[0][1], token_shards)
+    return Pipeline(model, axis, schedule, plans[0][1], token_shards, paired)
+
+
+PAIRED_FSDP = (
+    "fsdp frees weights after each backward, and in a pair the forward beside it may need those of "
+    "the embedding or the head"
+)
 
 
 class Pipeline(Strategy):
@@ -134,10 +148,11 @@ class Pipeline(Strategy):
         schedule: Schedule,
         cut: tuple[int, ...],
         token_shards: int = 1,
+        paired: bool = False,
     ) -> None:
         super().__init__(model, axis)
         self.schedule, self.cut, self.config = schedule, cut, model.config
-        self.token_shards = token_shards
+        self.token_shards, self.paired = token_shards, paired
         row = schedule.actions[axis.rank]
         self.last_gradient = {s: schedule.last_gradient(s) for s in schedule.stages_on(axis.rank)}
         self.put_off = PutOff()
@@ -223,8 +238,9 @@ class Pipeline(Strategy):
             return gradient
 
         def guarded(action: Action, given: Tensor | None) -> Tensor | None:
+            is_last = action.microbatch == self.last_gradient[action.stage].microbatch
             with ExitStack() as stack:
-                if action.microbatch != self.last_gradient[action.stage].microbatch:
+                if action.kind != "F" and not is_last:
                     for strategy in strategies:
                         stack.enter_context(strategy.no_sync())
                 return work(action, given)
@@ -238,6 +254,8 @@ class Pipeline(Strategy):
     def _check_pieces(self) -> None:
         """Refuse what would go wrong unnoticed: pieces of sums that are not of all ranks."""
         is_flat = any(getattr(p, "is_flat", False) for p in self.model.parameters())
+        if is_flat and self.paired:
+            raise ValueError(f"{PAIRED_FSDP}; use zero or ddp, or paired=False")
         if is_flat and self._shares:
             raise ValueError(
                 f"fsdp reduces the gradients of one rank of {self.axis.name} at a time, but here "
@@ -276,16 +294,27 @@ class Pipeline(Strategy):
         # as it is asynchronous to this list, its turn is early enough.
         ahead = AHEAD if device.type == "cpu" else 0
         mail = Mail(self.axis, schedule, row, buffer, ahead)
-        for action in row:
-            if not action.computes:
-                mail.turn(action)
-                continue
-            stage, (before, after) = self.stages[action.stage], around(action)
+
+        def prepare(action: Action) -> Callable[[], Tensor | None]:
+            stage, (before, _) = self.stages[action.stage], around(action)
             given = mail.take(before) if before and not stage.ends(before) else None
-            with timeline.span(SPAN_KIND[action.kind], str(action)):
-                made = work(action, given)
-            if after and not stage.ends(after):
-                mail.put(after, made)
+
+            def do() -> Tensor | None:
+                with timeline.span(SPAN_KIND[action.kind], str(action)):
+                    return work(action, given)
+
+            return do
+
+        for slot in slots(row, self.paired):
+            if not slot[0].computes:
+                mail.turn(slot[0])
+                continue
+            jobs = [prepare(action) for action in slot]
+            made = side_by_side(*jobs) if len(jobs) > 1 else [jobs.pop()()]
+            for action, tensor in zip(slot, made, strict=True):
+                stage, (_, after) = self.stages[action.stage], around(action)
+                if after and not stage.ends(after):
+                    mail.put(after, tensor)
         mail.close()
 
     @contextmanager

@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import Action, Schedule, slots
 
 Phase = tuple[int, str]
 """(times, letters): `(3, "F B")` plays forward and backward in turn, three times."""
@@ -359,6 +359,20 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 """Every schedule: a function of p ranks and m microbatches; the LOOPED ones also of v."""
 LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
+PAIRED = ("dualpipe", "dualpipe_v")
+"""Those whose F and B in a row are meant to run side by side: `actions.slots`."""
+
+
+def check_pairs(schedule: Schedule) -> None:
+    """Raise `ValueError` unless every rank has an F beside a B, to be run side by side."""
+    if schedule.name not in PAIRED:
+        raise ValueError(f"schedule={schedule.name} has no pairs; use {' or '.join(PAIRED)}")
+    rows = schedule.without_messages().actions
+    if not all(any(len(slot) == 2 for slot in slots(row, paired=True)) for row in rows):
+        raise ValueError(
+            f"schedule={schedule.name} has a rank without a pair of {schedule.num_microbatches} "
+            f"microbatches on {schedule.num_ranks} ranks; use {2 * schedule.num_ranks} or more"
+        )
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:

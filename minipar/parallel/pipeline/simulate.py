@@ -14,10 +14,12 @@ Bubble: there are two definitions, and papers use either. `bubble` counts idle t
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import needs
 
 SPAN_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_gradient"}
@@ -77,10 +79,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(spans, "simulated")
 
 
-def _events(schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, int, float, float]]:
-    """(action, rank, start, end) of all computing and of all messages that take time."""
-    rows = schedule.without_messages().actions
-    exists = {action for row in rows for action in row}
+def _events(
+    schedule: Schedule, costs: Costs, paired: bool = False
+) -> Iterator[tuple[Action, int, float, float]]:
+    """(action, rank, start, end) of all computing and of all messages that take time.
+
+    A pair starts when both of its actions can, and both end with it.
+    """
+    rows = [list(slots(row, paired)) for row in schedule.without_messages().actions]
+    exists = {action for row in rows for slot in row for action in slot}
     there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
     clock, at = [0.0] * len(rows), [0] * len(rows)
     wire: dict[tuple[int, int], float] = defaultdict(float)
@@ -89,27 +96,29 @@ def _events(schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, int, flo
         moved = False
         for rank, row in enumerate(rows):
             while at[rank] < len(row):
-                action = row[at[rank]]
-                wanted = [(n, rank) for n in needs(schedule, action) if n in exists]
+                slot = row[at[rank]]
+                wanted = [(n, rank) for a in slot for n in needs(schedule, a) if n in exists]
                 if any(key not in there for key in wanted):
                     break
                 start = max([clock[rank], *(there[key] for key in wanted)])
-                end = start + costs.seconds(action.kind, schedule.part(action.stage))
-                clock[rank], there[action, rank] = end, end
-                yield action, rank, start, end
-                send = _send_after(schedule, action)
-                if send is not None:
-                    peer = schedule.peer(send)
-                    departs = max(end, wire[rank, peer])
-                    wire[rank, peer] = departs + costs.message
-                    arrives = departs + costs.message + costs.latency
-                    there[action, peer] = arrives
-                    if arrives > departs:
-                        yield send, rank, departs, arrives
+                end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
+                clock[rank] = end
+                for action in slot:
+                    there[action, rank] = end
+                    yield action, rank, start, end
+                    send = _send_after(schedule, action)
+                    if send is not None:
+                        peer = schedule.peer(send)
+                        departs = max(end, wire[rank, peer])
+                        wire[rank, peer] = departs + costs.message
+                        arrives = departs + costs.message + costs.latency
+                        there[action, peer] = arrives
+                        if arrives > departs:
+                            yield send, rank, departs, arrives
                 at[rank] += 1
                 moved = True
     stuck = [
-        f"rank {r} at {row[i]}"
+        f"rank {r} at {' '.join(map(str, row[i]))}"
         for r, (row, i) in enumerate(zip(rows, at, strict=True))
         if i < len(row)
     ]
@@ -129,8 +138,10 @@ def _send_after(schedule: Schedule, action: Action) -> Action | None:
     return None if schedule.peer(send) == schedule.rank_of[action.stage] else send
 
 
-def lower(schedule: Schedule) -> Schedule:
+def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     """The same schedule with its messages: sends right after what makes them, receives at the time.
+
+    If it is `paired`, F and B that `actions.slots` finds are one action, after which both send.
 
     All actions are put in one order, by when they would end; a message takes its place there on
     both of its ranks. So a receive stands before the action that its rank is busy with when the
@@ -142,11 +153,12 @@ def lower(schedule: Schedule) -> Schedule:
     """
     schedule = schedule.without_messages()
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    computing = sorted((end, rank, a) for a, rank, _, end in _events(schedule, Costs()))
-    for _, rank, action in computing:
-        rows[rank].append(action)
-        send = _send_after(schedule, action)
-        if send is not None:
+    computing = [(end, rank, a) for a, rank, _, end in _events(schedule, Costs(), paired)]
+    ended = itemgetter(0, 1)
+    for (_, rank), group in groupby(sorted(computing, key=ended), key=ended):
+        slot = [action for _, _, action in group]
+        rows[rank] += slot
+        for send in filter(None, (_send_after(schedule, action) for action in slot)):
             rows[rank].append(send)
             rows[schedule.peer(send)].append(send.twin)
     return replace(schedule, actions=tuple(map(tuple, rows)))

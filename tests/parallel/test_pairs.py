@@ -1,0 +1,202 @@
+"""Two jobs with one baton: whose turn it is, what each keeps to itself, and how they end."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minipar.comm import collectives, timeline
+from minipar.model.llama import PRESETS
+from minipar.parallel.pipeline import pairs
+from minipar.parallel.pipeline.actions import slots
+from minipar.parallel.pipeline.checks import validate
+from minipar.parallel.pipeline.schedules import PAIRED, SCHEDULES, check_pairs, make
+from minipar.parallel.pipeline.simulate import lower
+from minipar.parallel.plan import Plan
+from minipar.sim.trace import trace
+
+
+def wait(number: int, verb: str = "all_to_all") -> None:
+    """What `collectives` says of a call and of the wait for it."""
+    for observer in list(collectives.observers):
+        observer.launched(number, verb, None, 0, (), None)
+    for observer in list(collectives.observers):
+        observer.waited(number)
+
+
+def job(name: str, log: list, waits: int, verb: str = "all_to_all", then=None):
+    def run() -> str:
+        for i in range(waits):
+            log.append(f"{name}{i}")
+            wait(1000 * (name == "B") + i, verb)
+        log.append(f"{name} ends")
+        if then is not None:
+            raise then
+        return name
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = threading.active_count()
+    yield
+    assert not collectives.observers and threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("waits", "turns"),
+    [
+        ((2, 2), "B0 F0 B1 F1 B ends F ends"),
+        ((1, 3), "B0 F0 B1 F ends B2 B ends"),
+        ((2, 0), "B ends F0 F1 F ends"),
+        ((0, 1), "B0 F ends B ends"),
+    ],
+)
+def test_the_turn_changes_at_every_wait_for_an_all_to_all(waits, turns):
+    log: list[str] = []
+    found = pairs.side_by_side(*(job(name, log, n) for name, n in zip("FB", waits, strict=True)))
+    assert found == ("F", "B") and " ".join(log) == turns
+
+
+def test_other_collectives_are_waited_for_at_once():
+    log: list[str] = []
+    pairs.side_by_side(job("F", log, 2, "all_reduce"), job("B", log, 1))
+    assert " ".join(log) == "B0 F0 F1 F ends B ends"
+
+
+@pytest.mark.parametrize("who", "FB")
+def test_an_error_of_one_reaches_the_caller_and_ends_the_other(who):
+    log: list[str] = []
+    waits = {"F": 4, "B": 4} | {who: 1}
+    jobs = [job(n, log, waits[n], then=KeyError(n) if n == who else None) for n in "FB"]
+    with pytest.raises(KeyError, match=who):
+        pairs.side_by_side(*jobs)
+    other = "B" if who == "F" else "F"
+    assert f"{who} ends" in log and f"{other} ends" not in log
+
+
+def test_an_interrupt_ends_both():
+    """It comes where the caller waits for its turn."""
+    log: list[str] = []
+
+    def backward() -> None:
+        threading.Timer(0.05, signal.pthread_kill, (caller, signal.SIGINT)).start()
+        time.sleep(0.2)
+        wait(7)
+        log.append("B went on")
+
+    caller = threading.get_ident()
+    with pytest.raises(KeyboardInterrupt):
+        pairs.side_by_side(job("F", log, 1), backward)
+    assert log == []
+
+
+def test_each_draws_random_numbers_of_its_own():
+    """Those of forward, and after it, are what they are without a pair."""
+    drawn: list[float] = []
+
+    def forward() -> None:
+        for i in range(3):
+            drawn.append(torch.rand(()).item())
+            wait(i)
+
+    def backward() -> None:
+        for i in range(3):
+            with torch.random.fork_rng():  # as recomputation does
+                torch.manual_seed(5)
+                wait(10 + i)
+                torch.rand(3)
+
+    torch.manual_seed(1)
+    alone = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(1)
+    pairs.side_by_side(forward, backward)
+    assert [*drawn, torch.rand(()).item()] == alone
+
+
+def test_each_has_its_own_spans_and_only_one_computes():
+    def spans(kind: str, first: int):
+        def run() -> None:
+            with timeline.span(kind, kind):
+                for i in range(3):
+                    time.sleep(0.002)
+                    wait(first + i)
+                time.sleep(0.002)
+
+        return run
+
+    with timeline.record() as recorded, timeline.span("compute", "around"):
+        pairs.side_by_side(spans("forward", 0), spans("backward", 10))
+    work = [s for s in recorded if s.kind != "compute"]
+    assert [s.kind for s in work] == ["backward", "forward"] * 4
+    assert all(a.end <= b.start for a, b in zip(work, work[1:], strict=False))
+    assert recorded.spans[-1].kind == "compute" and recorded.end == recorded.spans[-1].end
+
+
+def test_modes_of_the_caller_hold_for_both():
+    seen: list[int] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(threading.get_ident())
+            return op(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    loss = x.square().sum()
+    with Sees():
+        pairs.side_by_side(lambda: torch.ones(2) + 1, loss.backward)
+        torch.zeros(1)
+    assert len(set(seen)) == 2 and x.grad is not None
+
+
+def test_lowered_pairs_stay_pairs_and_send_after_both():
+    """For every number of microbatches that gives each rank one; two that block cannot, either."""
+    for name in PAIRED:
+        for p in (2, 3, 4, 6):
+            if name == "dualpipe" and p % 2:
+                continue
+            for m in range(2 * p, 3 * p + 1):
+                plan = make(name, p, m)
+                check_pairs(plan)
+                lowered = lower(plan, paired=True)
+                validate(lowered)
+                for row, own in zip(plan.actions, lowered.actions, strict=True):
+                    found = [slot for slot in slots(own, paired=True) if len(slot) == 2]
+                    assert found == [slot for slot in slots(row, paired=True) if len(slot) == 2]
+                    assert all(f.kind == "F" and b.kind == "B" for f, b in found)
+
+
+def test_without_pairs_there_is_nothing_to_pair():
+    for name in SCHEDULES:
+        if name not in PAIRED:
+            with pytest.raises(ValueError, match=f"schedule={name} has no pairs; use dualpipe or"):
+                check_pairs(make(name, 2, 8))
+    with pytest.raises(ValueError, match="without a pair of 2 microbatches on 2 ranks; use 4"):
+        check_pairs(make("dualpipe_v", 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pp=1,ep=2", "with pp=1 use dispatch=halves, or take pp=2,schedule=dualpipe_v"),
+        ("pp=2,ep=2,microbatches=4", "schedule=1f1b has no pairs; use dualpipe or dualpipe_v"),
+        ("pp=2,ep=2,schedule=dualpipe_v,microbatches=2", "use 4 or more"),
+        ("pp=2,ep=2,schedule=dualpipe_v,microbatches=4,zero=3", "dispatch=paired); use zero=2"),
+        ("pp=2,schedule=dualpipe_v,microbatches=4", "with ep=1 none do"),
+    ],
+)
+def test_plans_say_what_cannot_be_paired(text, said):
+    config = PRESETS["tiny-moe"]
+    plan = Plan.parse(f"{text},dispatch=paired")
+    assert said in plan.problem(config)
+    assert plan.nearest(config).problem(config) is None
+
+
+def test_a_trace_refuses_what_it_cannot_replay():
+    plan = Plan.parse("pp=2,ep=2,schedule=dualpipe_v,microbatches=4,dispatch=paired")
+    with pytest.raises(ValueError, match="take dispatch=overlapped, which cannot be faster"):
+        trace(PRESETS["tiny-moe"], plan, seq_len=8)
