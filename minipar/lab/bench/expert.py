@@ -13,6 +13,8 @@ all contenders have ours.
 
 Routing is forced to an *imbalance*: slots of the busiest expert over the mean. 1 is perfect; at E/k
 every token chooses the same expert first.
+
+Beside the race: the four ways to hide what travels, on emulated devices (`expert_overlap`).
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab.bench import race
+from minipar.lab.bench import expert_overlap, race
 from minipar.lab.bench.race import StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
 from minipar.model.moe import MoE, MoEConfig, Routing, mixtures
@@ -54,12 +56,17 @@ class ExpertConfig(StepConfig):
     """Tokens per sequence."""
     imbalance: tuple[int, ...] = (1, 2, 4)
     """Slots of the busiest expert, over the mean."""
+    overlap_ranks: tuple[int, ...] = (2, 4)
+    """Emulated devices on which to compare ways to hide what travels."""
 
     def check(self) -> None:
         super().check()
         moe = check_shape(self)
         if self.ranks < 2:
             raise ValueError(f"--ranks {self.ranks}: it takes 2 to share experts")
+        for one in self.overlap_ranks:
+            if one not in (2, 4, 8):
+                raise ValueError(f"--overlap-ranks {one}: these share 8 experts; use 2, 4 or 8")
         for one in self.imbalance:
             if not 1 <= one <= moe.num_experts // moe.top_k:
                 raise ValueError(
@@ -93,8 +100,11 @@ def run(config: ExpertConfig) -> list[dict[str, Any]]:
             race.announce(found, f", imbalance {imbalance}")
             rows += found
     print("\n" + race.table(rows, COLUMNS))
-    race.save(rows, config.json)
-    return rows
+    hidden = [row for n in config.overlap_ranks for row in expert_overlap.rows(n)]
+    print("\n" + race.table(hidden, expert_overlap.COLUMNS))
+    print(f"({hidden[-1]['link']} and the like)")
+    race.save(rows + hidden, config.json)
+    return rows + hidden
 
 
 def measure(config: ExpertConfig, link_name: str, imbalance: int) -> dict[str, race.Measured]:

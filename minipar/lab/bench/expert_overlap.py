@@ -1,0 +1,127 @@
+"""Four ways to hide all-to-alls of experts, on emulated devices and a link that makes them dear.
+
+The same work each time: forward of one microbatch and backward of another, through a few layers
+with experts. The link is declared so slow that, with nothing hidden, all-to-alls take `SHARE` of
+the time. No way can be faster than computing alone, or sending alone: that is the `ideal`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from minipar.comm import device, link
+from minipar.comm.collectives import barrier
+from minipar.comm.launch import Ranks
+from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.timeline import Timeline, record, span
+from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.moe import MoEConfig
+from minipar.parallel import expert
+from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline.pairs import side_by_side
+from minipar.sim import emulate
+
+WAYS = {
+    "all_to_all": "(a) nothing beside",
+    "overlapped": "(b) shared experts",
+    "halves": "(c) halves of a batch",
+    "paired": "(d) a forward beside a backward",
+}
+"""What `expert.apply` calls them, and how they are known."""
+SHARE, LAYERS = 0.4, 4
+DEVICE, MAGNIFY = "h100/30", 32  # 64 tokens of width 64 stand for 2,048 of 2,048
+COLUMNS = (
+    ("ranks", "{ranks}"),
+    ("hidden how", "{way}"),
+    ("ms", "{ms:.1f}"),
+    ("all-to-alls hidden", "{hidden:.0%}"),
+    ("of the ideal", "{ratio:.2f}"),
+)
+
+
+class Overlaps(NamedTuple):
+    """A timeline of each way, and the seconds that computing and all-to-alls take alone."""
+
+    timelines: dict[str, Timeline]
+    computing: float
+    sending: float
+
+    @property
+    def ideal(self) -> float:
+        """Seconds that no way can be below."""
+        return max(self.computing, self.sending)
+
+    def hidden(self, way: str) -> float:
+        """The share of all-to-alls during which rank 0 computes."""
+        return _journeys(self.timelines[way]).hidden_fraction
+
+
+def _journeys(timeline: Timeline) -> Timeline:
+    """Rank 0 without its other collectives, which are counts."""
+    return Timeline(s for s in timeline if s.rank == 0 and s.name != "all_gather")
+
+
+def play(axis: Axis, dispatch: str) -> Timeline:
+    """One forward and one backward, each way; on every rank of `axis`, with an emulated device."""
+    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
+    shape = LlamaConfig(61, 64, 256, num_layers=LAYERS, num_heads=4, num_kv_heads=4, moe=moe)
+    with device.paused():
+        model = Llama(shape, seed=0)
+        expert.apply(model, axis, dispatch=dispatch)
+        layers = stages.part_of(model, range(LAYERS))
+        x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
+        made = layers(before)
+        gradient = torch.randn_like(made)
+
+    def forward() -> None:
+        with span("forward", "forward"):
+            layers(x)
+
+    def backward() -> None:
+        with span("backward", "backward"):
+            torch.autograd.backward(made, gradient)
+
+    barrier(axis)
+    with record(label=device.label(link.current().label)) as timeline:
+        if dispatch == "paired":
+            side_by_side(forward, backward)
+        else:
+            forward()
+            backward()
+    return timeline.gather(axis).shifted()
+
+
+def compare(axis: Axis) -> Overlaps:
+    """Play all ways on the link on which all-to-alls take `SHARE`; called on every rank."""
+    link.check_calls(False)  # which would be waited for, too
+    link.use("none")
+    alone = play(axis, "all_to_all").select(rank=0)
+    computing = sum(s.duration for s in alone if s.kind != "comm")
+    num_bytes = sum(s.num_bytes for s in alone.select(name="all_to_all"))
+    sending = computing * SHARE / (1 - SHARE)
+    bandwidth = num_bytes / sending
+    link.use(link.Link(f"link of {bandwidth / 1e9:.0f} GB/s", 2e-6, bandwidth))
+    return Overlaps({way: play(axis, way) for way in WAYS}, computing, sending)
+
+
+def rows(num_ranks: int) -> list[dict[str, Any]]:
+    """A row for each way, on as many ranks."""
+    chosen = emulate.device(DEVICE, MAGNIFY)
+    with Ranks(num_ranks, backend="link", device=chosen, sink=None) as ranks:
+        found = ranks.run(_on_rank, num_ranks)[0]
+    return [
+        {
+            "bench": "expert overlap",
+            "ranks": num_ranks,
+            "way": WAYS[way],
+            "ms": 1e3 * timeline.duration,
+            "hidden": found.hidden(way),
+            "ratio": timeline.duration / found.ideal,
+            "link": timeline.label,
+        }
+        for way, timeline in found.timelines.items()
+    ]
+
+
+def _on_rank(num_ranks: int) -> Overlaps:
+    return compare(Mesh(dp=1, ep=num_ranks).ep)
