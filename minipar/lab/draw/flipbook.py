@@ -1,0 +1,168 @@
+"""Pictures that move without a kernel: all frames are drawn beforehand, a slider turns them.
+
+    flip(figure, micro=[1, 2, 4, 8], stages=(2, 4))      # figure(micro, stages) for all eight
+
+The twin of `widgets.explore` for what does not depend on the learner's own code: it moves in
+JupyterLab, in a page exported from it and on the web. Where scripts are stripped (on GitHub, in a
+notebook that is not trusted) some frames stand side by side instead. Frames are images that a
+browser draws from SVG: what is written in them is text and never markup.
+"""
+
+import inspect
+import io
+import json
+import re
+from collections.abc import Callable, Iterable
+from html import escape
+from itertools import product
+from typing import Any
+
+from IPython.display import display
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from PIL import Image
+
+from minipar.lab.draw import pen
+
+MAX_BYTES = 300_000
+SIDE_BY_SIDE = 4
+"""How many frames stand for all of them where no script runs."""
+
+# `lines` are those of all frames, each once; a frame is a list of their numbers.
+PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
+<script>
+(() => {
+  const book = %(book)s;
+  const root = document.currentScript.previousElementSibling;
+  const still = root.closest(".jp-OutputArea-child, .output_area, .output");
+  if (still && still.previousElementSibling) still.previousElementSibling.style.display = "none";
+  const controls = root.appendChild(document.createElement("div"));
+  const image = root.appendChild(document.createElement("img"));
+  image.style.cssText = "width:100%%;background:#fff";
+  const turn = () => {
+    const at = sliders.map(slider => +slider.value);
+    const frame = at.reduce((number, i, k) => number * book.choices[k][1].length + i, 0);
+    const svg = book.frames[frame].map(line => book.lines[line]).join("\\n");
+    image.src = "data:image/svg+xml," + encodeURIComponent(svg);
+    image.alt = book.words[frame];
+  };
+  const sliders = book.choices.map(([name, values]) => {
+    const row = controls.appendChild(document.createElement("label"));
+    row.style.cssText = "display:inline-flex;gap:.5em;align-items:center;margin:.2em 1.5em .2em 0";
+    const slider = document.createElement("input");
+    const shown = document.createElement("output");
+    shown.style.minWidth = "5em";
+    row.append(name + " ", slider, shown);
+    Object.assign(slider, {type: "range", min: 0, max: values.length - 1, step: 1});
+    slider.value = book.start[name];
+    const tell = () => {
+      shown.textContent = values[slider.value];
+      slider.setAttribute("aria-valuetext", values[slider.value]);
+    };
+    slider.addEventListener("input", () => { tell(); turn(); });
+    tell();
+    return slider;
+  });
+  turn();
+})();
+</script>"""
+
+
+class Flipbook:
+    """Frames by the values of sliders; `choices` are their names with the values of each.
+
+    `frames` are in the order of `itertools.product(*choices.values())`, `start` has the values to
+    begin with. `html` is a part of a page that needs nothing else. Raises `ValueError` if
+    there are no frames, or if they take more than `MAX_BYTES`.
+    """
+
+    def __init__(self, choices: dict[str, list], frames: list[Figure], start: dict) -> None:
+        if not frames:
+            raise ValueError(f"{choices} leaves nothing to draw; give each slider some values")
+        self.choices, self.frames = choices, frames
+        self.start = {n: v.index(start[n]) if start.get(n) in v else 0 for n, v in choices.items()}
+        self.html = self._html()
+        size = len(self.html.encode())
+        if size > MAX_BYTES:
+            raise ValueError(
+                f"{len(frames)} frames take {size / 1000:.0f} kB, at most {MAX_BYTES / 1000:.0f} "
+                f"are for one notebook cell; use about {len(frames) * MAX_BYTES // size} of them"
+            )
+
+    def _html(self) -> str:
+        lines: dict[str, int] = {}
+        frames = [
+            [lines.setdefault(line, len(lines)) for line in small_svg(figure).split("\n")]
+            for figure in self.frames
+        ]
+        book = {
+            "choices": [[name, [f"{v}" for v in values]] for name, values in self.choices.items()],
+            "start": self.start,
+            "words": [pen.in_words(figure) for figure in self.frames],
+            "lines": list(lines),
+            "frames": frames,
+        }
+        # In a script, only "<" could end it.
+        text = json.dumps(book, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+        return PAGE % {"width": 96 * self.frames[0].get_figwidth(), "book": text}
+
+    def side_by_side(self) -> bytes:
+        """Some frames as one PNG, two in a row, from the first to the last."""
+        count = min(len(self.frames), SIDE_BY_SIDE)
+        step = (len(self.frames) - 1) / max(count - 1, 1)
+        images = [self._labelled(round(i * step)) for i in range(count)]
+        wide, tall = (max(sizes) for sizes in zip(*(image.size for image in images), strict=True))
+        paper = Image.new("RGB", (wide * min(count, 2), tall * ((count + 1) // 2)), pen.PAPER)
+        for i, image in enumerate(images):
+            paper.paste(image, (i % 2 * wide, i // 2 * tall))
+        small = io.BytesIO()
+        paper.quantize(64, dither=Image.Dither.NONE).save(
+            small, format="png", optimize=True, dpi=(pen.DPI, pen.DPI)
+        )
+        return small.getvalue()
+
+    def _labelled(self, number: int) -> Image.Image:
+        """A frame with the values of the sliders in its lower left corner."""
+        figure, values = self.frames[number], [*product(*self.choices.values())][number]
+        text = ", ".join(f"{n} = {v}" for n, v in zip(self.choices, values, strict=True))
+        width, height = figure.get_size_inches()
+        label = figure.text(0.15 / width, 0.07 / height, text, size=9, weight="bold", color=pen.INK)
+        image = Image.open(io.BytesIO(pen.png(figure))).convert("RGB")
+        label.remove()
+        return image
+
+    def __repr__(self) -> str:
+        return f"Flipbook of {len(self.frames)} frames: {', '.join(self.choices)}"
+
+    def _ipython_display_(self) -> None:
+        # Two outputs: the second hides the first where its script runs.
+        words = f"{len(self.frames)} pictures, by {', '.join(self.choices)}: "
+        alt = words + pen.in_words(self.frames[0])
+        still = {"image/png": self.side_by_side(), "text/plain": repr(self)}
+        display(still, raw=True, metadata={"image/png": {"alt": alt}})
+        display({"text/html": self.html, "text/plain": escape(repr(self))}, raw=True)
+
+
+def flip(draw_fn: Callable[..., Any], **choices: Iterable) -> Flipbook:
+    """Draw `draw_fn` for all combinations of values; sliders turn from one to another.
+
+    `draw_fn` returns a figure, or a figure and a text (which is left out), as for
+    `widgets.explore`. Raises `ValueError` if that is nothing, or too much for a notebook.
+    """
+    lists = {name: list(values) for name, values in choices.items()}
+    drawn = [
+        draw_fn(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())
+    ]
+    frames = [one[0] if isinstance(one, tuple) else one for one in drawn]
+    defaults = {n: p.default for n, p in inspect.signature(draw_fn).parameters.items()}
+    return Flipbook(lists, frames, defaults)
+
+
+def small_svg(figure: Figure) -> str:
+    """The figure as SVG: letters as letters, coordinates to a hundredth, no names of its parts."""
+    with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}):
+        text = pen.svg(figure)
+    text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^p][^"]*"| id="p\w+_\d+"', "", text)
+    return re.sub(r"\n\s*", "\n", re.sub(r" *\n(?=[A-Zz\"])", " ", text)).strip()

@@ -1,0 +1,97 @@
+"""Flipbooks: every combination is a frame, small, harmless, and with something to fall back on.
+
+That they move in a browser is seen by `book/test_book.py`.
+"""
+
+import io
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from PIL import Image
+
+from minipar.lab import draw
+from minipar.lab.draw import flipbook, pen
+from minipar.lab.draw.flipbook import flip
+
+
+def bars(height=2, name="a"):
+    return draw.bars({name: height, "b": 1}, unit="ms", title=f"{name}: {height} ms")
+
+
+def book_of(html: str) -> dict:
+    """What the script of a flipbook is given."""
+    return json.loads(re.search(r"const book = (.*);\n", html)[1])
+
+
+def svg(book: dict, number: int) -> str:
+    return "\n".join(book["lines"][line] for line in book["frames"][number])
+
+
+def test_there_is_a_frame_for_each_combination_in_the_order_that_the_script_counts():
+    book = book_of(flip(bars, height=[1, 2, 3], name=["x", "y"]).html)
+    assert book["choices"] == [["height", ["1", "2", "3"]], ["name", ["x", "y"]]]
+    for i, height in enumerate((1, 2, 3)):
+        for j, name in enumerate("xy"):
+            frame = i * 2 + j  # `at.reduce(...)` of the script
+            assert f"{name}: {height} ms" in svg(book, frame)
+            assert book["words"][frame] == f"{name}: {height} ms"
+
+
+def test_it_begins_with_the_defaults():
+    assert book_of(flip(bars, height=[1, 2, 3], name=["x"]).html)["start"] == {
+        "height": 1,
+        "name": 0,
+    }
+
+
+def test_frames_are_whole_svg_and_lines_in_common_are_stored_once():
+    book = book_of(flip(bars, height=range(1, 11)).html)
+    frames = [svg(book, number) for number in range(10)]
+    for frame in frames:
+        assert ElementTree.fromstring(frame).tag.endswith("svg")
+    assert len("".join(book["lines"])) < 0.5 * len("".join(frames))
+    used = set(re.findall(r"url\(#(\w+)\)", frames[0]))
+    assert used <= set(re.findall(r'id="(\w+)"', frames[0]))
+
+
+def test_the_same_book_is_the_same_to_the_byte():
+    assert flip(bars, height=[1, 2]).html == flip(bars, height=[1, 2]).html
+
+
+@pytest.mark.parametrize("hostile", ["</script><script>alert(1)</script>", '"><img src=x>', "a\\u"])
+def test_names_and_values_are_text(hostile):
+    html = flip(lambda what: bars(name=what), what=[hostile]).html
+    assert html.count("<script>") == html.count("</script>") == 1
+    assert html.count("<img") == 0
+    book = book_of(html)
+    assert book["choices"] == [["what", [hostile]]]
+    text = "".join(ElementTree.fromstring(svg(book, 0)).itertext())
+    assert hostile in text, "escaped in the picture, too"
+
+
+def test_too_much_and_nothing_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="leaves nothing to draw"):
+        flip(bars, height=[])
+    monkeypatch.setattr(flipbook, "MAX_BYTES", 3_000)
+    with pytest.raises(ValueError, match=r"6 frames take \d+ kB, at most 3 .*; use about \d of"):
+        flip(bars, height=range(1, 7))
+
+
+def test_a_notebook_shows_frames_side_by_side_and_then_the_book():
+    book = flip(bars, height=range(1, 8))
+    InteractiveShell.instance()
+    with capture_output() as shown:
+        book._ipython_display_()
+    still, moving = (output.data for output in shown.outputs)
+    assert "text/html" not in still and "image/png" not in moving
+    assert moving["text/html"] == book.html
+    image = Image.open(io.BytesIO(still["image/png"]))
+    one = Image.open(io.BytesIO(pen.png(book.frames[0])))
+    assert image.size == (2 * one.width, 2 * one.height)
+    assert len(still["image/png"]) < 100_000
+    assert shown.outputs[0].metadata["image/png"]["alt"].startswith("7 pictures, by height: ")
+    assert "height = 1" not in [text.get_text() for text in book.frames[0].texts]
