@@ -49,7 +49,7 @@ from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, group_timeout, groups_along
 from minipar.comm.pack import CannotTravel
-from minipar.lab import cells, slips
+from minipar.lab import cells, progress, slips
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
 from minipar.lab.shell import Source, call_from
 
@@ -171,6 +171,7 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
                 f"{guess}What counts as good: {asked.good}.\nThe same inputs again: {again}",
                 error.criterion,
             ) from None
+    progress.note(number)
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
     if asked.bonuses and not bonus:
         harder = f'check("{number}", {name_of(answer)}, bonus=True)'
