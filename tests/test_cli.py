@@ -5,6 +5,7 @@ before anything is started.
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -258,6 +259,14 @@ def test_a_malformed_call_is_one_clear_line(work, capfd, no_ranks, monkeypatch, 
     assert_one_line(*call(capfd, *typed), MALFORMED[words])
     assert list(tmp_path.iterdir()) == []  # no trace of a run
     assert not (work / "out").exists()  # nor of an export
+
+
+def test_a_slip_is_one_clear_line_where_boxes_have_no_letters():
+    """A locale of ASCII. Mutant: its rules of dashes are no rules."""
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ValueError) as slip:
+        commands.parse(["train", "--step", "5"])
+    assert str(slip.value).startswith("Unrecognized options: --step, 5; did you mean --steps")
+    assert "---" not in str(slip.value)
 
 
 def test_nccl_without_gpus_is_one_clear_line(work, capfd, no_ranks):

@@ -123,7 +123,9 @@ def _first_words(box: str) -> str:
     And of what follows, the flags that may have been meant.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", "", box)
-    first, *rest = re.split(r"─{9,}", re.sub(r"─ [^\n]* ─+", "", plain, count=1))
+    # A locale without letters for boxes has a title above a rule of dashes.
+    body = re.sub(r"─ [^\n]* ─+|\A[^\n]*\n -{9,}", "", plain, count=1)
+    first, *rest = re.split(r"[─-]{9,}", body)
     near = [word for part in rest if "Perhaps" in part for word in re.findall(r"\n +(--\S+)", part)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return (" ".join(first.split()) or "cannot read the command line") + hint
