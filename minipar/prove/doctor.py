@@ -31,10 +31,6 @@ from minipar.train.out_of_memory import free_bytes
 RANKS = 4
 NEEDED_BYTES = 1.5e9
 """What four ranks and their notebook take, with some room."""
-REFERENCE_SECONDS = 0.02
-"""A round of `probe` on the two cores where the minutes of notebooks/README.md were written."""
-RUNNING = 0.1
-"""Share of those minutes that is taken for waiting for cells; the rest is for reading."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,6 @@ def machine() -> list[Line]:
     """Look at this host, from one process."""
     free, total = free_bytes(1) / 1e9, psutil.virtual_memory().total / 1e9
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def judged(is_good: bool, what: str, says: str, cure: str) -> Line:
@@ -101,7 +96,9 @@ def machine() -> list[Line]:
     return [
         judged(sys.version_info >= (3, 11), "Python", platform.python_version(), "3.11 is needed"),
         judged(version >= (2, 13), "PyTorch", torch.__version__, "2.13 is needed"),
-        Line("ok" if cores > 1 else "note", "cores", f"{cores}, load {os.getloadavg()[0]:.1f}"),
+        Line(
+            "ok" if _cores() > 1 else "note", "cores", f"{_cores()}, load {os.getloadavg()[0]:.1f}"
+        ),
         judged(
             free * 1e9 >= NEEDED_BYTES,
             "memory",
@@ -113,6 +110,11 @@ def machine() -> list[Line]:
         _gloo(),
         _nccl(),
     ]
+
+
+def _cores() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return usable or os.cpu_count() or 1
 
 
 def _gpus() -> list[Line]:
@@ -211,34 +213,32 @@ def _pool() -> list[Line]:
     try:
         with Ranks(RANKS, timeout=30) as ranks:
             begun = time.perf_counter() - start
-            seconds, *times = max(ranks.run(probe, RANKS))
+            times = max(ranks.run(probe, RANKS))
     except (RankError, OSError, ValueError) as error:
         return [Line("FAIL", f"{RANKS} ranks", " ".join(str(error).split())[:300])]
     return [
         Line("ok", f"{RANKS} ranks", f"start in {begun:.1f} s; {_told(*times)}"),
-        *_notebooks(seconds),
+        *_notebooks(),
     ]
 
 
-def _told(small: float, large: float) -> str:
-    return f"an all-reduce takes {small * 1e3:.2f} ms, of 4 MB {large * 1e3:.1f} ms"
+def _told(work: float, small: float, large: float) -> str:
+    times = f"an all-reduce takes {small * 1e3:.2f} ms, of 4 MB {large * 1e3:.1f} ms"
+    return f"{times}, after 8 products of 256 x 256 {work * 1e3:.1f} ms"
 
 
-def _notebooks(seconds: float) -> list[Line]:
-    """Return the minutes of the host's page, with the part that waits for cells scaled."""
+def _notebooks() -> list[Line]:
+    """Return the minutes of the host's page: for two cores that nothing else keeps busy."""
     text = ""
     with suppress(OSError):  # an installed package has none
         page = Path(minipar.__file__).parents[1] / "notebooks/README.md"
         text = page.read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[(\d\d [^\]]+)\]\([^)]*\.ipynb\) \|.*\| (\d+) \|$", text, re.MULTILINE)
-    times = seconds / REFERENCE_SECONDS
-    minutes = [f"{name} {int(m) * (1 - RUNNING + RUNNING * times):.0f}" for name, m in rows]
-    label = (
-        f"minutes, estimated: those of notebooks/README.md, of which {RUNNING:.0%} is assumed to "
-        f"be running cells; a small round of work takes {times:.1f} times as long now as where "
-        f"they were written. {', '.join(minutes)}"
-    )
-    return [Line("note" if times > 5 else "ok", "notebooks", label)] if rows else []
+    minutes = ", ".join(f"{name} {number}" for name, number in rows)
+    label = f"minutes of reading, guessing and running, without exercises: {minutes}"
+    if is_busy := _cores() < 2 or os.getloadavg()[0] > _cores():
+        label = f"cells will run longer than planned: see cores, and their load. {label}"
+    return [Line("note" if is_busy else "ok", "notebooks", label)] if rows else []
 
 
 # ---------------------------------------------------------------------- under torchrun
@@ -255,10 +255,8 @@ def _of_hosts(world: Axis) -> list[Line]:
 
 def _together(world: Axis) -> Line:
     times = all_gather_object((*probe(world.size), platform.node()), world)
-    hosts, (_, small, large, _) = len({host for *_, host in times}), max(times)
-    return Line(
-        "ok", f"{world.size} ranks", f"on {hosts} of torchrun's hosts; {_told(small, large)}"
-    )
+    hosts, (*slowest, _) = len({host for *_, host in times}), max(times)
+    return Line("ok", f"{world.size} ranks", f"on {hosts} of torchrun's hosts; {_told(*slowest)}")
 
 
 def _shared(out: Path, world: Axis) -> Line:
