@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def on_ranks(size: int, backend: str = "gloo") -> Callable:
-    """Run the decorated test on so many ranks; its parameters travel to them."""
+def on_ranks(size: int | str, backend: str = "gloo") -> Callable:
+    """Run the decorated test on so many ranks, or on as many as its parameter of that name says.
+
+    Its parameters travel to them.
+    """
 
     def decorate(body: Callable) -> Callable:
         def test(ranks: Callable, **parameters: Any) -> None:
-            ranks(size, backend).run(_run, body.__module__, body.__name__, parameters)
+            pool = ranks(parameters.get(size, size), backend)
+            pool.run(_run, body.__module__, body.__name__, parameters)
 
         own = inspect.signature(body).parameters.values()
         pool = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)

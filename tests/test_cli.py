@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -41,18 +42,8 @@ from minipar.train.metrics import read
 from tests.elsewhere import environment
 from tests.patience import busy
 
-SMALL = [
-    "--steps",
-    "6",
-    "--seq-len",
-    "32",
-    "--batch-size",
-    "4",
-    "--sample-tokens",
-    "5",
-    "--eval-batches",
-    "2",
-]
+SMALL = ["--steps", "6", "--seq-len", "32", "--batch-size", "4"]
+SMALL += ["--sample-tokens", "5", "--eval-batches", "2"]
 ENVIRONMENT = environment()
 PATIENCE = 90  # seconds that a start may take on a busy machine
 
@@ -363,13 +354,11 @@ def test_flags_of_training_are_shown_in_groups_and_read_as_one(capfd, monkeypatc
     assert config == expected and type(config) is TrainConfig
 
 
-@pytest.mark.slow
-def test_python_m_minipar(tmp_path):
-    typed = command("train", "--steps", 0)
-    done = subprocess.run(
-        typed, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, encoding="utf-8"
-    )
-    assert_one_line(done.returncode, done.stdout, done.stderr, "--steps 0 must be 1 or more")
+def test_python_m_minipar(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["minipar", "train", "--steps", "0"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("minipar", run_name="__main__")
+    assert_one_line(stop.value.code, *capfd.readouterr(), "--steps 0 must be 1 or more")
 
 
 # ---------------------------------------------------------------------- 3. small pieces
@@ -504,15 +493,14 @@ def curve(folder: Path) -> list[tuple]:
     return [(s["step"], s["loss"], s["lr"], s["grad_norm"]) for s in read(folder / "metrics.jsonl")]
 
 
+def started(words: list[str], work: Path, out: Path) -> subprocess.Popen:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    where = ["--data", str(work / "a.txt"), "--out", str(out)]
+    return subprocess.Popen([*words, *where], env=ENVIRONMENT, **pipes)
+
+
 def start(work: Path, out: Path, *more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command("train", *LONG, *more, "--data", work / "a.txt", "--out", out),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        encoding="utf-8",
-    )
+    return started(command("train", *LONG, *more), work, out)
 
 
 def wait_for_steps(process: subprocess.Popen, metrics: Path, count: int) -> list[psutil.Process]:
@@ -671,45 +659,29 @@ def test_a_run_in_a_hostile_environment(work, tmp_path, before):
     assert not list(temporary.glob("minipar-*"))
 
 
-def torchrun(work: Path, out: Path, mesh: str, *more: str) -> subprocess.CompletedProcess:
+def torchrun(work: Path, out: Path, *more: str) -> subprocess.Popen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return subprocess.run(
-        [*launcher, *command()[1:], "train", "--data", work / "a.txt", "--out", out, *LONG]
-        + ["--mesh", mesh, *more],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=PATIENCE * busy(),
-        encoding="utf-8",
-    )
+    return started([*launcher, *command("train", *LONG, *more)[1:]], work, out)
 
 
 @pytest.mark.slow
 def test_torchrun_is_the_same_run(work, tmp_path, uninterrupted):
-    done = torchrun(work, tmp_path, "dp=2")
-    assert done.returncode == 0, done.stderr
+    done = torchrun(work, tmp_path)
+    out, err = done.communicate(timeout=PATIENCE * busy())
+    assert done.returncode == 0, err
     assert curve(tmp_path / "tiny-dp2") == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-dp2"]
-    assert done.stdout.count("validation loss") == 1  # one rank speaks
+    assert out.count("validation loss") == 1  # one rank speaks
     report = json.loads((tmp_path / "tiny-dp2/report.json").read_text(encoding="utf-8"))
     assert len(report["peak_memory"]) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["rank", "torchrun"])
+@pytest.mark.parametrize("who", ["torchrun", pytest.param("rank", marks=pytest.mark.exhaustive)])
 def test_a_signal_stops_a_run_of_torchrun_in_order(work, tmp_path, who):
     """torchrun passes SIGTERM on to all ranks, and then says that it was stopped: exit code 1."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.Popen(
-        [*launcher, "--nproc-per-node", "2", *command()[1:], "train", *LONG, "--steps", "100000"]
-        + ["--data", str(work / "a.txt"), "--out", str(tmp_path), "--save-every", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        encoding="utf-8",
-    )
+    process = torchrun(work, tmp_path, "--steps", "100000", "--save-every", "100000")
     folder = tmp_path / "tiny-dp2"
     children = wait_for_steps(process, folder / "metrics.jsonl", 7)
     (process if who == "torchrun" else ranks_of(children)[-1]).send_signal(signal.SIGTERM)
@@ -731,13 +703,15 @@ def test_an_exported_run_can_be_started_from(work, capfd, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_torchrun_with_another_mesh_is_one_clear_line(work, tmp_path):
-    done = torchrun(work, tmp_path, "dp=3")
-    assert done.returncode != 0
-    ours = [line for line in done.stderr.splitlines() if line.startswith("minipar: ")]
-    assert ours == [
-        "minipar: error: --mesh dp=3 needs 3 ranks but torchrun started 2; use --mesh dp=2 or "
-        "--nproc-per-node 3"
-    ]
+def test_torchrun_with_another_mesh_is_one_clear_line(work, capfd, monkeypatch, no_ranks, tmp_path):
+    """Said by the first of its ranks, which end alike."""
+    where = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**where, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    typed = "train", "--data", work / "a.txt", "--seq-len", 32, "--out", tmp_path, "--mesh", "dp=3"
+    says = "--mesh dp=3 needs 3 ranks but torchrun started 2; use --mesh dp=2 or --nproc-per-node 3"
+    assert_one_line(*call(capfd, *typed), says)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(main.time, "sleep", lambda _: None)  # so that the other ends first
+    assert call(capfd, *typed) == (2, "", "")
     assert list(tmp_path.iterdir()) == []

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_nudge_moves_all_weights_by_a_last_bit_and_all_ranks_alike(tmp_path, monkeypatch):
     """Mutants: no nudge; another one per process; dice from the stream that tests draw from."""
     script, result = tmp_path / "weights.py", tmp_path / "weights.pt"
@@ -52,6 +53,7 @@ def test_a_nudge_moves_all_weights_by_a_last_bit_and_all_ranks_alike(tmp_path, m
     assert not torch.equal(here[2], sitecustomize.nudged(Llama(PRESETS["tiny"]).lm_head.weight))
 
 
+@pytest.mark.slow
 def test_a_sweep_counts_what_fails_under_a_setting(tmp_path, monkeypatch, capsys):
     """Mutants: a sweep that never reports a failure; settings that do not reach the tests."""
     fragile = tmp_path / "test_fragile.py"

@@ -118,10 +118,10 @@ def good(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.exhaustive  # our own notebooks are such
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_good_notebook_passes(good, times):
-    for _ in range(times):
+def test_a_good_notebook_passes_three_times_in_a_row(good):
+    for _ in range(3):
         passed, report, left = run(good)
         assert passed, report
         assert not left

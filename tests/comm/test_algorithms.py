@@ -21,6 +21,7 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.plans import cut
 from minipar.comm.tuning import Tuning
 from tests.comm.same import equal, laid_out
+from tests.on_ranks import on_ranks
 
 SHAPES = [(), (0,), (1,), (13,), (7, 11)]
 
@@ -76,6 +77,7 @@ def check_all_reduce(size: int) -> int:
 MARKS = {2: pytest.mark.slow, 3: (), 4: pytest.mark.slow, 5: pytest.mark.exhaustive}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(n, marks=mark) for n, mark in MARKS.items()])
 def test_all_reduce_equals_the_backends(ranks, size):
     """Catches: a scratch buffer used twice, a round posted too early, op or chunks ignored."""
@@ -83,7 +85,11 @@ def test_all_reduce_equals_the_backends(ranks, size):
     assert ranks(size).run(check_all_reduce, size) == [count] * size
 
 
-def check_the_others(size: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_ranks("size")
+def test_the_other_verbs_equal_the_backends(size):
+    """Catches: slices of the wrong rank, a dual in the wrong order, counts taken for even."""
     axis = axis_of(size)
     r = axis.rank
     for shape in (0,), (2,), (13,), (7, 11):
@@ -108,12 +114,6 @@ def check_the_others(size: int) -> None:
     counts = dict(send_counts=table[r], recv_counts=[row[r] for row in table])
     x = 100.0 * r + torch.arange(sum(table[r]) * 2.0).reshape(-1, 2)
     check(comm.all_to_all(x, axis, **counts), algorithms.all_to_all, x, axis, **counts)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_other_verbs_equal_the_backends(ranks, size):
-    """Catches: slices of the wrong rank, a dual in the wrong order, counts taken for even."""
-    ranks(size).run(check_the_others, size)
 
 
 def test_two_levels(ranks):

@@ -14,6 +14,7 @@ from torch import Tensor
 from minipar.comm import autograd, collectives, timeline
 from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.mesh import Mesh
+from tests.on_ranks import on_ranks
 
 SHAPE = 6, 2  # 6 is cut by 2 and by 3
 
@@ -215,7 +216,10 @@ def test_column_and_row_product_equals_one_device_up_to_second_derivatives(ranks
             assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def _trap_14(size: int):
+@on_ranks(3)
+def test_trap_14_a_sum_that_all_ranks_use_alike_does_not_scale_gradients():
+    """The same loss on every rank: P->I gives its gradient, P->R that of n losses."""
+    size = 3
     axis = Mesh(tp=size).tp
     gradients = []
     for to in ("I", "R"):
@@ -223,17 +227,14 @@ def _trap_14(size: int):
         autograd.all_reduce(x, axis, to=to).square().sum().backward()
         gradients.append(x.grad)
     total = size * (size + 1) / 2
-    return gradients, torch.full((2,), 2 * total, dtype=torch.float64)
+    (invariant, replicate), expected = gradients, torch.full((2,), 2 * total, dtype=torch.float64)
+    assert torch.equal(invariant, expected)
+    assert torch.equal(replicate, 3 * expected)
 
 
-def test_trap_14_a_sum_that_all_ranks_use_alike_does_not_scale_gradients(ranks):
-    """The same loss on every rank: P->I gives its gradient, P->R that of n losses."""
-    for (invariant, replicate), expected in ranks(3).run(_trap_14, 3):
-        assert torch.equal(invariant, expected)
-        assert torch.equal(replicate, 3 * expected)
-
-
-def _refused(size: int):
+@on_ranks(2)
+def test_wrong_types_and_sizes_are_refused_before_anything_is_sent():
+    size = 2
     axis = Mesh(tp=size).tp
     x = torch.ones(4, 3)
     messages = []
@@ -247,13 +248,8 @@ def _refused(size: int):
             call(x, axis)
         assert not recorded.spans
         messages.append(str(error.value))
-    return messages
-
-
-def test_wrong_types_and_sizes_are_refused_before_anything_is_sent(ranks):
-    for messages in ranks(2).run(_refused, 2):
-        assert "use 'R' or 'I'" in messages[0] and "use 'R' or 'I'" in messages[1]
-        assert all("tp=2 does not divide dim 1" in m and "cut it to 2" in m for m in messages[2:])
+    assert "use 'R' or 'I'" in messages[0] and "use 'R' or 'I'" in messages[1]
+    assert all("tp=2 does not divide dim 1" in m and "cut it to 2" in m for m in messages[2:])
 
 
 def test_an_axis_of_one_rank_needs_no_process_group():

@@ -32,6 +32,7 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
     assert backends.compute_device() == torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")

@@ -402,6 +402,7 @@ def test_malformed_events_are_skipped_counted_and_said(tmp_path):
         Timeline.from_profiler(write(tmp_path / "a.json", document))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["without tid", "thread of every event its own", "all waits"])
 @pytest.mark.timeout(30)
 def test_large_traces_take_time_in_proportion(tmp_path, what):

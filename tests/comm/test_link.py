@@ -22,6 +22,7 @@ from minipar.comm import algorithms, collectives, link, link_group
 from minipar.comm.link import LINKS, Link, Topology
 from minipar.comm.link_tables import Cards
 from minipar.comm.mesh import Axis
+from tests.on_ranks import on_ranks
 from tests.patience import busy
 
 SLACK = 0.1  # seconds that a busy machine may add to an emulated time
@@ -246,8 +247,12 @@ def test_time_follows_the_model_on_four_ranks(ranks):
     report_and_check(ranks(4).run(measure, [*VERBS, "barrier"], [4_000_000], setting))
 
 
-def sent_by_uneven_all_to_alls(flows):
-    """Bytes on the wire of an all-to-all of so many numbers, `flows[src][dst]`, for each flow."""
+@on_ranks(2)
+def test_an_uneven_all_to_all_costs_what_goes_to_others():
+    """Mutant: half of the tensor, as if it were even. A rank that only receives is as long busy."""
+    even, swap = [(6, 6), (6, 6)], [(0, 12), (12, 0)]
+    one_way, stay = [(0, 12), (0, 0)], [(12, 0), (0, 12)]
+    flows = [even, swap, one_way, stay]
     sent = []
 
     def note(work):
@@ -261,15 +266,7 @@ def sent_by_uneven_all_to_alls(flows):
             out = torch.empty(sum(received))
             dist.all_to_all_single(out, torch.zeros(sum(counts)), received, counts, group=group)
         link.observers.remove(note)
-    return sent
-
-
-def test_an_uneven_all_to_all_costs_what_goes_to_others(ranks):
-    """Mutant: half of the tensor, as if it were even. A rank that only receives is as long busy."""
-    even, swap = [(6, 6), (6, 6)], [(0, 12), (12, 0)]
-    one_way, stay = [(0, 12), (0, 0)], [(12, 0), (0, 12)]
-    for sent in ranks(2).run(sent_by_uneven_all_to_alls, [even, swap, one_way, stay]):
-        assert sent == [24, 48, 48, 0]
+    assert sent == [24, 48, 48, 0]
 
 
 # ---------------------------------------------------------------------- the bits are gloo's
@@ -573,23 +570,23 @@ def test_the_busiest_rank_rules_an_uneven_exchange(ranks):
         assert 0.2 <= took < 0.2 + SLACK
 
 
-def changing():
+@on_ranks(2)
+def test_use_takes_effect_between_calls():
     seen = []
     with a_link_group("none") as group:
         for latency in (0.0, 0.05, 0.1, 0.0):
             link.use(Link("test", latency, math.inf))
             seen.append(clock(lambda: dist.all_reduce(torch.ones(4), group=group))[1])
         assert link.current().latency == 0
-    return seen
+    none, some, more, again = seen
+    assert none < SLACK and again < SLACK
+    assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
 
 
-def test_use_takes_effect_between_calls(ranks):
-    for none, some, more, again in ranks(2).run(changing):
-        assert none < SLACK and again < SLACK
-        assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
-
-
-def two_levels():
+@pytest.mark.slow
+@on_ranks(4)
+def test_topology_times():
+    """Catches a topology that mistakes a group's own numbering for global ranks."""
     rank = dist.get_rank()
     fast, slow = Link("fast", 0.02, math.inf), Link("slow", 0.2, math.inf)
     took = {}
@@ -616,18 +613,11 @@ def two_levels():
             took[name] = clock(swap)[1]
         with pytest.raises(ValueError, match="their product must be 4"):
             link.use(Topology(2, 3))
-    return took
-
-
-@pytest.mark.slow
-def test_topology_times(ranks):
-    """Catches a topology that mistakes a group's own numbering for global ranks."""
-    for took in ranks(4).run(two_levels):
-        model = {"world": 3 * 0.2, "intra": 2 * 0.02, "inter": 2 * 0.2}
-        model |= {"intra hop": 0.02, "inter hop": 0.2, "next": 0.02, "far": 0.2}
-        assert took.keys() == model.keys()
-        for name, want in model.items():
-            assert want <= took[name] < want + SLACK, (name, took)
+    model = {"world": 3 * 0.2, "intra": 2 * 0.02, "inter": 2 * 0.2}
+    model |= {"intra hop": 0.02, "inter hop": 0.2, "next": 0.02, "far": 0.2}
+    assert took.keys() == model.keys()
+    for name, want in model.items():
+        assert want <= took[name] < want + SLACK, (name, took)
 
 
 def shared_cards():
@@ -677,6 +667,7 @@ def shared_cards():
     return took
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_share_its_card(ranks):
     """The emulation follows `Topology.seconds`, also between groups. Mutant: a table per group."""
     model = {"flat": 0.3, "our flat ring": 0.3, "across": 0.2, "our hierarchical": 0.2}

@@ -417,6 +417,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_recording_costs_under_two_percent_of_a_step(one_thread):
     """Events of a step x cost of an event / length of the step.
 

@@ -1,6 +1,11 @@
 """What tests look for in figures."""
 
 
+def words(figure) -> list[str]:
+    """Every text in the figure."""
+    found = [*(text for ax in figure.axes for text in ax.texts), *figure.texts]
+    return [text.get_text() for text in found]
+
+
 def texts(figure) -> str:
-    found = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
-    return " | ".join(text.get_text() for text in found)
+    return " | ".join(words(figure))

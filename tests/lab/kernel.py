@@ -9,6 +9,7 @@ from pathlib import Path
 from jupyter_client.manager import KernelManager
 
 from tests.elsewhere import environment
+from tests.patience import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ class Kernel:
         )
         self.client = self.manager.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=60 * busy())
 
     def run(
         self, code: str, *, stop_after: float | list[float] = (), limit: float = 40.0
@@ -53,7 +54,7 @@ class Kernel:
             threading.Timer(seconds, self.manager.interrupt_kernel).start()
         asked = self.client.execute(code)
         while True:
-            left = limit - (time.monotonic() - start)
+            left = limit * busy() - (time.monotonic() - start)
             message = self.client.get_iopub_msg(timeout=max(left, 0.01))
             if message["parent_header"].get("msg_id") != asked:
                 continue
@@ -76,7 +77,7 @@ class Kernel:
     def restart(self) -> None:
         """As the button does it."""
         self.manager.restart_kernel(now=False)
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=60 * busy())
 
     def close(self) -> None:
         self.client.stop_channels()

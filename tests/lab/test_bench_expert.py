@@ -10,6 +10,7 @@ from minipar.lab.bench import expert as bench
 from minipar.lab.bench import expert_overlap
 from minipar.lab.bench.expert import OURS, ExpertConfig, contender, rivals
 from minipar.model.llama import PRESETS
+from tests.on_ranks import on_ranks
 
 SMALL = ExpertConfig(batch_size=1, seq_len=16, rounds=1, links=("1gbe",))
 
@@ -29,23 +30,22 @@ def test_check_refuses_what_cannot_work():
             replace(SMALL, **change).check()
 
 
-def _losses(imbalance: int) -> dict[str, list[float]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_contenders_take_the_same_steps():
+    """Mutants: rows that come back in another order; weights of another token; a sum left out."""
+    imbalance = 2
     mesh, losses = Mesh(dp=1, ep=2), {}
     for name in (*OURS, *rivals()):
         step = contender(SMALL, mesh, name, PRESETS["tiny-moe"], imbalance)
         losses[name] = [step().item() for _ in range(3)]
-    return losses
+    first, *_, last = losses["all_to_all"]
+    assert last < first
+    for name, theirs in losses.items():
+        assert theirs == pytest.approx(losses["all_to_all"], rel=1e-4), name
 
 
-def test_all_contenders_take_the_same_steps(ranks):
-    """Mutants: rows that come back in another order; weights of another token; a sum left out."""
-    for losses in ranks(2).run(_losses, 2):
-        first, *_, last = losses["all_to_all"]
-        assert last < first
-        for name, theirs in losses.items():
-            assert theirs == pytest.approx(losses["all_to_all"], rel=1e-4), name
-
-
+@pytest.mark.slow
 def test_a_forward_beside_a_backward_hides_what_nothing_else_does():
     """All-to-alls that take 40 % of the time: above 80 % of them, and within 10 % of the ideal."""
     rows = {row["way"][1]: row for row in expert_overlap.rows(2)}

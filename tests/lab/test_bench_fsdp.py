@@ -14,6 +14,7 @@ from minipar.lab.bench import race
 from minipar.lab.bench.ddp import TOY, Contender, memory
 from minipar.lab.bench.fsdp import COLUMNS, METHODS, OURS, RIVALS, THEIRS, ShardingConfig
 from minipar.lab.bench.race import ALONE, Measured, table
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.trains
 
@@ -89,7 +90,11 @@ def test_check_refuses_what_cannot_work(tmp_path):
             replace(SMALL, **{name: value}).check()
 
 
-def _losses():
+@pytest.mark.slow
+@on_ranks(2, "link")
+def test_all_contenders_take_the_same_steps():
+    """Mutants: a contender that does not communicate; one that divides by the ranks twice; a
+    reduce-scatter that nobody waits for."""
     mesh = Mesh(dp=2)
     link.use("1gbe")  # slow enough that whoever does not wait is late
     losses = {}
@@ -97,19 +102,11 @@ def _losses():
         contender = Contender(SMALL, mesh, METHODS[name], TOY)
         losses[name] = [contender.step().item() for _ in range(4)]
     link.use("none")
-    return losses
-
-
-@pytest.mark.slow
-def test_all_contenders_take_the_same_steps(ranks):
-    """Mutants: a contender that does not communicate; one that divides by the ranks twice; a
-    reduce-scatter that nobody waits for."""
-    for losses in ranks(2, "link").run(_losses):
-        alone = losses.pop(ALONE)
-        for name, values in losses.items():
-            assert values == pytest.approx(losses["FSDP"], rel=1e-5), name
-        assert alone[0] == pytest.approx(losses["FSDP"][0], rel=1e-5)
-        assert abs(alone[-1] - losses["FSDP"][-1]) > 1e-4
+    alone = losses.pop(ALONE)
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["FSDP"], rel=1e-5), name
+    assert alone[0] == pytest.approx(losses["FSDP"][0], rel=1e-5)
+    assert abs(alone[-1] - losses["FSDP"][-1]) > 1e-4
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ def test_check_refuses_what_cannot_work():
             replace(SMALL, **change).check()
 
 
+@pytest.mark.slow
 def test_both_use_as_many_flops(ranks):
     """On two ranks; losses fall, and no point is beyond what was asked."""
     rows = ranks(2).run(mixture.measure, replace(SMALL, ranks=2, steps=8), "gloo")[0]

@@ -11,6 +11,7 @@ from minipar.comm.mesh import Mesh
 from minipar.lab.bench import tensor as bench
 from minipar.lab.bench.tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
 from minipar.model.llama import PRESETS, LlamaConfig
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.trains
 
@@ -33,7 +34,10 @@ def test_check_refuses_what_cannot_work():
         replace(SMALL, ranks=1).check()
 
 
-def _losses():
+@pytest.mark.slow
+@on_ranks(2, "link")
+def test_all_contenders_take_the_same_steps():
+    """Mutants: a plan that leaves a sum out; norm weights whose gradients are those of one rank."""
     axis = Mesh(tp=2).tp
     link.use("1gbe")  # slow enough that whoever does not wait is late
     losses = {}
@@ -41,18 +45,11 @@ def _losses():
         one = contender(SMALL, axis, name, TOY)
         losses[name] = [one.step().item() for _ in range(4)]
     link.use("none")
-    return losses
-
-
-@pytest.mark.slow
-def test_all_contenders_take_the_same_steps(ranks):
-    """Mutants: a plan that leaves a sum out; norm weights whose gradients are those of one rank."""
-    for losses in ranks(2, "link").run(_losses):
-        assert len(losses) == len(OURS) + len(THEIRS)
-        first, *_, last = losses["plain"]
-        assert first - last > 1e-3
-        for name, values in losses.items():
-            assert values == pytest.approx(losses["plain"], rel=1e-5), name
+    assert len(losses) == len(OURS) + len(THEIRS)
+    first, *_, last = losses["plain"]
+    assert first - last > 1e-3
+    for name, values in losses.items():
+        assert values == pytest.approx(losses["plain"], rel=1e-5), name
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
 from minipar.lab.draw import meshes
 from minipar.train.data import epoch_order, share
+from tests.lab.figures import words as texts
 
 
 def step(overlapped, ranks=4, label="measured, 4 ranks"):
@@ -49,12 +50,6 @@ def drawn(figure):
                 x = path.vertices[:, 0]
                 total[fill] = total.get(fill, 0) + x.max() - x.min()
     return {fill: round(ms, 3) for fill, ms in total.items()}
-
-
-def texts(figure):
-    return [t.get_text() for ax in figure.axes for t in ax.texts] + [
-        t.get_text() for t in figure.texts
-    ]
 
 
 # ---------------------------------------------------------------------- colours

@@ -7,12 +7,9 @@ from matplotlib.patches import Rectangle
 
 from minipar.lab import draw
 from minipar.lab.draw.gradients import kept
+from tests.lab.figures import words as texts
 
 TRUTH = torch.tensor([3.0, -1.0, 0.5, 0.0, 2.0, 40.0])
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
 
 
 def heights(figure, colour):

@@ -9,14 +9,9 @@ from matplotlib.patches import Rectangle, Wedge
 from minipar.lab import draw
 from minipar.lab.draw import llama as draw_llama
 from minipar.model.llama import PRESETS
+from tests.lab.figures import words as texts
 
 TINY = PRESETS["tiny"]
-
-
-def texts(figure):
-    return [t.get_text() for ax in figure.axes for t in ax.texts] + [
-        t.get_text() for t in figure.texts
-    ]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -56,8 +51,3 @@ def test_the_mask_is_causal_and_heads_share():
     assert {"q0", "q3", "k0  v0", "k1  v1"} <= set(said) and "q4" not in said
     lines = [line.get_xdata()[0] for ax in figure.axes for line in ax.lines]
     assert lines[0] == lines[1] != lines[2] == lines[3]
-
-
-def test_figures_are_small():
-    for figure in (draw_llama.model(TINY), draw_llama.rotations(TINY), draw_llama.attention(TINY)):
-        assert 5_000 < len(draw.png(figure)) < 100_000

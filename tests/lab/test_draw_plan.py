@@ -10,6 +10,7 @@ from minipar.lab.draw import AXIS, EXPOSED, GRID
 from minipar.lab.draw.plan import PIECE, crossing, explanation, families, placement
 from minipar.model.llama import PRESETS
 from minipar.parallel.plan import Plan
+from tests.lab.figures import words as texts
 
 NODES = Topology(2, 4)
 
@@ -19,10 +20,6 @@ def explained(text):
 
 
 THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
 
 
 def fills(figure):

@@ -8,6 +8,7 @@ from minipar.lab import draw
 from minipar.lab.draw import RANK
 from minipar.lab.draw.tensor import SAME, Matrix, formula, heads, swap
 from minipar.model.llama import PRESETS
+from tests.lab.figures import words as texts
 
 X, A = Matrix("x", "T", "D"), Matrix("A", "D", "F", cut="columns")
 H, Y = Matrix("h", "T", "F", cut="columns"), Matrix("y", "T", "D", pending=True)
@@ -21,10 +22,6 @@ def patches(figure, colours=(*RANK, SAME)):
         for p in figure.axes[0].patches
         if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) in colours
     ]
-
-
-def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
 
 
 def test_labels_say_how_a_matrix_is_cut():

@@ -14,6 +14,8 @@ from minipar.lab.memory import LiveBytes, MemoryHistory, MemoryLedger, OverBudge
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.sim.memory import model_state
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
 

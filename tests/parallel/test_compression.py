@@ -23,6 +23,7 @@ from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.compression.linear import PowerSGD, RandomK
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
     BACKWARD,
     FORWARD,
@@ -241,17 +242,14 @@ def test_bytes_of_top_k_grow_with_the_ranks(ranks, size):
         assert payload <= 0.021 * 4 * NUMEL
 
 
-def _large_int8(size):
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_codes_are_not_added(size):
+    """Mutant: an all-reduce of int8, in which 127 + 127 is -2."""
     mesh = Mesh(dp=size)
     bucket, _ = _bucket(Int8)
-    return _reduce(bucket, mesh.dp, "sum", torch.full((NUMEL,), 127.0, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_codes_are_not_added(ranks, size):
-    """Mutant: an all-reduce of int8, in which 127 + 127 is -2."""
-    for found in ranks(size).run(_large_int8, size):
-        assert torch.allclose(found, torch.full_like(found, 127.0 * size), rtol=1e-6)
+    found = _reduce(bucket, mesh.dp, "sum", torch.full((NUMEL,), 127.0, dtype=torch.float64))
+    assert torch.allclose(found, torch.full_like(found, 127.0 * size), rtol=1e-6)
 
 
 def _overflow(names, size):
@@ -274,7 +272,9 @@ def test_an_overflow_shows_on_all_ranks_and_spoils_one_step(ranks, size):
 
 
 # ---------------------------------------------------------------------- plugged into ddp
-def _through_refilled_buckets():
+@on_ranks(2)
+def test_residues_and_warm_up_outlive_the_buckets():
+    """Mutants: residues or steps counted by bucket, which the first backward replaces."""
     mesh = Mesh(dp=2)
     model, reduce = Layers(seed=0), Compressed(TopK(0.2), warmup_steps=2)
     strategy = ddp.apply(model, mesh.dp, bucket_mb=7e-4, average=False, reduce=reduce)
@@ -296,13 +296,7 @@ def _through_refilled_buckets():
         assert after.any()
         before = after
     assert strategy.buckets is not first_buckets and len(strategy.buckets) > 2
-    return exact
-
-
-def test_residues_and_warm_up_outlive_the_buckets(ranks):
-    """Mutants: residues or steps counted by bucket, which the first backward replaces."""
-    for exact in ranks(2).run(_through_refilled_buckets):
-        assert exact == [False, True, True, False, False]
+    assert exact == [False, True, True, False, False]
 
 
 RESUMED = {
@@ -612,7 +606,9 @@ def test_and_worse_without(learn, make):
     assert learn(make, error_feedback=False) > learn(make) + 0.1
 
 
-def _loaded_into_the_same():
+@on_ranks(2)
+def test_a_load_into_the_same_object_replaces_what_was_kept_back():
+    """Mutant: the bucket goes on with the residue of before the load."""
     mesh = Mesh(dp=2)
     bucket, reduce = _bucket(TopK, shapes=SMALL)
     model = nn.ParameterList(bucket.parameters)
@@ -626,10 +622,5 @@ def _loaded_into_the_same():
             reduce.load_state_dict(state, model)
             assert all(reduce.residue(p).equal(state["residues"][n].view_as(p))
                        for n, p in model.named_parameters())  # fmt: skip
-    return results
-
-
-def test_a_load_into_the_same_object_replaces_what_was_kept_back(ranks):
-    """Mutant: the bucket goes on with the residue of before the load."""
-    for first, again in ranks(2).run(_loaded_into_the_same):
-        assert first.equal(again)
+    first, again = results
+    assert first.equal(again)

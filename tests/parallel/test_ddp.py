@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
+from minipar.parallel.plan import Plan
+from minipar.sim.trace import pretend
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
     ALL,
@@ -188,7 +189,14 @@ def test_no_sync_is_undone_by_an_exception_and_nests():
 
 
 # ---------------------------------------------------------------------- order of the buckets
-def _rank_dependent_order(size):
+def _layers_in(model, bucket):
+    return [i for p in bucket.parameters for i, m in enumerate(model.layers) if m.weight is p]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_trap_16_buckets_go_in_one_order_on_all_ranks(size):
+    """Mutant: send a bucket when it is full, whatever its turn."""
     mesh = Mesh(dp=size)
     model = Branches(seed=mesh.rank)
     strategy = attach(model, mesh.dp, "overlapped", average=False, bucket_mb=3.5e-4)
@@ -218,16 +226,6 @@ def _rank_dependent_order(size):
         if step == 0:  # from now on, in the order that rank 0 saw
             found = [i for b in strategy.buckets for i in _layers_in(model, b)]
             assert list(dict.fromkeys(found)) == arrived[0]
-
-
-def _layers_in(model, bucket):
-    return [i for p in bucket.parameters for i, m in enumerate(model.layers) if m.weight is p]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_trap_16_buckets_go_in_one_order_on_all_ranks(ranks, size):
-    """Mutant: send a bucket when it is full, whatever its turn."""
-    ranks(size).run(_rank_dependent_order, size)
 
 
 def test_trap_16_several_buckets_are_filled():
@@ -572,14 +570,13 @@ def test_goes_on_after_an_interrupted_step(version, failing_step, places):
 
 
 # ---------------------------------------------------------------------- traffic at any size
-def _on_meta(size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+@pytest.mark.parametrize("version", VERSIONS)
+def test_traffic_on_512_ranks_without_values(version):
+    """The formula of the docstring, from the real code on tensors without values.
 
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=size)
-    mesh = Mesh(dp=size)
-    found = {}
-    for version in VERSIONS:
+    Mutant: code that looks at a value; a collective that is not in the ledger.
+    """
+    with pretend(Plan(dp=512), rank=3) as mesh:
         model = models.Foreign(0).to("meta")
         strategy = ddp.apply(model, mesh.dp, version=version, bucket_mb=0.001)
         for _ in range(2):
@@ -587,28 +584,13 @@ def _on_meta(size):
             with timeline.record() as recorded:
                 model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).sum().backward()
                 strategy.finish_backward()
-        assert model.never_used.grad is None
-        assert sum(p.grad is not None for p in model.parameters()) == 10
-        found[version] = recorded.bytes_by_axis()["dp"], len(recorded.spans)
-    return found
-
-
-@pytest.mark.slow
-def test_traffic_on_512_ranks_without_values():
-    """The formula of the docstring, from the real code on tensors without values.
-
-    Mutant: code that looks at a value; a collective that is not in the ledger.
-    """
-    model, size = models.Foreign(0), 512
-    num_bytes = sum(p.nbytes for p in model.parameters())
-    count = len(list(model.parameters()))
-    with Ranks(1) as pool:
-        [found] = pool.run(_on_meta, size)
-    formula = 2 * (size - 1) / size * (num_bytes + 4 * count)
-    for version, (sent, calls) in found.items():
-        assert formula - calls <= sent <= formula, version  # each call rounds down
-    assert found["naive"][1] == count + 1
-    assert 3 <= found["bucketed"][1] < count
+    parameters = list(model.parameters())
+    assert model.never_used.grad is None
+    assert sum(p.grad is not None for p in parameters) == 10
+    formula = 2 * 511 / 512 * sum(p.nbytes + 4 for p in parameters)
+    calls, count = len(recorded.spans), len(parameters)
+    assert formula - calls <= recorded.bytes_by_axis()["dp"] <= formula  # each call rounds down
+    assert calls == count + 1 if version == "naive" else 3 <= calls < count
 
 
 # ---------------------------------------------------------------------- overlap

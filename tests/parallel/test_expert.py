@@ -16,6 +16,7 @@ from minipar.parallel.plan import Plan
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
+from tests.on_ranks import on_ranks
 from tests.parity import models
 
 SIX = MoEConfig(6, 2, 8)
@@ -159,7 +160,17 @@ def test_plans_that_cannot_be_are_refused_with_one_that_can(text, config, says):
     assert says in str(caught.value)
 
 
-def _refused(kind: str) -> str:
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("bias", "has shape (5,); a router to num_experts=6 needs (6,)"),
+        ("dense", "Linear has no experts to spread over ep"),
+        ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchical, "),
+        ("nodes", "nodes=3 does not divide ep=2; use one of 1, 2"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(kind, says):
     layer, axis = one_layer(replace(SIX, bias_speed=0.1)), Mesh(dp=1, ep=2).ep
     options = {}
     if kind == "bias":
@@ -171,34 +182,18 @@ def _refused(kind: str) -> str:
     with timeline.record() as recorded, pytest.raises(ValueError) as caught:
         expert.apply(layer, axis, **options)
     assert not recorded.spans, "it has talked before"
-    return str(caught.value)
+    message = str(caught.value)
+    assert says in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("bias", "has shape (5,); a router to num_experts=6 needs (6,)"),
-        ("dense", "Linear has no experts to spread over ep"),
-        ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchical, "),
-        ("nodes", "nodes=3 does not divide ep=2; use one of 1, 2"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(ranks, kind, says):
-    for message in ranks(2).run(_refused, kind):
-        assert says in message
-
-
-def _own_optimizer_state() -> str:
+@on_ranks(2)
+def test_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole():
     layer = one_layer()
     spread = expert.apply(layer, Mesh(dp=1, ep=2).ep)
     with pytest.raises(RuntimeError) as caught:
         spread.full_optimizer_state(torch.optim.AdamW(layer.parameters()))
-    return str(caught.value)
-
-
-def test_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole(ranks):
-    for message in ranks(2).run(_own_optimizer_state):
-        assert message.startswith("ExpertParallel has pieces along ep, and does not join")
+    message = str(caught.value)
+    assert message.startswith("ExpertParallel has pieces along ep, and does not join")
 
 
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():

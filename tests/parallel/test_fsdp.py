@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.init import initial_weight
 from minipar.model.llama import Block, Llama, LlamaConfig, generate
 from minipar.parallel import flat, fsdp
 from minipar.parallel.compression.codecs import Int8
+from minipar.parallel.plan import Plan
+from minipar.sim.trace import pretend
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
 from tests.parallel.timed import SlowLayer, fastest, slow_model
@@ -92,7 +93,20 @@ def train(model: nn.Module, strategy: fsdp.FullySharded, rank: int, steps: int =
 
 
 # ---------------------------------------------------------------------- traffic
-def _sent(accumulate, reshard, microbatches):
+@pytest.mark.parametrize(
+    "size, accumulate, reshard, microbatches",
+    [
+        (2, "shards", True, 1),
+        (2, "shards", False, 1),
+        (2, "shards", True, 3),
+        (2, "whole", True, 3),
+        (3, "shards", True, 1),
+        pytest.param(4, "whole", True, 2, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("size")
+def test_sends_what_the_docstring_says(size, accumulate, reshard, microbatches):
+    """Mutants: a block that is freed and gathered once more; a second reduce-scatter."""
     mesh = Mesh(dp=dist.get_world_size())
     model = Layers(seed=mesh.rank, width=12)
     strategy = fsdp.apply(model, mesh.dp, accumulate=accumulate, reshard_after_forward=reshard)
@@ -106,33 +120,21 @@ def _sent(accumulate, reshard, microbatches):
                 else:
                     model(x).sum().backward()
             strategy.finish_backward()
-    return recorded.bytes_by_axis()["dp"]
-
-
-@pytest.mark.parametrize(
-    "size, accumulate, reshard, microbatches",
-    [
-        (2, "shards", True, 1),
-        (2, "shards", False, 1),
-        (2, "shards", True, 3),
-        (2, "whole", True, 3),
-        (3, "shards", True, 1),
-        pytest.param(4, "whole", True, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_sends_what_the_docstring_says(ranks, size, accumulate, reshard, microbatches):
-    """Mutants: a block that is freed and gathered once more; a second reduce-scatter."""
+    sent = recorded.bytes_by_axis()["dp"]
     block = root = 12 * 12 * 8
     whole = 6 * block + root
     gathers = microbatches * (2 * whole - root - block if reshard else whole)
     reduces = whole * (microbatches if accumulate == "shards" else 1)
     used = 2 * (7 + 8)  # a byte per parameter, and the digest of what was done
     formula = (size - 1) / size * (gathers + reduces + used)
-    for sent in ranks(size).run(_sent, accumulate, reshard, microbatches):
-        assert sent == pytest.approx(formula, abs=30)  # each call rounds down
+    assert sent == pytest.approx(formula, abs=30)  # each call rounds down
 
 
-def _sent_by_hybrid():
+@pytest.mark.slow
+@on_ranks(4)
+def test_hybrid_sharding_crosses_once():
+    """Shards alone travel between replicas, once a step. Mutants: all-reduce of whole gradients;
+    one in each microbatch, or of the first microbatch twice."""
     grid = Mesh(replica=2, dp=2)
     model = Layers(seed=grid.rank)
     strategy = fsdp.apply(model, grid.dp, replicate_axis=grid.replica)
@@ -145,48 +147,29 @@ def _sent_by_hybrid():
         strategy.finish_backward()
     wanted = {name: 2 * g for name, g in expected(Layers(seed=0), inputs, 4).items()}
     assert_equal(strategy.full_gradients(), wanted)
-    return recorded.bytes_by_axis()["replica"]
-
-
-@pytest.mark.slow
-def test_hybrid_sharding_crosses_once(ranks):
-    """Shards alone travel between replicas, once a step. Mutants: all-reduce of whole gradients;
-    one in each microbatch, or of the first microbatch twice."""
+    sent = recorded.bytes_by_axis()["replica"]
     num_bytes = 7 * 36 * 8
-    for sent in ranks(4).run(_sent_by_hybrid):
-        assert sent == pytest.approx(2 * (1 / 2) * (num_bytes / 2 + 7 + 8), abs=10)
+    assert sent == pytest.approx(2 * (1 / 2) * (num_bytes / 2 + 7 + 8), abs=10)
 
 
-def _on_meta(size):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=size)
-    mesh, model = Mesh(dp=size), models.untied_llama(0).to("meta")
-    num_bytes, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
-    block = sum(p.nbytes for p in model.model.layers[0].parameters())
-    strategy = fsdp.apply(model, mesh.dp)
-    for _ in range(2):
-        with timeline.record() as recorded:
-            model(tokens(0).to("meta")).sum().backward()
-            strategy.finish_backward()
-    assert all(p.grad is not None for p in model.parameters())
-    return num_bytes, block, count, recorded.bytes_by_axis()["dp"], strategy.gathered_bytes
-
-
-@pytest.mark.slow
 def test_traffic_on_512_ranks_without_values():
     """The formula of the docstring, from the real code on tensors without values.
 
     Mutant: code that looks at a value; a collective that is not in the ledger.
     """
-    with Ranks(1) as pool:
-        [(num_bytes, block, count, sent, left)] = pool.run(_on_meta, 512)
-    root = num_bytes - 3 * block
+    with pretend(Plan(dp=512), rank=3) as mesh:
+        model = models.untied_llama(0).to("meta")
+        num_bytes, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
+        block = sum(p.nbytes for p in model.model.layers[0].parameters())
+        strategy = fsdp.apply(model, mesh.dp)
+        for _ in range(2):
+            with timeline.record() as recorded:
+                model(tokens(0).to("meta")).sum().backward()
+                strategy.finish_backward()
+    assert all(p.grad is not None for p in model.parameters()) and strategy.gathered_bytes == 0
     pad = 512 * 4  # per unit and call, at most
-    formula = 511 / 512 * (3 * num_bytes - root - block + 2 * (count + 8))
-    assert formula - 20 <= sent <= formula + 10 * pad
-    assert left == 0
+    formula = 511 / 512 * (2 * num_bytes + 2 * block + 2 * (count + 8))  # root + 3 blocks = all
+    assert formula - 20 <= recorded.bytes_by_axis()["dp"] <= formula + 10 * pad
 
 
 # ---------------------------------------------------------------------- memory
@@ -221,7 +204,10 @@ def test_at_most_two_blocks_are_gathered_at_a_time(ranks, prefetch, frozen):
     assert ranks(2).run(_most_gathered, prefetch, frozen) == [1 + prefetch] * 2
 
 
-def _peak():
+@on_ranks(2)
+def test_peak_memory_is_that_of_the_formula():
+    """Within 5 %. Mutants: a second copy of gathered weights or of shards' gradients; all
+    gradients whole until the end of backward."""
     mesh = Mesh(dp=2)
     model = Layers(seed=0, num_blocks=NUM_BLOCKS, width=WIDTH).to("meta")
     x = data(mesh.rank, width=WIDTH)[:1]
@@ -236,17 +222,11 @@ def _peak():
             model(x).sum().backward()
             strategy.finish_backward()
             optimizer.step()
-    return max(live.samples[start:])
-
-
-def test_peak_memory_is_that_of_the_formula(ranks):
-    """Within 5 %. Mutants: a second copy of gathered weights or of shards' gradients; all
-    gradients whole until the end of backward."""
+    peak = max(live.samples[start:])
     block = root = WIDTH * WIDTH * 8
     whole = NUM_BLOCKS * block + root
     formula = 4 * whole / 2 + 2 * root + 4 * block
-    for peak in ranks(2).run(_peak):
-        assert 0.95 * formula <= peak <= 1.05 * formula
+    assert 0.95 * formula <= peak <= 1.05 * formula
 
 
 # ---------------------------------------------------------------------- what the optimizer sees

@@ -150,6 +150,7 @@ def test_a_module_that_reads_the_weights_of_its_children():
 
 
 # ---------------------------------------------------------------------- bytes
+@pytest.mark.slow
 def test_the_device_holds_what_the_formula_says():
     """Mutant: gradients that stay, state on the device, a fourth bucket."""
     model = llama(8)
@@ -170,6 +171,7 @@ def test_the_device_holds_what_the_formula_says():
     assert history.peak_of("gradients", host=True) == formula.host["gradients"]
 
 
+@pytest.mark.slow
 def test_around_the_step_gradients_stay_on_the_device():
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -392,6 +394,7 @@ def test_a_step_without_finish_backward_is_right_all_the_same():
     assert strategy.full_state_dict().keys() == plain.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind_when_it_goes():
     gc.collect()
     owners = len(offload._owners)

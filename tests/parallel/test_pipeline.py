@@ -427,6 +427,7 @@ def _overlap(schedule) -> list:
     return recorded.gather(mesh.world).spans
 
 
+@pytest.mark.slow
 def test_trap_17_a_stage_is_synchronised_while_other_stages_compute(ranks):
     """A rank with two stages sends the gradients of the later one before it ends the earlier one.
 

@@ -15,6 +15,7 @@ from minipar.model.llama import dense_core, generate, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import ulysses
 from minipar.train.data import Sequences
+from tests.on_ranks import on_ranks
 from tests.parity import models
 
 
@@ -29,7 +30,10 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 # ---------------------------------------------------------------------- tokens <-> heads
-def _there_and_back(size):
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_tokens_to_heads_and_back(size):
+    """Mutants: heads of q, k and v mixed up in their message; tokens joined in another order."""
     axis = Mesh(cp=size).cp
     heads = (2 * size, size, 3 * size)
     whole = [_random(2, h, 4 * size, 5, seed=h) for h in heads]
@@ -41,12 +45,6 @@ def _there_and_back(size):
         assert torch.equal(y, x.chunk(size, dim=1)[axis.rank])  # all tokens, some heads
     for x, y in zip(mine, swapped, strict=True):
         assert torch.equal(ulysses.tokens_apart(y, axis), x)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_tokens_to_heads_and_back(ranks, size):
-    """Mutants: heads of q, k and v mixed up in their message; tokens joined in another order."""
-    ranks(size).run(_there_and_back, size)
 
 
 def _attention(heads, kv_heads, mask):

@@ -9,17 +9,17 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.parallel import zero
+from minipar.parallel.plan import Plan
 from minipar.parallel.zero import ShardedOptimizer
+from minipar.sim.trace import pretend
 from minipar.train.precision import LossScaler
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import ALL, USED, Layers, Reentrant, data, loss_of
@@ -520,7 +520,8 @@ def test_a_second_backward_is_refused(ranks):
         ranks(2).run(_second_backward, stage)
 
 
-def _overflow() -> list[float]:
+@on_ranks(2)
+def test_an_overflow_in_one_shard_skips_the_step_everywhere():
     mesh = Mesh(dp=2)
     model = Layers(seed=0)
     strategy, optimizer = attach(model, mesh.dp, 2)
@@ -534,12 +535,8 @@ def _overflow() -> list[float]:
     scaler, before = LossScaler(init_scale=4.0), [p.detach().clone() for p in pieces]
     scaler.unscale(pieces, (mesh.dp,))
     scaler.step(optimizer)
-    return [torch.equal(p, old) for p, old in zip(pieces, before, strict=True)]
-
-
-def test_an_overflow_in_one_shard_skips_the_step_everywhere(ranks):
-    for unchanged in ranks(2).run(_overflow):
-        assert all(unchanged) and unchanged
+    unchanged = [torch.equal(p, old) for p, old in zip(pieces, before, strict=True)]
+    assert all(unchanged) and unchanged
 
 
 # ---------------------------------------------------------------------- beside torch
@@ -574,13 +571,11 @@ def test_equals_zero_redundancy_optimizer(ranks):
 
 
 # ---------------------------------------------------------------------- traffic and memory
-def _on_meta(size: int) -> dict[int, int]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=size)
-    mesh, found = Mesh(dp=size), {}
-    for stage in STAGES:
+@pytest.mark.parametrize("stage", STAGES)
+def test_traffic_on_512_ranks_without_values(stage):
+    """Mutant: code that looks at a value."""
+    size, numbers = 512, 6 * 42
+    with pretend(Plan(dp=size), rank=3) as mesh:
         model = Layers(seed=0).to("meta")
         strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=0.1)
         for _ in range(2):
@@ -590,20 +585,9 @@ def _on_meta(size: int) -> dict[int, int]:
                 strategy.finish_backward()
                 optimizer.step()
                 optimizer.synchronize()
-        found[stage] = recorded.bytes_by_axis()["dp"]
-    return found
-
-
-@pytest.mark.slow
-def test_traffic_on_512_ranks_without_values():
-    """Mutant: code that looks at a value."""
-    size, numbers = 512, 6 * 42
     padded = -(-numbers // size) * size  # one bucket
-    with Ranks(1) as pool:
-        [found] = pool.run(_on_meta, size)
-    for sent in found.values():
-        flags = 2 * (size - 1) * 13 // size
-        assert sent == 2 * (size - 1) * padded * 8 // size + flags
+    flags = 2 * (size - 1) * 13 // size
+    assert recorded.bytes_by_axis()["dp"] == 2 * (size - 1) * padded * 8 // size + flags
 
 
 def _memory(stage: int, size: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -91,6 +92,12 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 def serial(task: Task, seed: int = 0) -> Outcome:
     """Train on one device."""
     return _train(task, task.build(seed), Mesh(), lambda model, mesh: [])
+
+
+@cache
+def reference(task: Task) -> Outcome:
+    """What one device computes, once for all tests that are held against it."""
+    return serial(task)
 
 
 def parallel(

@@ -14,7 +14,7 @@ from minipar.parallel.compose import Composed
 from minipar.parallel.plan import Plan
 from minipar.parallel.zero import ShardedOptimizer
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, make_optimizer, serial
+from tests.parity.harness import Task, make_optimizer
 
 TASKS = {
     "llama": Task(models.llama),
@@ -27,11 +27,6 @@ TASKS = {
     "sometimes used": Task(models.SometimesUsed, num_sequences=4),
     "idle ranks": Task(models.llama, num_sequences=3),
 }
-
-
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
 
 
 def attach_zero(model: nn.Module, mesh: Mesh, stage: int, bucket_mb: float = 0.004):

@@ -373,7 +373,7 @@ def assert_same_state(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_under_any_other_plan(ranks, tied):
     """A step by each of many plans is as many steps on one device; after each, weights and state of
     the optimizer are what torch's own would have.

@@ -14,8 +14,8 @@ from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Codec, Int8, TopK
 from minipar.parallel.compression.feedback import Compressed
 from minipar.parallel.compression.linear import PowerSGD, RandomK
-from tests.parity.harness import assert_parity, parallel
-from tests.parity.tasks import TASKS, reference
+from tests.parity.harness import assert_parity, parallel, reference
+from tests.parity.tasks import TASKS
 
 
 @dataclass
@@ -54,18 +54,19 @@ def train(ranks, size: int, name: str, make, mute: bool = False, **options):
 def test_equals_one_device(ranks, size, name):
     """Mutants: chunks joined in a wrong order; a lost residue; users that are compressed."""
     for outcome in train(ranks, size, name, Verbatim):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_every_kind_of_sum_equals_one_device(ranks, kind):
     for outcome in train(ranks, 4, "llama", LOSSLESS[kind]):
-        assert_parity(outcome, reference("llama"))
+        assert_parity(outcome, reference(TASKS["llama"]))
 
 
 def test_bucketed_equals_one_device(ranks):
     for outcome in train(ranks, 3, "llama", Verbatim, version="bucketed"):
-        assert_parity(outcome, reference("llama"))
+        assert_parity(outcome, reference(TASKS["llama"]))
 
 
 @pytest.mark.parametrize("make", [Verbatim, Int8])
@@ -73,4 +74,4 @@ def test_parity_notices_what_is_missing(ranks, make):
     """The mutants: nothing sent, and something left out."""
     for outcome in train(ranks, 2, "llama", make, mute=make is Verbatim):
         with pytest.raises(AssertionError, match="gradient of step 0"):
-            assert_parity(outcome, reference("llama"))
+            assert_parity(outcome, reference(TASKS["llama"]))

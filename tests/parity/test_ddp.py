@@ -10,8 +10,8 @@ from torch import Tensor
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
 from minipar.train.data import share
-from tests.parity.harness import Outcome, Task, assert_parity, parallel
-from tests.parity.tasks import TASKS, reference
+from tests.parity.harness import Outcome, Task, assert_parity, parallel, reference
+from tests.parity.tasks import TASKS
 
 IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idle ranks"]
 
@@ -51,7 +51,7 @@ def test_forward_equals_one_device(ranks, version):
 @pytest.mark.parametrize("version", ddp.VERSIONS)
 def test_equals_one_device(ranks, version, name):
     for outcome in train(ranks, 2, TASKS[name], version=version):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_equals_one_device(ranks, version, name):
 @pytest.mark.parametrize("name", IN_LARGE)
 def test_equals_one_device_on_more_ranks(ranks, size, name):
     for outcome in train(ranks, size, TASKS[name], version="overlapped"):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.parametrize("version", ddp.VERSIONS)
@@ -67,8 +67,8 @@ def test_without_communication_parity_is_violated(ranks, version):
     """The mutant: what the harness compares must notice that no gradient was reduced."""
     for outcome in train(ranks, 2, TASKS["llama"], version=version, mute=True):
         with pytest.raises(AssertionError, match="gradient of step 0"):
-            assert_parity(outcome, reference("llama"))
-        ours, theirs = outcome.gradients[0], reference("llama").gradients[0]
+            assert_parity(outcome, reference(TASKS["llama"]))
+        ours, theirs = outcome.gradients[0], reference(TASKS["llama"]).gradients[0]
         assert not any(torch.allclose(ours[name], theirs[name]) for name in theirs)
 
 

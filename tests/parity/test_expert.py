@@ -114,6 +114,7 @@ FOLDED += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FOLDED)
 def test_experts_folded_with_all_else(ranks, text):
     """The balance is of each sequence, so neither cuts nor microbatches may change it."""
@@ -207,6 +208,7 @@ def _spoilt(plan: Plan, task: Task, spoil: str) -> Outcome:
         return train(plan, task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp=2,ep=2", "ep=4"])
 def test_trap_24_the_data_group_of_experts_is_not_the_dense_one(ranks, text):
     """Summed over the ranks with the same experts; over all data ranks, experts would be mixed."""
@@ -324,6 +326,7 @@ def _whole(plan: Plan, state: dict | None):
     return dict(model=composed.full_state_dict(), optimizer=composed.full_optimizer_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"), [("ep=2", "dp=2,zero=1"), ("ep=2,zero=3", "ep=2,zero=2")]
 )

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism equals one device, on 2, 3 and 4 ranks, for any module."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel import fsdp
 from minipar.train.data import share
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
+from tests.parity import tasks as shared
+from tests.parity.harness import Outcome, Task, assert_parity, parallel, reference
 
 
 class Encoder(nn.Module):
@@ -61,20 +62,11 @@ def freeze_every_other_matrix(model: nn.Module) -> None:
     model.model.layers[1].requires_grad_(False)
 
 
-TASKS = {
-    "llama": Task(models.llama),
-    "untied": Task(models.untied_llama),
-    "recomputing": Task(models.recomputing_llama),
-    "accumulating": Task(models.llama, microbatches=2, num_sequences=8),
-    "uneven": Task(models.llama, microbatches=3, num_sequences=5),
-    "foreign": Task(models.Foreign),
+TASKS = shared.TASKS | {
     "encoder": Task(Encoder),
     "checkpointed": Task(partial(Checkpointed, reentrant=False)),
     "re-entrant": Task(partial(Checkpointed, reentrant=True)),
-    "frozen": Task(models.untied_llama, fine_tune=models.frozen_embedding),
     "partly frozen": Task(models.untied_llama, fine_tune=freeze_every_other_matrix),
-    "sometimes used": Task(models.SometimesUsed, num_sequences=4),
-    "idle ranks": Task(models.llama, num_sequences=3),
 }
 
 IN_LARGE = ["llama", "accumulating", "foreign", "sometimes used", "idle ranks"]
@@ -103,11 +95,6 @@ def attach_hybrid(model: nn.Module, mesh: Mesh, **options) -> list[fsdp.FullySha
     return [model.strategy]
 
 
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
-
-
 def train(ranks, size: int, task: Task, mute: bool = False, **options) -> list[Outcome]:
     return ranks(size).run(
         parallel,
@@ -126,7 +113,7 @@ FAST = ["llama", "foreign", "partly frozen"]
 )
 def test_equals_one_device(ranks, name):
     for outcome in train(ranks, 2, TASKS[name]):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -134,7 +121,7 @@ def test_equals_one_device(ranks, name):
 @pytest.mark.parametrize("name", IN_LARGE)
 def test_equals_one_device_on_more_ranks(ranks, size, name):
     for outcome in train(ranks, size, TASKS[name]):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -142,7 +129,7 @@ def test_equals_one_device_on_more_ranks(ranks, size, name):
 @pytest.mark.parametrize("name", ["accumulating", "foreign"])
 def test_every_variant_equals_one_device(ranks, variant, name):
     for outcome in train(ranks, 2, TASKS[name], **VARIANTS[variant]):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -156,7 +143,7 @@ def test_hybrid_sharding_equals_one_device(ranks, name, accumulate):
         {"dp": 4},
         partial(attach_hybrid, accumulate=accumulate),
     ):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
         assert set(outcome.sent) == {"dp", "shard", "replica"}  # dp: the trainer's own sums
 
 
@@ -190,6 +177,6 @@ def test_without_communication_parity_is_violated(ranks):
     """The mutant: weights are gathered once, before training, but no gradient is reduced."""
     for outcome in train(ranks, 2, TASKS["llama"], mute=True):
         with pytest.raises(AssertionError, match="step 0"):
-            assert_parity(outcome, reference("llama"))
-        ours, theirs = outcome.gradients[0], reference("llama").gradients[0]
+            assert_parity(outcome, reference(TASKS["llama"]))
+        ours, theirs = outcome.gradients[0], reference(TASKS["llama"]).gradients[0]
         assert not any(torch.allclose(ours[name], theirs[name]) for name in theirs)

@@ -1,24 +1,13 @@
 """Offloaded training equals training on one device: alone, and with ddp, zero and fsdp."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
 from minipar.comm.hostcopy import HostCopy
 from minipar.parallel import ddp, fsdp, offload
-from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
-from tests.parity.tasks import attach_zero
-
-TASKS = {
-    "llama": Task(models.llama),
-    "untied": Task(models.untied_llama),
-    "recomputing": Task(models.recomputing_llama),
-    "accumulating": Task(models.llama, microbatches=2, num_sequences=8),
-    "foreign": Task(models.Foreign),
-    "frozen": Task(models.untied_llama, fine_tune=models.frozen_embedding),
-    "sometimes used": Task(models.SometimesUsed, num_sequences=4),
-}
+from tests.parity.harness import assert_parity, parallel, reference
+from tests.parity.tasks import TASKS, attach_zero
 
 
 def attach(model, mesh, bucket_mb=0.004):
@@ -30,23 +19,18 @@ def attach(model, mesh, bucket_mb=0.004):
     return [offload.apply(model, mesh.dp, inside=inside, copies=copies)]
 
 
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_equals_one_device(name):
     """To the bit: the same kernels compute the same numbers, wherever these are kept."""
     found = parallel(TASKS[name], {}, attach)
-    assert_parity(found, reference(name), rtol=0.0)
+    assert_parity(found, reference(TASKS[name]), rtol=0.0)
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
 def test_equals_one_device_on_several_ranks(ranks, size, name):
     for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 def attach_fsdp(model, mesh, **options):
@@ -61,7 +45,7 @@ def attach_fsdp(model, mesh, **options):
 @pytest.mark.parametrize("name", ["llama", "accumulating", "foreign", "recomputing"])
 def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):
     for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach_fsdp):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 def attach_zero_on_host(model, mesh, stage):
@@ -76,5 +60,5 @@ def attach_zero_on_host(model, mesh, stage):
 def test_shards_of_zero_on_the_host_equal_one_device(ranks, stage, name):
     attach = partial(attach_zero_on_host, stage=stage)
     for outcome in ranks(2).run(parallel, TASKS[name], {"dp": 2}, attach):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
         assert outcome.sent["host"] > 0

@@ -2,7 +2,7 @@
 
 import contextlib
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -22,7 +22,14 @@ from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make
 from minipar.train.data import IGNORE
 from minipar.train.step import evaluate
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, gradients_of, parallel, serial
+from tests.parity.harness import (
+    Outcome,
+    Task,
+    assert_parity,
+    gradients_of,
+    parallel,
+    reference,
+)
 
 
 def deep(seed: int, num_layers: int = 4, **changes):
@@ -77,11 +84,6 @@ def gradients(model) -> dict[str, Tensor | None]:
     return merged
 
 
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
-
-
 def many(task: Task, schedules: list, dp: int, expected: Outcome, options: dict) -> list[str]:
     """Train by each of them, and say what was wrong; called on each rank."""
     wrong = []
@@ -106,8 +108,13 @@ def one(task: Task, schedule, dp: int = 1, mute: bool = False, **options) -> Out
 
 def check(ranks, name: str, schedules: list, dp: int = 1, **options) -> None:
     pool = ranks(schedules[0].num_ranks * dp)
-    for wrong in pool.run(many, TASKS[name], schedules, dp, reference(name), options):
+    for wrong in pool.run(many, TASKS[name], schedules, dp, reference(TASKS[name]), options):
         assert not wrong, "\n".join(wrong)
+
+
+def more(*values):
+    """For `parametrize`: what `make test-all` tries besides."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def every(p: int, m: int, v: int = 2) -> list:
@@ -116,6 +123,7 @@ def every(p: int, m: int, v: int = 2) -> list:
     return [make(name, p, m, v if name in LOOPED else None) for name in names]
 
 
+@pytest.mark.slow
 def test_every_schedule_equals_one_device(ranks):
     check(ranks, "one step", every(2, 3))
 
@@ -127,7 +135,10 @@ def test_four_ranks_equal_one_device(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p, m, v", [(2, 1, 1), (2, 7, 2), (3, 1, 2), (3, 5, 1), (4, 5, 2)])
+@pytest.mark.parametrize(
+    "p, m, v",
+    [(2, 1, 1), (3, 5, 1), (4, 5, 2), *(more(*sizes) for sizes in [(2, 7, 2), (3, 1, 2)])],
+)
 def test_many_schedules_equal_one_device(ranks, p, m, v):
     """More microbatches than sequences, too: some are padding only."""
     check(ranks, "one step" if p == 2 else "one step, deeper", every(p, m, v))
@@ -152,14 +163,10 @@ def test_any_cut_equals_one_device(ranks):
     check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 3, 0))
 
 
-def test_with_data_parallelism_equals_one_device(ranks):
-    schedules = [make("1f1b", 2, 2), make("interleaved_zb", 2, 2), make("dualpipe", 2, 3)]
-    check(ranks, "tied", schedules, dp=2, data="overlapped")
-
-
-@pytest.mark.slow
-def test_any_schedule_with_data_parallelism_equals_one_device(ranks):
-    check(ranks, "tied", every(2, 3), dp=2, data="overlapped")
+@pytest.mark.parametrize("schedules", [["1f1b", "interleaved_zb", "dualpipe"], more([*SCHEDULES])])
+def test_with_data_parallelism_equals_one_device(ranks, schedules):
+    """test_compose.py has each schedule beside each stage of zero."""
+    check(ranks, "tied", [make(name, 2, 3) for name in schedules], dp=2, data="overlapped")
     for version in ("naive", "bucketed"):
         check(ranks, "tied", [make("interleaved_1f1b", 2, 3)], dp=2, data=version)
 
@@ -207,7 +214,7 @@ def sharded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["zero 1", "zero 2", "fsdp", "tensor"])
+@pytest.mark.parametrize("how", [more("zero 1"), "zero 2", "fsdp", more("tensor")])
 def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
     """Tied embeddings are added before they are reduce-scattered. Mutant: the other way round."""
     names = {"tied": ["1f1b", "interleaved_zb", "zb_v", "dualpipe"]}
@@ -216,7 +223,7 @@ def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
         names |= {"tied": ["zb_v", "dualpipe_v"], "frozen": ["zb_h1"], "frozen layers": ["zb_v"]}
     for name, own in names.items():
         schedules = [make(schedule, 2, 3) for schedule in own]
-        for wrong in ranks(4).run(sharded, TASKS[name], schedules, how, reference(name)):
+        for wrong in ranks(4).run(sharded, TASKS[name], schedules, how, reference(TASKS[name])):
             assert not wrong, "\n".join(wrong)
 
 
@@ -224,7 +231,9 @@ def test_trap_15_with_other_strategies_equals_one_device(ranks, how):
 def test_fsdp_is_refused_where_it_would_go_wrong(ranks):
     for name, schedule in [("tied", "1f1b"), ("untied", "dualpipe")]:
         with pytest.raises(RankError, match="use zero or ddp, or a model"):
-            ranks(4).run(sharded, TASKS[name], [make(schedule, 2, 3)], "fsdp", reference(name))
+            ranks(4).run(
+                sharded, TASKS[name], [make(schedule, 2, 3)], "fsdp", reference(TASKS[name])
+            )
 
 
 def test_pairs_side_by_side_equal_one_device(ranks):
@@ -289,7 +298,7 @@ def test_fsdp_holds_and_sends_no_more_where_the_backward_is_split(ranks):
 def test_without_messages_parity_is_violated(ranks):
     for outcome in ranks(2).run(one, TASKS["untied"], make("1f1b", 2, 2), mute=True):
         with pytest.raises(AssertionError, match="loss of step 0"):
-            assert_parity(outcome, reference("untied"))
+            assert_parity(outcome, reference(TASKS["untied"]))
 
 
 def _mutant(task: Task, schedule, target, attribute: str, replacement) -> Outcome:
@@ -350,7 +359,7 @@ def test_parity_notices_what_is_left_out(ranks, mutant):
     name, *how, says = MUTANTS[mutant]
     for outcome in ranks(2).run(_mutant, TASKS["tied"], make(name, 2, 3), *how):
         with pytest.raises(AssertionError, match=says):
-            assert_parity(outcome, reference("tied"))
+            assert_parity(outcome, reference(TASKS["tied"]))
 
 
 # ---------------------------------------------------------------------- bytes
@@ -363,6 +372,7 @@ def crossings(schedule) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_sends_what_the_docstring_says(ranks, name):
     p, m = 3, 2

@@ -52,6 +52,7 @@ def train(plan: Plan, slip: Callable = contextlib.nullcontext) -> Outcome:
         return run(gradients=lambda model: {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_no_strategy_has_a_race(ranks, name):
     plan = PLANS[name]
@@ -61,6 +62,7 @@ def test_no_strategy_has_a_race(ranks, name):
         assert_parity(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [m if m == "int8" else pytest.param(m, marks=pytest.mark.slow) for m in COMPRESSORS]
 )

@@ -1,7 +1,7 @@
 """Tensor parallelism equals one device: plain, sequence parallel and overlapped; 2, 3, 4 ranks."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama
 from minipar.parallel import ddp, tensor
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, parallel, serial
+from tests.parity.harness import Outcome, Task, assert_parity, parallel, reference
 
 
 def with_biases(seed: int) -> Llama:
@@ -70,11 +70,6 @@ def attach_with_ddp(model: nn.Module, mesh: Mesh, **options) -> list:
     return [data, model.strategy]
 
 
-@cache
-def reference(name: str) -> Outcome:
-    return serial(TASKS[name])
-
-
 def train(ranks, sizes: dict[str, int], task: Task, mode: str, mute=False) -> list[Outcome]:
     size = sizes["tp"] * sizes.get("dp", 1)
     plug = partial(attach_with_ddp if "dp" in sizes else attach, **MODES[mode])
@@ -111,7 +106,7 @@ def test_forward_equals_one_device(ranks, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_device(ranks, mode, name):
     for outcome in train(ranks, {"tp": 2}, TASKS[name], mode):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -121,7 +116,7 @@ def test_equals_one_device(ranks, mode, name):
 )
 def test_equals_one_device_for_every_model(ranks, mode, name):
     for outcome in train(ranks, {"tp": 2}, TASKS[name], mode):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -130,16 +125,16 @@ def test_equals_one_device_on_more_ranks(ranks, mode, name):
     """On 4 ranks, 2 have the same keys and values: T13, and the norm that counts them once (T9)."""
     size = 3 if name in ON_THREE else 4
     for outcome in train(ranks, {"tp": size}, TASKS[name], mode):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, mode", models.crossed(["llama", "accumulating", "untied"], list(MODES))
-)
+@pytest.mark.exhaustive  # of which test_compose.py has a sample
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "accumulating", "untied"])
 def test_equals_one_device_together_with_data_parallelism(ranks, mode, name):
     for outcome in train(ranks, {"dp": 2, "tp": 2}, TASKS[name], mode):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 def promised_bytes(task: Task, size: int, mode: str) -> float:
@@ -171,4 +166,4 @@ def test_without_communication_parity_is_violated(ranks, mode):
     """The mutant: what the harness compares must notice that nothing was summed."""
     for outcome in train(ranks, {"tp": 2}, TASKS["untied"], mode, mute=True):
         with pytest.raises(AssertionError, match="loss of step 0"):
-            assert_parity(outcome, reference("untied"))
+            assert_parity(outcome, reference(TASKS["untied"]))

@@ -68,8 +68,13 @@ def test_uneven_shares_equal_one_device(ranks, shares, version):
         assert_parity(outcome, reference(models.llama))
 
 
-@pytest.mark.parametrize("shares", [(2, 0, 3), (0, 4, 1), (1, 0, 3, 1), (0, 0, 5, 0)], ids=str)
-@pytest.mark.parametrize("build", [models.llama, models.recomputing_llama, models.Foreign])
+@pytest.mark.parametrize(
+    "shares, build",
+    models.crossed(
+        [(2, 0, 3), (0, 4, 1), (1, 0, 3, 1), (0, 0, 5, 0)],
+        [models.llama, models.recomputing_llama, models.Foreign],
+    ),
+)
 @pytest.mark.slow
 def test_uneven_shares_equal_one_device_on_more_ranks(ranks, shares, build):
     for outcome in train(ranks, Uneven(build, shares=shares), len(shares)):

@@ -13,8 +13,8 @@ from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.data import share
 from minipar.train.step import train_step
 from tests.parity import models
-from tests.parity.harness import Outcome, assert_parity, make_optimizer, parallel
-from tests.parity.tasks import TASKS, attach_zero, reference
+from tests.parity.harness import Outcome, assert_parity, make_optimizer, parallel, reference
+from tests.parity.tasks import TASKS, attach_zero
 
 STAGES = [1, 2]
 IN_LARGE = ["llama", "accumulating", "uneven", "foreign", "sometimes used", "idle ranks"]
@@ -64,7 +64,7 @@ def test_equals_one_device(ranks, stage, name):
     """Mutants: a slice cut wrongly; a step before the last bucket has arrived; the norm of one
     rank's pieces only; decay of parameters without gradients; tied weights in two buckets."""
     for outcome in train(ranks, 2, name, stage=stage):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_equals_one_device(ranks, stage, name):
 @pytest.mark.parametrize("name, stage", models.crossed(IN_LARGE, list(STAGES), every=2))
 def test_equals_one_device_on_more_ranks(ranks, stage, size, name):
     for outcome in train(ranks, size, name, stage=stage):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 def _beside_ddp(model: nn.Module, mesh: Mesh):
@@ -86,7 +86,7 @@ def _beside_ddp(model: nn.Module, mesh: Mesh):
 def test_an_optimizer_alone_takes_what_ddp_has_reduced(ranks, name):
     """Mutants: pieces that keep the gradients of the step before; a norm of nothing."""
     for outcome in ranks(3).run(parallel, TASKS[name], {"dp": 3}, _beside_ddp):
-        assert_parity(outcome, reference(name))
+        assert_parity(outcome, reference(TASKS[name]))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -94,8 +94,8 @@ def test_without_communication_parity_is_violated(ranks, stage):
     """The mutant: what the harness compares must notice that no gradient was reduced."""
     for outcome in train(ranks, 2, "llama", stage=stage, mute=True):
         with pytest.raises(AssertionError, match="gradient of step 0"):
-            assert_parity(outcome, reference("llama"))
-        ours, theirs = outcome.gradients[0], reference("llama").gradients[0]
+            assert_parity(outcome, reference(TASKS["llama"]))
+        ours, theirs = outcome.gradients[0], reference(TASKS["llama"]).gradients[0]
         assert not any(torch.allclose(ours[name], theirs[name]) for name in theirs)
 
 

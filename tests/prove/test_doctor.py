@@ -109,6 +109,7 @@ def _look_at_hosts(folder: str) -> list:
     return [*lines, doctor._shared(mine, world)]
 
 
+@pytest.mark.slow
 def test_under_torchrun_hosts_must_share_the_folder_of_runs(ranks, tmp_path):
     """Mutant: each rank looks at what it has written itself."""
     for folder, mark in ((tmp_path / "runs", "ok"), (tmp_path / "apart", "FAIL")):

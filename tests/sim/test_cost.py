@@ -154,6 +154,7 @@ def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
     assert far < cost._layer(one, False)[axis] < 1.6 * far  # more: latency
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "microbatch"),
     [

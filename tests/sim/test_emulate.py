@@ -17,6 +17,8 @@ from minipar.sim import emulate
 from minipar.sim.replay import Simulated, replay
 from minipar.sim.trace import trace
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LlamaConfig(256, 64, 192, num_layers=4, num_heads=8, num_kv_heads=4)
 SEQ_LEN = 64
 DEVICE = emulate.device("h100/8", magnify=32)  # a step of about 100 ms, for a second

@@ -204,6 +204,7 @@ def test_published_recipes_that_cannot_work_are_refused():
         planner.answer(replace(EIGHT, model="tiny", fix="pp=8"))
 
 
+@pytest.mark.slow
 def test_64_gpus_take_less_than_a_minute(tmp_path, capfd):
     start, out = time.process_time(), tmp_path / "plan.png"
     code, printed, _ = call(capfd, "--gpus", "64", "--hardware", "h100-ndr", "--out", str(out))
@@ -244,6 +245,7 @@ def test_the_machine_can_be_changed():
     assert hardware.load("h100-ndr").gpus == 8
 
 
+@pytest.mark.slow
 def test_the_simulator_and_the_closed_form_know_of_each_other(capsys, tmp_path):
     """Mutant: microseconds for milliseconds in one of them. minipar's own code sends more."""
     picture = tmp_path / "timeline.png"

@@ -11,6 +11,8 @@ from minipar.model.llama import PRESETS
 from minipar.sim import remedy
 from minipar.train.config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig(mesh="dp=2", seq_len=128, batch_size=64, sample_tokens=0, weight_decay=0.2)
 
 

@@ -1,6 +1,7 @@
 """A replayed step keeps the laws of all steps, on a machine whose speeds are round numbers."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -45,6 +46,7 @@ class Round:
 FAST = Round(bytes_per_second=1e18)
 
 
+@cache
 def traced(text, **sizes):
     return trace(CONFIG, Plan.parse(text), **{"seq_len": 32, **sizes})
 
@@ -60,6 +62,7 @@ def test_a_rank_alone_computes_all_the_time():
     assert step.timeline.duration == pytest.approx(step.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stages", "m"), [("gpipe", 4, 4), ("1f1b", 4, 8), ("1f1b", 2, 3), ("zb_h1", 4, 8)]
 )
@@ -104,6 +107,7 @@ def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():
     assert one.seconds == pytest.approx(2 * none.seconds, rel=0.1)  # two calls for one
 
 
+@pytest.mark.slow
 def test_all_wait_for_a_slow_rank():
     """On dp in the collective, on pp for the message; the slow one has nothing to wait for."""
     for text, rank in (("dp=4", 3), ("pp=2,microbatches=2", 1), ("dp=2,pp=2,microbatches=4", 3)):
@@ -123,6 +127,7 @@ def test_a_host_sets_the_pace_where_kernels_are_short():
         assert step.seconds == pytest.approx(directions * CONFIG.num_layers, rel=0.01)
 
 
+@pytest.mark.slow
 def test_communication_slows_down_what_it_runs_beside():
     """By the factor, at most; and not where there is none."""
     found, machine = traced("dp=8"), Round(bytes_per_second=1e8)
@@ -132,6 +137,7 @@ def test_communication_slows_down_what_it_runs_beside():
     assert alone == beside
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_fullest_rank():
     """Of 1F1B the first: it holds the most microbatches."""
     found = traced("pp=4,microbatches=8", seq_len=512)

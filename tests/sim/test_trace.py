@@ -70,6 +70,7 @@ def test_what_is_repeated_is_what_all_do(text, monkeypatch):
         assert held[0] == pytest.approx(held[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_step_ends_with_the_memory_that_it_began_with():
     """Nothing is counted that does not go, however often a microbatch is repeated."""
     for text in ("dp=4,zero=3,microbatches=9", "pp=4,dp=2,zero=1,microbatches=9"):
@@ -113,6 +114,7 @@ def test_gradients_send_what_the_plan_says(text):
         assert sent["dp"] == pytest.approx(promised, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["", ",sequence_parallel"])
 def test_activations_send_what_the_docstrings_say(option):
     """(8 L + 4) A along tp; B T D per microbatch and neighbour along pp."""
@@ -209,23 +211,29 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
 
 
 # ---------------------------------------------------------------------- large
+BIG = LlamaConfig(
+    128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=8192
+)
+PIPELINE = "dp=128,tp=8,pp=16,zero=1,sequence_parallel,microbatches=16,precision=bf16"
+
+
 @pytest.mark.slow
-def test_large_models_on_thousands_of_ranks():
-    """8B on 16,384 ranks, and 405B on as many with a pipeline: seconds, and a sane answer."""
-    big = LlamaConfig(
-        128_256, 16_384, 53_248, num_layers=126, num_heads=128, num_kv_heads=8, max_seq_len=8192
-    )
-    for config, text in (
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
         (PRESETS["llama-3-8b"], "dp=16384,zero=3,precision=bf16"),
-        (big, "dp=128,tp=8,pp=16,zero=1,sequence_parallel,microbatches=16,precision=bf16"),
-    ):
-        plan = Plan.parse(text)
-        found = trace(config, plan, seq_len=8192)
-        total = sum(rank.flops for rank in found.ranks.values()) * plan.num_ranks / plan.pp
-        assert total == pytest.approx(
-            found.tokens * config.flops_per_token(8192, causal=True), rel=0.05
-        )
-        assert math.prod(plan.mesh_sizes().values()) == 16_384
+        pytest.param(BIG, PIPELINE, marks=pytest.mark.exhaustive),
+    ],
+    ids=["8B", "405B"],
+)
+def test_large_models_on_thousands_of_ranks(config, text):
+    """8B on 16,384 ranks, and 405B on as many with a pipeline: seconds, and a sane answer."""
+    plan = Plan.parse(text)
+    found = trace(config, plan, seq_len=8192)
+    total = sum(rank.flops for rank in found.ranks.values()) * plan.num_ranks / plan.pp
+    expected = found.tokens * config.flops_per_token(8192, causal=True)
+    assert total == pytest.approx(expected, rel=0.05)
+    assert math.prod(plan.mesh_sizes().values()) == 16_384
 
 
 def test_bad_sizes_are_refused():

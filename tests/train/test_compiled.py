@@ -52,6 +52,7 @@ def train(text: str, backend: str | None) -> tuple[list[float], int]:
     return told, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", PLANS)
 def test_a_compiled_model_trains_as_before(text):
     """Mutants: nothing is compiled; hooks that run inside of the graph, once."""
@@ -79,6 +80,7 @@ def test_what_reaches_into_blocks_is_refused(changes, says):
     TrainConfig(plan=plan, compile="aot_eager").check()
 
 
+@pytest.mark.slow
 def test_one_that_is_compiled_runs_as_minipar_train(text, tmp_path):
     """Mutant: a flag that does nothing."""
     torch._dynamo.reset()

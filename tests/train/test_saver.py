@@ -49,6 +49,7 @@ def names(folder: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------------- who writes what
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), st.integers(0, 1000)), st.integers(1, 9))
 def test_all_write_about_as_many_bytes(num_bytes, size):
     """Mutants: dealt out in turn, whatever the size; a name left out or there twice."""

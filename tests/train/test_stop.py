@@ -152,6 +152,7 @@ def curve(folder: Path) -> list[tuple]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"async_save": True, "save_every": 2}])
 def test_all_stop_after_the_same_step_and_go_on_to_the_bit(ranks, text, tmp_path, changes):
     """Rank 1 alone is signalled; then rank 0. Mutants: each rank for itself (which would hang);

@@ -71,6 +71,7 @@ def assert_same_run(found, expected, rtol: float = 1e-10) -> None:
 
 
 # ---------------------------------------------------------------------- any number of ranks
+@pytest.mark.slow
 def test_trap_07_any_number_of_ranks_and_microbatches_is_the_same_run(run):
     """In float64. Bits may differ: other ranks, other order of additions, and that is right.
 
@@ -100,6 +101,7 @@ def test_trap_07_single_precision_agrees_to_a_tolerance(run):
     assert_same_run(run(1, "double"), one, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text):
     """Against a loop over the text; 5 does not divide into it, nor do 2 and 3 ranks."""
     folder = run(1, "one", eval_batches=10_000, steps=2)
