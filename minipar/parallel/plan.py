@@ -28,7 +28,7 @@ from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, tensor
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.explain import Explanation, rows_of
-from minipar.parallel.pipeline import schedules
+from minipar.parallel.pipeline import runtime, schedules
 from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")  # from what needs the least of a link to what is in a node

@@ -103,12 +103,47 @@ def model_state(
     return Held(device, {part: held[part] for part in STATE if part in offload})
 
 
+def largest_model(
+    device_bytes: float, size: int = 1, strategy: str = "ddp", recipe: Recipe = FP32_ADAM
+) -> float:
+    """How many parameters fit into `device_bytes` per rank, with no room for activations."""
+    return device_bytes / model_state(1, size, strategy, recipe).device_bytes
+
+
 def _check_choice(what: str, asked: str, known: Collection[str]) -> None:
     if asked not in known:
         raise ValueError(f"{what}={asked!r} is unknown; use one of {', '.join(known)}")
 
 
 # ------------------------------------------------------------------------------------ activations
+def activation_bytes(
+    batch: int,
+    seq_len: int,
+    width: int,
+    num_heads: int,
+    *,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """What the backward pass needs of one transformer layer, kept in half precision.
+
+    For a GPT layer (F = 4 D, dropout masks of one byte): T B D (34 + 5 H T / D) bytes. Tensor
+    parallelism cuts 24 of the 34 and all of attention's T x T matrices, sequence parallelism the
+    other 10 as well. `recompute="selective"` keeps nothing of these matrices (as flash attention
+    does not), "full" keeps the layer's input only: 2 T B D.
+
+    Source: Korthikanti et al. 2022, equations 1 to 4 and table 2. Raises `ValueError` for an
+    unknown `recompute`.
+    """
+    _check_choice("recompute", recompute, ("none", "selective", "full"))
+    whole = batch * seq_len * width
+    if recompute == "full":
+        return 2 * whole / (tp if sequence_parallel else 1)
+    attention = 0.0 if recompute == "selective" else 5 * num_heads * seq_len / width
+    return whole * (10 / (tp if sequence_parallel else 1) + (24 + attention) / tp)
+
+
 def llama_activations(
     config: LlamaConfig,
     num_tokens: float,
@@ -171,3 +206,46 @@ def llama_activations(
         routing["routing"] = num_tokens * (4 * moe.num_experts + 40 * moe.top_k + 4) / own
     kept = {part: bytes_per_number * num_tokens * count for part, count in numbers.items()}
     return kept | routing
+
+
+# ------------------------------------------------------------------------------ DeepSpeed's answer
+def deepspeed_estimate(
+    num_parameters: float,
+    *,
+    stage: int,
+    gpus_per_node: int,
+    nodes: int = 1,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    largest_layer: float = 0,
+    zero_init: bool = True,
+    buffer_factor: float = 1.5,
+) -> Held:
+    """The two numbers of DeepSpeed's memory estimator: per GPU, and per *node* for the host.
+
+    They differ from `model_state`: stage 2 counts fp16 weights and gradients whole (4 P) and fp32
+    state of 16 bytes, gradients included, in shards; stage 3 adds the largest layer. The host
+    starts every process with an fp32 model of its own unless `zero_init`, and has a reserve of
+    `buffer_factor`.
+
+    Source: DeepSpeed, docs/code-docs/source/memory.rst and its `estimate_zero*_model_states_mem_
+    needs`. Raises `ValueError` for stages that it has no estimate for.
+    """
+    if stage not in (2, 3):
+        raise ValueError(f"DeepSpeed estimates stages 2 and 3, not {stage}")
+    if offload_parameters and (stage == 2 or not offload_optimizer):
+        raise ValueError("offload_parameters is for stage 3, together with offload_optimizer")
+    size = gpus_per_node * nodes
+    loading = 4 * gpus_per_node  # bytes per parameter: an fp32 model for every process of a node
+    if stage == 2:
+        device = 2 * num_parameters if offload_optimizer else (4 + 16 / size) * num_parameters
+        host = num_parameters * (max(4 * size, 16) if offload_optimizer else loading)
+    else:
+        kept = 0 if offload_parameters else 2 if offload_optimizer else 18  # in shards on the GPU
+        device = 4 * largest_layer + kept * num_parameters / size
+        shards = (18 - kept) / nodes  # bytes per parameter that a node's host keeps for good
+        if zero_init:
+            host = num_parameters * shards if offload_optimizer else largest_layer * loading
+        else:
+            host = num_parameters * max(loading, shards)
+    return Held({"model state": device}, {"model state": host * buffer_factor})

@@ -15,9 +15,14 @@ from minipar.sim.memory import (
     MIXED_ADAM,
     STATE,
     STRATEGIES,
+    activation_bytes,
+    deepspeed_estimate,
+    largest_model,
     llama_activations,
     model_state,
 )
+
+GIB = 2**30
 
 
 # ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters on 64 ranks, mixed-precision Adam, in GB.
@@ -65,6 +70,13 @@ def test_every_rung_of_the_ladder_holds_less(size):
     assert len({model_state(1e9, 1, s, MIXED_ADAM).device_bytes for s in STRATEGIES}) == 1
 
 
+def test_the_largest_model_fills_the_device():
+    for strategy in STRATEGIES:
+        most = largest_model(80e9, 8, strategy, MIXED_ADAM)
+        assert model_state(most, 8, strategy, MIXED_ADAM).device_bytes == pytest.approx(80e9)
+    assert largest_model(80e9, 8, "ddp", MIXED_ADAM) == 5e9
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -76,6 +88,26 @@ def test_every_rung_of_the_ladder_holds_less(size):
 def test_what_cannot_be_computed_is_refused(call, says):
     with pytest.raises(ValueError, match=says):
         model_state(1e6, **call)
+
+
+# Korthikanti et al. (arXiv 2205.05198): for GPT-3, 5 H T / D = 80; figure 1: 175B, T=2048, tp=8,
+# 96 layers interleaved 3 times over 8 stages, sequence parallel and selective: 12.35 GiB on the
+# first stage, which holds the activations of 96 (1 + 7/24) layers.
+def test_activations_equal_the_published_ones():
+    assert activation_bytes(1, 2048, 12288, 96) == 2048 * 12288 * (34 + 80)
+    layer = activation_bytes(
+        1, 2048, 12288, 96, tp=8, sequence_parallel=True, recompute="selective"
+    )
+    assert 96 * (1 + 7 / 24) * layer / GIB == pytest.approx(12.35, abs=0.005)
+
+
+def test_activations_under_tensor_parallelism_keep_ten_parts_whole():
+    """Table 2: T B D (10 + 24/t + 5 H T / (D t)) without sequence parallelism."""
+    layer = activation_bytes(2, 128, 64, 4, tp=4)
+    assert layer == 2 * 128 * 64 * (10 + 24 / 4 + 5 * 4 * 128 / (64 * 4))
+    assert activation_bytes(2, 128, 64, 4, recompute="full") == 2 * 2 * 128 * 64
+    with pytest.raises(ValueError, match="none, selective, full"):
+        activation_bytes(2, 128, 64, 4, recompute="some")
 
 
 MODES = [{}, {"sequence": True}, {"sequence": True, "overlap": True}]
@@ -137,8 +169,9 @@ def test_activations_of_a_llama_are_the_papers_where_layers_agree(tp, sequence):
     two bytes, outside of the matrices. Mutants: K left out, a part divided that is whole."""
     config = LlamaConfig(256, 64, 128, num_layers=1, num_heads=4, num_kv_heads=4)
     ours = llama_activations(config, 96, tp=tp, sequence=sequence, overlap=sequence)
-    outside = (10 - 2) / (tp if sequence else 1)  # Korthikanti et al. 2022, table 2, without masks
-    assert sum(ours.values()) == 96 * 64 * (outside + 24 / tp)
+    options = {"tp": tp, "sequence_parallel": sequence, "recompute": "selective"}
+    masks = 2 * 96 * 64 / (tp if sequence else 1)
+    assert sum(ours.values()) == activation_bytes(1, 96, 64, 4, **options) - masks
 
 
 def test_impossible_activations_are_refused():
@@ -146,3 +179,35 @@ def test_impossible_activations_are_refused():
         llama_activations(PRESETS["tiny"], 1, tp=0)
     with pytest.raises(ValueError, match="set both"):
         llama_activations(PRESETS["tiny"], 1, overlap=True)
+
+
+# DeepSpeed's documentation (memory.rst), t5-3b on one node of 8 GPUs: 2851M parameters, largest
+# layer 32M; host and GPU in GiB.
+@pytest.mark.parametrize(
+    ("options", "host", "gpu"),
+    [
+        (dict(stage=2, offload_optimizer=True), 127.45, 5.31),
+        (dict(stage=2), 127.45, 15.93),
+        (dict(stage=3, offload_optimizer=True, offload_parameters=True), 71.69, 0.12),
+        (
+            dict(stage=3, offload_optimizer=True, offload_parameters=True, zero_init=False),
+            127.45,
+            0.12,
+        ),
+        (dict(stage=3, offload_optimizer=True), 63.72, 0.78),
+        (dict(stage=3, offload_optimizer=True, zero_init=False), 127.45, 0.78),
+        (dict(stage=3), 1.43, 6.09),
+        (dict(stage=3, zero_init=False), 127.45, 6.09),
+    ],
+)
+def test_equals_deepspeeds_estimator(options, host, gpu):
+    held = deepspeed_estimate(2851e6, gpus_per_node=8, largest_layer=32e6, **options)
+    assert held.device_bytes / GIB == pytest.approx(gpu, abs=0.006)
+    assert held.host_bytes / GIB == pytest.approx(host, abs=0.006)
+
+
+def test_what_deepspeed_has_no_estimate_for_is_refused():
+    with pytest.raises(ValueError, match="stages 2 and 3"):
+        deepspeed_estimate(1e9, stage=1, gpus_per_node=8)
+    with pytest.raises(ValueError, match="together with offload_optimizer"):
+        deepspeed_estimate(1e9, stage=3, gpus_per_node=8, offload_parameters=True)
