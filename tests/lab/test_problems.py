@@ -1,5 +1,6 @@
 """Problems from real clusters: each is complete, its solution passes, its slips are told apart."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -14,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = {str(int(p.stem[:2])): p for p in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 ALL = problems.problems()
 each = pytest.mark.parametrize("number", ALL)
+
+
+@functools.cache
+def cells_of(notebook: str) -> list[nbformat.NotebookNode]:
+    return nbformat.read(NOTEBOOKS[notebook], as_version=4).cells
 
 
 def refused(number: str, answer: object) -> str:
@@ -65,7 +71,7 @@ def test_a_problem_is_complete(number):
     assert asked.title and asked.unit and asked.hint and 0 <= asked.within <= 0.05
     assert re.search(r"\]\(https://[^)]+\)", asked.source)
     assert "?" in text and len(re.findall(r"\d", text)) >= 2 and len(text.split()) <= 110
-    cells = nbformat.read(NOTEBOOKS[number[1:].split(".")[0]], as_version=4).cells
+    cells = cells_of(number[1:].split(".")[0])
     (at,) = [i for i, cell in enumerate(cells) if cell.source == f'check_number("{number}", ...)']
     assert cells[at - 1].source == asked.markdown(number)
     assert "raises-exception" in cells[at].metadata.tags
