@@ -80,7 +80,8 @@ def meet(
                     answered = number
                 answers = [f"answer {number} {other}" for other in range(size)]
                 if rank == 0 and store.check(answers):
-                    store.set(f"go {number}", json.dumps([*map(_text, store.multi_get(answers))]))
+                    said = [answer.decode() for answer in store.multi_get(answers)]
+                    store.set(f"go {number}", json.dumps(said))
                 if store.check([f"go {number}"]):
                     break
             if store.check(["absent"]):
@@ -101,7 +102,7 @@ def _read_out(store: dist.Store, size: int, before: list[str] | None) -> list[st
     keys = [f"card {rank}" for rank in range(size)]
     if not store.check(keys):
         return before
-    cards = [*map(_text, store.multi_get(keys))]
+    cards = [*map(bytes.decode, store.multi_get(keys))]
     if cards != before:
         store.set("roster", json.dumps([store.add("meetings", 1), cards]))
     return cards
@@ -109,10 +110,6 @@ def _read_out(store: dist.Store, size: int, before: list[str] | None) -> list[st
 
 def _roster(store: dist.Store) -> tuple[int, list[str]]:
     return json.loads(store.get("roster")) if store.check(["roster"]) else (0, [])
-
-
-def _text(data: bytes) -> str:
-    return data.decode()
 
 
 # ---------------------------------------------------------------------- a rank that cannot come

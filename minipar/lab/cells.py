@@ -122,7 +122,8 @@ class Ranks(launch.Ranks):
         self._num_done = 0
         if backend != "link" and link != "none":
             raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
-        self.backend, self.link = backend, _link_of(link)
+        # The notebook's own formulas use that link as well.
+        self.backend, self.link = backend, links.use(link)
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
         if isinstance(device, str):
             device = emulate.device(device, magnify)
@@ -169,7 +170,7 @@ class Ranks(launch.Ranks):
         """Change the emulated link, from now on: ``ranks.use("100gbe")``."""
         if self.backend != "link":
             raise ValueError(f"there is a link to change with backend='link', not {self.backend!r}")
-        wire = _link_of(wire)
+        wire = links.use(wire)
         self.run(links.use, wire)
         self.link = wire
 
@@ -290,11 +291,6 @@ class Ranks(launch.Ranks):
             self._stuck.setdefault(rank, []).append((time.monotonic(), *content))
         elif self._transcript is not None:
             self._transcript.hear(rank, kind, content)
-
-
-def _link_of(wire: Any) -> Any:
-    """Return the `Link` or `Topology` that is meant. The notebook's own formulas use it as well."""
-    return links.use(wire)
 
 
 class _Transcript:

@@ -29,9 +29,6 @@ def calculate(
     tokens: int = 8192,
     recompute: str = "none",
     link: str = "h100-ndr",
-    *,
-    microbatch: int = 1,
-    software: str = "any",
 ) -> Ranked:
     """Return the time and memory of a plan by part.
 
@@ -47,8 +44,8 @@ def calculate(
     if tokens < 1:
         raise ValueError(f"tokens={tokens}: use 1 or more")
     parsed = replace(Plan.parse(plan), checkpointing=recompute)
-    batch = parsed.dp * parsed.ep * parsed.microbatches * microbatch
-    asked = PlanConfig(model, parsed.num_ranks, link, tokens, batch, software, explain=str(parsed))
+    batch = parsed.dp * parsed.ep * parsed.microbatches
+    asked = PlanConfig(model, parsed.num_ranks, link, tokens, batch, explain=str(parsed))
     return planner.answer(asked)[1][0]
 
 
