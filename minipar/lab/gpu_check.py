@@ -40,6 +40,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab import draw
+from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel.plan import Plan
@@ -375,17 +376,7 @@ def theirs(check: GpuCheck) -> dict[str, Any]:
         from transformers import LlamaForCausalLM
     except ImportError as error:
         return row | {"tokens_per_second": None, "message": str(error)}
-    config = Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        tie_word_embeddings=shape.tie_embeddings,
-        max_position_embeddings=shape.max_seq_len,
-        use_cache=False,
-    )
+    config = Config.from_dict(config_json(shape, torch.float32) | {"use_cache": False})
     model = LlamaForCausalLM(config).to(device)
 
     def step(batch: Any, optimizer: torch.optim.Optimizer, precision: Precision) -> None:

@@ -72,7 +72,6 @@ def test_the_figures_bear_the_numbers():
         (dict(tokens=10**6), "8,192 tokens"),
         (dict(recompute="some"), "none, selective, full"),
         (dict(link="h101"), "nearest names are h100"),
-        (dict(microbatch=0), "use 1 or more"),
     ],
 )
 def test_bad_input_is_one_line(words, message):
