@@ -37,9 +37,6 @@ class Span:
         return self.end - self.start
 
 
-_EACH_BUT_ONE = "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"
-
-
 def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
 
@@ -51,9 +48,16 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     """
     rounds = {
         "all_reduce": 2 * (size - 1),
-        **dict.fromkeys(_EACH_BUT_ONE, size - 1),
-        **dict.fromkeys(("broadcast", "reduce", "send"), size),
-        **dict.fromkeys(("recv", "barrier"), 0),  # the sender pays: a message is counted once
+        "all_gather": size - 1,
+        "reduce_scatter": size - 1,
+        "all_to_all": size - 1,
+        "scatter": size - 1,
+        "gather": size - 1,
+        "broadcast": size,
+        "reduce": size,
+        "send": size,
+        "recv": 0,  # the sender pays: a message is counted once
+        "barrier": 0,
     }
     if size == 1:
         return 0
