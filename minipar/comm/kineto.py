@@ -49,6 +49,7 @@ KEPT = frozenset(
     + ("Process Group Ranks", "In msg nelems", "Out msg nelems", "dtype", "Seq")
     + ("fromDevice", "toDevice", "bytes")
 )
+_LAUNCHES = "_runtime", "_driver"
 _DULL = {"ph": "none"}  # one for all, so that what is thrown away takes no memory
 
 
@@ -64,6 +65,15 @@ def thinned(object: dict[str, Any]) -> dict[str, Any]:
         del kept["ph"]
     elif "ts" in kept:
         kept["ph"] = None  # it said nothing
+    # Likewise a launch, of which the time and the number count; and kernels know no thread.
+    cat, args = str(kept.get("cat")), kept.get("args")
+    if "ts" in kept:
+        kept.pop("correlation", None)  # in an event's args alone
+    if cat.endswith(_LAUNCHES) and isinstance(args, dict) and "correlation" in args:
+        kept["correlation"] = kept.pop("args")["correlation"]
+        kept.pop("dur", None)
+    elif cat == "kernel" and type(kept.get("tid")) is int:
+        del kept["tid"]
     for key in ("name", "cat"):  # a few names stand in a hundred thousand events
         if type(kept.get(key)) is str:
             kept[key] = sys.intern(kept[key])
@@ -88,7 +98,7 @@ def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
             and event.get("dur", 0) >= 0
         ):
             bad += 1
-        elif event["ts"] + event.get("dur", 0) > event["ts"]:
+        elif "correlation" in event or event["ts"] + event.get("dur", 0) > event["ts"]:
             good.append(event)
     return good, bad
 
@@ -117,9 +127,7 @@ def seconds(event: dict[str, Any]) -> Interval:
 def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
     context = _host_context(events)
     launches = {  # correlation id -> the runtime or driver call that launched the kernel
-        whole(e["args"].get("correlation")): e
-        for e in events
-        if e.get("cat", "").endswith(("_runtime", "_driver")) and "correlation" in e.get("args", {})
+        whole(e["correlation"]): e for e in events if "correlation" in e
     }
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     began = {}

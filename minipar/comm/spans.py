@@ -197,7 +197,7 @@ class _Text:
                     return value
             except ValueError:
                 if self.ended:
-                    raise
+                    raise ValueError("it ends too early, or holds what is no JSON") from None
             self.more()
 
     def _goes_on(self, end: str) -> bool:

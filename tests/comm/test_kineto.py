@@ -311,6 +311,11 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
     "hcom_allReduce__503_0_1": "all_reduce",
     "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "all_to_all",
     "void deep_ep::internode_ll::combine<(bool)0, (int)6144>(void *)": "all_to_all",
+    "void deep_ep::elastic::hybrid_dispatch_impl<false, true, 24>(void*)": "all_to_all",
+    "void uccl::internode_ll::dispatch<true, 7168>(void*)": "all_to_all",
+    "dispatch(hybrid_ep::dispatch_kernel_param_t<unsigned char>)": "all_to_all",
+    "void (anonymous namespace)::dispatchKernel<16u, true, true>(int*)": "all_to_all",
+    "void a2a_kernels::a2a_combine_recv_kernel<16>(unsigned long)": "all_to_all",
     "EpDispatchIntraNodeKernel_bf16": "all_to_all",
     "moeA2ADispatchKernel": "all_to_all",
     "one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)": "all_reduce",
@@ -319,6 +324,8 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
     "allToAllV(void*, void*, long*)": "all_to_all",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",
+    "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(int)": "reduce_scatter",
+    "void meta::comms::ddaAllReduceFlatIpc<float, 8, false>(float* const*)": "all_reduce",
     "void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<half>>": "all_reduce",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>": (
         "all_reduce"
@@ -331,6 +338,9 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
 COMPUTING = [
     "sm90_xmma_gemm_bf16",
     "void flash_fwd_splitkv_combine_kernel<128>",
+    "void deep_ep::ep::combine_reduce_epilogue_impl<true, 24>(void*)",
+    "void uccl::layout::get_dispatch_layout<256, 32, 8>(int const*)",
+    "void aiter::local_device_load_rmsnorm<__hip_bfloat16>(int)",
     "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(int const*)",
     "void at::native::reduce_kernel<512, 1>",
     "void at::native::index_elementwise_kernel<gather>",
