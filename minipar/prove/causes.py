@@ -6,76 +6,16 @@ that never reduced has its own share once and the others not at all.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from minipar.comm.mesh import coordinates, groups_along, rank_at
-from minipar.prove.compare import Form, forms, is_close, join
-from minipar.prove.observe import Seen, Trial
+from minipar.comm.mesh import groups_along
+from minipar.prove.compare import is_close, join
+from minipar.prove.suspect import Suspect
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
-
-
-@dataclass(frozen=True)
-class Both:
-    """A trial on one device, and on every rank of a mesh."""
-
-    trial: Trial
-    sizes: dict[str, int]
-    device: Seen
-    seen: list[Seen]  # by rank
-    rtol: float
-
-    def share_of(self, rank: int) -> int:
-        """The number of the share of the batch that a rank has, in row-major order."""
-        data = {axis: size for axis, size in self.sizes.items() if axis in self.device.data}
-        return rank_at(coordinates(rank, self.sizes), data)
-
-    def form_of(self, name: str) -> Form | None:
-        """How ranks hold the output of a module; None where it is none of one device's."""
-        expected, pieces = self.device.outputs[name], [one.outputs.get(name) for one in self.seen]
-        if any(piece is None for piece in pieces):
-            return {}  # a module that is not run, or not there, on some rank
-        for form, joined in forms(pieces, self.sizes, expected.shape, "sum"):
-            if all(is_close(together, expected, self.rtol, 1e-13) for together in joined):
-                return form
-        return None
-
-
-@dataclass(frozen=True)
-class Suspect(Both):
-    """The first tensor, or number, that differs, as every rank has it."""
-
-    stage: str
-    step: int
-    name: str
-    found: list[Tensor]  # by rank, whole
-    expected: Tensor
-    ranks: list[int]  # those that are wrong
-    wrong: int  # how many names of this stage are
-
-    def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
-        """Whether what the ranks that are wrong have is that, each the same or its own."""
-        own = values if isinstance(values, list) else [values] * len(self.found)
-        return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
-
-    def axes(self) -> Iterator[tuple[str, int]]:
-        """Axes of several ranks, and all together."""
-        several = {axis: size for axis, size in self.sizes.items() if size > 1}
-        yield from several.items()
-        if len(several) > 1:
-            yield " x ".join(several), math.prod(several.values())
-
-    def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
-        """What the first wrong rank has in equal pieces, one per rank of an axis, along a dim."""
-        found = self.found[self.ranks[0]]
-        for axis, size in self.sizes.items():
-            for dim in range(found.ndim if size > 1 else 0):
-                if found.shape[dim] and found.shape[dim] % size == 0:
-                    yield axis, dim, list(found.chunk(size, dim))
 
 
 def cause_of(suspect: Suspect) -> Cause:
@@ -98,10 +38,22 @@ def _shape(s: Suspect) -> Cause | None:
 
 
 def _rounding(s: Suspect) -> Cause | None:
-    if not s.expected.any() or not s.are(s.expected, rtol=3e-6):
-        return None
-    why = "as float32 loses: somewhere numbers are cast; if they are meant to be, --rtol 1e-5 "
-    return "rounding", why + "forgives it"
+    for dtype, rtol, forgives in _ROUNDED:
+        # What is far off is taken for rounded only where it has no more digits than that.
+        has_few = all(t.to(dtype).to(t.dtype).equal(t) for t in (s.found[r] for r in s.ranks))
+        if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
+            why = (
+                f"as {str(dtype).removeprefix('torch.')} loses: somewhere numbers are cast; if they"
+            )
+            return "rounding", why + f" are meant to be, --rtol {forgives} forgives it"
+    return None
+
+
+_ROUNDED = (
+    (torch.float32, 3e-6, "1e-5"),
+    (torch.bfloat16, 3e-2, "0.05"),
+    (torch.float16, 5e-3, "1e-2"),
+)
 
 
 def _factor(s: Suspect) -> Cause | None:
@@ -116,8 +68,10 @@ def _factor(s: Suspect) -> Cause | None:
     m = s.trial.microbatches
     if m > 1 and is_exactly(m):
         return "not divided by microbatches", f"{m} times too large: of {m} microbatches"
+    if m > 1 and is_exactly(1 / m):
+        return "divided by microbatches twice", f"exactly 1/{m}, only where {m} are accumulated"
     for axis, n in s.axes():
-        is_data = bool(set(axis.split(" x ")) & set(s.device.data))
+        is_data = s.over_data(*axis.split(" x "))
         others = [f" or {other}" for other, size in s.axes() if size == n and other != axis]
         over = axis + "".join(others)
         if is_exactly(n) and is_data:
@@ -128,13 +82,19 @@ def _factor(s: Suspect) -> Cause | None:
         if is_exactly(1 / n):
             verb = "averaged twice, or never summed," if is_data else "averaged where to be summed"
             return "divided once too often", f"exactly 1/{n}: {verb} over {over}"
-    return ("zero", "detached, or never sent") if not factor else ("a factor", f"{factor:.9g} x")
+    if not s.expected.ndim:
+        return None  # any number is some multiple of another
+    return (
+        ("zero", "detached, never sent, or sent a step late")
+        if not factor
+        else ("a factor", f"{factor:.9g} x")
+    )
 
 
 def _pending(s: Suspect) -> Cause | None:
     """Ranks of an axis have summands of the right value."""
     for axis in s.sizes:
-        how = "mean" if axis in s.device.data else "sum"
+        how = "mean" if s.over_data(axis) else "sum"
         together = join(s.found, s.sizes, {axis: how})
         if all(is_close(each, s.expected, s.rtol) for each in together):
             why = f"each rank of {axis} has a part, and their {how} is right: an all-reduce over "
@@ -145,6 +105,18 @@ def _pending(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- initial weights
+def _missing(s: Suspect) -> Cause | None:
+    who = [rank for rank, one in enumerate(s.seen) if s.name not in one.before]
+    if not who:
+        return None
+    return "not there", f"rank {who[0]} has none of this name: renamed, replaced, or left out"
+
+
+def _made_anew(s: Suspect) -> Cause | None:
+    why = "not what build() made on any rank, nor a piece of it: drawn again after build(), loaded "
+    return "made anew", why + "from elsewhere, or changed by parallelize()"
+
+
 def _tie_lost(s: Suspect) -> Cause | None:
     for tie in s.device.ties:
         if s.name in tie and tie not in s.seen[s.ranks[0]].ties:
@@ -175,6 +147,11 @@ def _pieces(s: Suspect) -> Cause | None:
             if is_close(pieces[0], right[0], s.rtol):
                 why = f"every rank of {axis} has taken the first piece of dim {dim}"
                 return "first piece everywhere", why
+            if s.stage == "gradient":
+                why = (
+                    f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over it, "
+                )
+                return "pieces were mixed", why + "though each rank of it has rows of its own"
             why = f"the pieces of all ranks of {axis} are equal, along dim {dim}: drawn under one "
             return "one seed", why + "seed, they never part; draw the whole, then cut"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
@@ -194,6 +171,12 @@ def _none(s: Suspect) -> Cause | None:
 def _kept(s: Suspect) -> Cause | None:
     if s.step == 0:
         return None
+    before = s.device.gradients[s.step - 1].get(s.name) if s.stage == "gradient" else None
+    if before is not None and s.are(before):
+        why = (
+            f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent late"
+        )
+        return "of the step before", why
     why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
@@ -205,6 +188,8 @@ def _shares(s: Suspect) -> Cause | None:
     matrix = torch.stack([column.flatten() for column in columns], 1)  # [N, m n]
     if s.step > 0 or len(parts) == 1 or torch.linalg.matrix_rank(matrix) < len(parts):
         return None
+    if len(s.device.parts) == 1 and s.are(torch.stack(columns).amax(0)):
+        return "largest, not summed", "of each number, the largest that a rank has"
     m, n, own = len(s.device.parts), len(s.device.parts[0]), s.ranks[0]
     mine = torch.arange(n) == s.share_of(own)
 
@@ -221,6 +206,10 @@ def _shares(s: Suspect) -> Cause | None:
     if here is None:
         return None
     told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
+    for share in range(n if n > 1 and len({s.share_of(r) for r in s.ranks}) > 1 else 0):
+        if all(s.are(s.found[own]) and is_nothing(row[torch.arange(n) != share]) for row in here):
+            why = f"all ranks have that of share {share} alone: sent by one rank, and not summed. "
+            return "broadcast, not reduced", why + told
     over = " x ".join(s.device.data)
     if n > 1 and is_nothing(here[:, ~mine]):
         divided = is_nothing(here[:, mine] - 1 / (m * n))
@@ -230,10 +219,14 @@ def _shares(s: Suspect) -> Cause | None:
         return "last microbatch only", f"what was accumulated before is lost. {told}"
     if m > 1 and n > 1 and is_nothing(here[:-1, ~mine]):
         return "accumulated gradients are not reduced", f"those before the last stay here. {told}"
+    if m > 1 and is_nothing(here[:-1] - n * here[-1]) and is_nothing(here[-1] - 1 / (m * n)):
+        why = "what was summed over the ranks already is summed with the next microbatch again. "
+        return "accumulated gradients reduced again", why + told
     if is_nothing(here - 1 / (m * n)):
         why = "each share counts alike, whatever its tokens: divide by all tokens of the batch, or "
         return "mean of means", why + f"weigh each rank by its own. {told}"
-    return "shares weighed wrongly", told
+    why = "as where each rank clips, or divides by a count of its own, before the sum. "
+    return "shares weighed wrongly", why + told
 
 
 def _times(weights: Tensor | None) -> str:
@@ -265,24 +258,62 @@ def _norms(s: Suspect) -> Cause | None:
 
 
 def _update(s: Suspect) -> Cause | None:
+    before = (s.device.weights[s.step - 1] if s.step else s.device.before)[s.name]
+    if len(s.ranks) < len(s.found) and s.are(before):
+        why = "there it did not move, and elsewhere it did: what its owner has updated was not sent"
+        return "updated on some ranks only", why
     if s.step > 0:
         why = f"step 1 was equal, and so are the gradients of step {s.step + 1}: it is what the "
         return "optimizer state", why + "optimizer keeps, or its schedule"
-    if s.are(s.device.before[s.name]):
+    if s.are(before):
         why = "it did not move, though its gradient is right: make the optimizer of the parameters "
-        return "not in the optimizer", why + "that parallelize() leaves behind"
+        return "not in the optimizer", why + "that parallelize() leaves, and send what each updates"
+    # How much of the right step, and of the weight itself?
+    times, decay = _solve([s.expected - before, before], s.found[s.ranks[0]] - before) or (0, 0)
+    if times and s.are(before + times * (s.expected - before) + decay * before, 1e-7):
+        if abs(decay) < 1e-7:
+            return "another learning rate", f"the step is {times:.6g} times as long as it should be"
+        if abs(times - 1) < 1e-7:
+            more = "less" if decay > 0 else "more"
+            return (
+                "another weight decay",
+                f"it shrinks by {abs(decay):.3g} of itself {more}, a step",
+            )
     return "another update", "gradients and their norm are right; the optimizer does another step"
+
+
+def _solve(columns: list[Tensor], vector: Tensor) -> list[float] | None:
+    """Factors of the columns that sum up to the vector; None where they are not independent."""
+    matrix = torch.stack([column.flatten() for column in columns], 1)
+    if torch.linalg.matrix_rank(matrix) < len(columns):
+        return None
+    return torch.linalg.lstsq(matrix, vector.flatten()[:, None]).solution.flatten().tolist()
 
 
 # ---------------------------------------------------------------------- outputs, and the loss
 def _bias(s: Suspect) -> Cause | None:
+    """Solve for how often the product and the bias are in the output."""
     bias = s.device.before.get(f"{s.name}.bias")
     if bias is None or bias.shape != s.expected.shape[-1:]:
         return None
+    bias = bias.expand_as(s.expected)
     for axis, n in s.axes():
-        if s.are(s.expected + (n - 1) * bias):
-            why = f"the bias is in the sum {n} times, once for each rank of {axis}: add it after"
-            return "bias on every rank", why
+        products, biases = _solve([s.expected - bias, bias], s.found[s.ranks[0]]) or (0, 0)
+        if s.are(products * (s.expected - bias) + biases * bias):
+            if math.isclose(products, 1) and math.isclose(biases, n):
+                why = (
+                    f"the bias is in the sum {n} times, once for each rank of {axis}: add it after"
+                )
+                return "bias on every rank", why
+            if math.isclose(products, 1) and abs(biases) < 1e-9:
+                return "bias left out", "the product is right, and nothing is added"
+            if math.isclose(products, 1 / n):
+                why = (
+                    f"the product is exactly 1/{n}: averaged over {axis}, where it is to be summed"
+                )
+                return "averaged, not summed", why
+            if math.isclose(products, n):
+                return "summed twice", f"the product is {n} times too large, once more over {axis}"
         summed = join(s.found, s.sizes, {axis: "sum"}) if axis in s.sizes else s.found
         if all(is_close(together, s.expected + (n - 1) * bias, s.rtol) for together in summed):
             return "unfinished sum", f"each rank of {axis} has a part: no all-reduce over {axis}"
@@ -301,6 +332,41 @@ def _unfinished(s: Suspect) -> Cause | None:
     return "unfinished sum", why + f"them is right: an all-reduce over {axis} is missing"
 
 
+def _kept_apart(s: Suspect) -> Cause | None:
+    """Was what ran just before right, but in pieces?"""
+    names = list(s.device.outputs)
+    at = names.index(s.name)
+    form = s.form_of(names[at - 1]) if at else None
+    axis = next((a for a, how in (form or {}).items() if isinstance(how, int)), None)
+    if axis is None or s.over_data(axis):
+        return None
+    why = f"{names[at - 1]}, which ran before, is right, in pieces along dim {form[axis]} on ranks "
+    return "pieces kept apart", why + f"of {axis}: this module needs what the other ranks have"
+
+
+def _inside(s: Suspect) -> Cause | None:
+    """The first module that is wrong was given what is right, unless it is the first of all."""
+    own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
+    found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
+    is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
+    if s.name == next(iter(s.device.outputs)) and is_untouched:
+        why = (
+            "the first module that runs, and its weights are right: ranks have other samples than "
+        )
+        return "another input", why + "their shares of the batch, or use them otherwise"
+    why = "what ran before returned what is right, and weights are right: it is what this module "
+    return "in this module", why + "does, or what else it is given"
+
+
+def _in_the_loss(s: Suspect) -> Cause | None:
+    if s.step > 0:
+        return None
+    why = (
+        "what every module returned is right: it is loss() itself, as its targets, its denominator"
+    )
+    return "in the loss", why + ", or a softmax over words that are cut"
+
+
 def _log(s: Suspect) -> Cause | None:
     for axis, n in s.axes():
         if s.are(s.expected + math.log(n)):
@@ -311,9 +377,19 @@ def _log(s: Suspect) -> Cause | None:
 
 _ANY: list[Callable[[Suspect], Cause | None]] = [_shape, _rounding]
 SUSPICIONS = {
-    "initial weights": [*_ANY, _tie_lost, _not_broadcast, _pieces, _factor],
-    "output": [_shape, _bias, _unfinished, _rounding, _factor, _pending, _pieces],
-    "loss": [_rounding, _log, _unfinished, _kept, _factor],
+    "initial weights": [_missing, *_ANY, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
+    "output": [
+        _shape,
+        _bias,
+        _unfinished,
+        _rounding,
+        _factor,
+        _pending,
+        _pieces,
+        _kept_apart,
+        _inside,
+    ],
+    "loss": [_rounding, _log, _unfinished, _kept, _factor, _in_the_loss],
     "gradient": [_none, *_ANY, _tie_lost, _kept, _factor, _shares, _pending, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
     "weights": [*_ANY, _tie_lost, _update],

@@ -7,7 +7,7 @@
                                                     # after backward: a function or our strategies
 
 `mesh` is a `Mesh`: ``mesh.dp.group``, ``mesh.tp.rank``; ``mesh.device_mesh()`` is torch's own.
-The rest is optional:
+All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
     shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
                              # all get all; or a function (batch, mesh) -> this rank's part

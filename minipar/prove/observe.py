@@ -6,6 +6,7 @@ luck: what ranks are to have alike must have been made alike.
 """
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
@@ -94,6 +97,7 @@ def _train(job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) ->
     if not alone:
         doing.append("parallelize()")
         model, after, strategies = with_strategies(job.parallelize(model, mesh))
+        _without_mixed_precision(model)
     doing.append("optimizer()")
     optimizer = _optimizer(job, model, strategies)
 
@@ -118,7 +122,9 @@ def _train(job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) ->
                     for context in _unsynced(job, model, strategies):
                         stack.enter_context(context)
                 doing.append(f"forward and loss of step {step + 1}")
-                loss = job.loss(model, batch if alone else job.share(batch, mesh))
+                own = batch if alone else job.share(batch, mesh)
+                with AllDigits():
+                    loss = job.loss(model, own)
                 if not seen.outputs:
                     seen.outputs = dict(outputs) if alone else _whole(mesh, outputs)
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -126,7 +132,7 @@ def _train(job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) ->
                     raise WrongFile(f"loss() returned {what}; it must be one number, []")
                 losses.append(float(_whole_tensor(loss.detach())) / len(batches))
                 doing.append(f"backward of step {step + 1}")
-                (loss / len(batches)).backward()
+                _backward(loss / len(batches))
         seen.losses.append(sum(losses))
         doing.append(f"what follows backward in step {step + 1}")
         after()
@@ -182,7 +188,8 @@ def _parts(job: Job, trial: Trial, data_ranks: int, seen: Seen) -> list[list[tup
         raise WrongFile(f"build() under one seed differs in {next(iter(odd))}; draw from torch")
     torch.manual_seed(SEED - 1)  # another one than before
     batches, found = trial.batches(job, 0), []
-    total = sum(job.loss(model, batch).item() / len(batches) for batch in batches)
+    with AllDigits():
+        total = sum(job.loss(model, batch).item() / len(batches) for batch in batches)
     if abs(total - seen.losses[0]) > 1e-10 * abs(total):
         raise WrongFile(
             f"the loss of one batch is {seen.losses[0]:.6g} and then {total:.6g}: what is random "
@@ -192,10 +199,64 @@ def _parts(job: Job, trial: Trial, data_ranks: int, seen: Seen) -> list[list[tup
         found.append([])
         for index in range(data_ranks):
             model.zero_grad()
-            loss = job.loss(model, rows(batch, index, data_ranks))
-            loss.backward()
+            with AllDigits():
+                loss = job.loss(model, rows(batch, index, data_ranks))
+            _backward(loss)
             found[-1].append((loss.item(), _copies(_gradients(model))))
     return found
+
+
+class AllDigits(TorchFunctionMode):
+    """While a model runs, float64 takes the place of any shorter type that it casts to.
+
+    Else what it rounds (as a norm in float32) would be all that is seen. What hooks and the like
+    cast in backward is a parallelisation's own, and is rounded as it says.
+    """
+
+    def __init__(self, in_backward: bool = False) -> None:
+        super().__init__()
+        self.in_backward = in_backward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.in_backward or torch.is_grad_enabled():  # recomputed; hooks have no gradients
+            if func in _CASTS:
+                func = Tensor.double
+            elif func in (Tensor.to, Tensor.type):
+                args = tuple(torch.float64 if _is_short(a) else a for a in args)
+            if _is_short(kwargs.get("dtype")):
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()``, which would run outside of the mode: it is a function that this sees."""
+    with AllDigits(in_backward=True):
+        _engine_run_backward(
+            *((loss,), (torch.ones_like(loss),), False, False, ()),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+_CASTS = Tensor.float, Tensor.bfloat16, Tensor.half
+
+
+def _without_mixed_precision(model: nn.Module) -> None:
+    """Let torch's FSDP2 keep float64, whatever policy it was given."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            state = module._get_fsdp_state()
+            for owner, name in [(state, "_mp_policy")] + [
+                (group, "mp_policy") for group in state._fsdp_param_groups
+            ]:
+                setattr(owner, name, MixedPrecisionPolicy())
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < 8
 
 
 # ---------------------------------------------------------------------- tensors by name
@@ -243,6 +304,7 @@ def _whole(mesh: Mesh, named: State, gather: Callable | None = None) -> State:
 
     Of what only some ranks have, these keep their piece, lest the others wait for it.
     """
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of slow ways to gather
     cut = {n for n, t in named.items() if t is not None and (gather or _is_torchs(t))}
     found = dict(named)
     for name in sorted(set.intersection(*all_gather_object(cut, mesh.world))):

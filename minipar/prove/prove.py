@@ -23,12 +23,13 @@ from torch import Tensor
 
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import coordinates
-from minipar.prove.causes import Both, Suspect, cause_of
+from minipar.prove.causes import cause_of
 from minipar.prove.compare import RTOL, Stage, State, differing, forms, whole
 from minipar.prove.job import Job, WrongFile
 from minipar.prove.observe import Trial, observe
+from minipar.prove.suspect import Both, Suspect
 
-Module = tuple[str, str, str]  # name, class; "equal", "parts here", "differs" or "no parameters"
+Module = tuple[str, str, str]  # name, class; "equal", "parts here", "differs", "no parameters" ...
 
 
 @dataclass(frozen=True)
@@ -219,4 +220,7 @@ def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
     states = dict.fromkeys(owner.values(), "equal") | {owner[n]: "differs" for n in wrong}
     states[module] = "parts here"
     kinds = {n: device.kinds.get(n, "") for n in device.outputs}
-    return parting, [(n, kind, states.get(n, "no parameters")) for n, kind in kinds.items()]
+    has_names = stage in ("initial weights", "gradient", "weights")
+    others = "no parameters" if has_names else "not compared"
+    others = "equal" if stage == "loss" and step == 0 else others  # its outputs were
+    return parting, [(n, kind, states.get(n, others)) for n, kind in kinds.items()]

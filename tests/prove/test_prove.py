@@ -4,9 +4,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from minipar.prove.prove import prove
-from tests.prove import gallery
+from tests.prove import gallery, mistakes
 from tests.prove.gallery import plain
 
 DP, TP = {"dp": 2}, {"tp": 2}
@@ -36,7 +40,7 @@ RIGHT = {
         job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
         {"dp": 2, "tp": 2},
     ),
-}
+} | mistakes.RIGHT
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -194,7 +198,7 @@ WRONG = {
         {"dp": 2, "tp": 2},
         ("gradient", "head", 1, [0, 1, 2, 3], "summed, not averaged"),
     ),
-}
+} | mistakes.WRONG
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -208,9 +212,84 @@ def test_a_mistake_is_named(ranks, name):
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
 
 
+def rounded(gradient):
+    return mistakes.average(gradient.float()).double()
+
+
 def test_what_float32_rounds_is_known_and_can_be_forgiven(ranks):
-    case = job(gallery.torch_ddp, loss=gallery.loss_in_float32)
+    case = mistakes.wrong(rounded)
     assert prove(case, DP, ranks).parting.cause == "rounding"
     assert prove(case, DP, ranks, rtol=1e-5).parting is None
-    twice = job(gallery.averages_twice, loss=gallery.loss_in_float32)
+    twice = mistakes.wrong(lambda gradient: rounded(gradient) / 2)
     assert prove(twice, DP, ranks, rtol=1e-5).parting.cause == "divided once too often"
+
+
+def in_short_numbers(model, batch):
+    """As many a model: a norm and a loss in float32, a layer in bfloat16, and recomputation."""
+    x = checkpoint(model.embed, batch[0], use_reentrant=False).to(torch.bfloat16)
+    x = checkpoint(lambda x: model.norm(x.float()).type_as(x), x, use_reentrant=False)
+    logits = model.head(model.down(model.act(model.up(x))))
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+
+
+def fsdp_in_bfloat16(model, mesh):
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh.device_mesh()["dp"], mp_policy=policy)
+    return model
+
+
+@pytest.mark.parametrize("parallelize", [gallery.reduced, fsdp_in_bfloat16])
+def test_what_a_model_rounds_itself_is_float64(ranks, parallelize):
+    """Mutant: casts of the model are done, and rounding is all that is seen."""
+    changes = dict(build=gallery.seeded)
+    if parallelize is gallery.reduced:  # which calls the layers one by one
+        changes["loss"] = in_short_numbers
+    verdict = prove(job(parallelize, **changes), DP, ranks)
+    assert verdict.parting is None, str(verdict)
+
+
+LLAMA = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+PLAN = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel)
+PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel}
+PLAN |= {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
+
+
+def build():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    ))
+
+
+def batch(seed):
+    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def loss(model, batch):
+    return model(**batch).loss
+
+
+def parallelize(model, mesh):
+    grid = mesh.device_mesh()
+    for layer in model.model.layers:
+        parallelize_module(layer, grid["tp"], {name: style() for name, style in PLAN.items()})
+        fully_shard(layer, mesh=grid["dp"])
+    return fully_shard(model, mesh=grid["dp"])
+"""
+
+
+@pytest.mark.slow
+def test_a_llama_of_transformers_under_fsdp2_and_dtensor(ranks, tmp_path):
+    """Its norms and its loss are in float32; its embeddings are tied."""
+    (tmp_path / "mine.py").write_text(LLAMA, encoding="utf-8")
+    verdict = prove(str(tmp_path / "mine.py"), {"dp": 2, "tp": 2}, ranks)
+    assert verdict.parting is None, str(verdict)
+    assert len(verdict.modules) > 30 and len(verdict.trials) == 2

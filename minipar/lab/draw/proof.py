@@ -7,8 +7,8 @@ from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
 from minipar.prove.prove import Verdict
 
 MOST = 24  # rows
-FILL = {"equal": KIND["forward"], "differs": KIND["compute"], "no parameters": GRID}
-FILL["parts here"] = EXPOSED
+FILL = {"equal": KIND["forward"], "differs": KIND["compute"], "parts here": EXPOSED}
+FILL |= {"no parameters": GRID, "not compared": GRID}
 
 
 def proof(verdict: Verdict) -> Figure:
@@ -21,10 +21,14 @@ def proof(verdict: Verdict) -> Figure:
     start = max(0, min(at - MOST // 2, len(states) - MOST))
     rows = verdict.modules[start : start + MOST]
     parting, row = verdict.parting, 0.27
-    cause = parting and f"{parting.cause}, in the {parting.stage}"
+    cause = who = ""
+    if parting is not None:
+        cause = f"{parting.cause}, in the {parting.stage}"
+        who = f"ranks {', '.join(map(str, parting.ranks))}: {parting.words}"
     wide = 0.5 + max(0.075 * len(name) + 0.2 * name.count(".") for name, *_ in [*rows, ("x" * 9,)])
     beside = 0.2 + wide + 0.2 + 0.075 * max((len(kind) for _, kind, _ in rows), default=0)
-    width, height = max(beside + 0.3 + 0.085 * len(cause or ""), 7.2), 1.3 + row * len(rows)
+    width = max(beside + 0.3 + max(0.085 * len(cause), 0.068 * len(who)), 7.2)
+    height = 1.3 + row * len(rows)
     mesh = ", ".join(f"{axis}={size}" for axis, size in verdict.sizes.items())
     title = f"{mesh}: equal to one device"
     if parting is not None:
@@ -38,7 +42,6 @@ def proof(verdict: Verdict) -> Figure:
         pen.text(ax, wide + 0.32, y, kind, color=MUTED)
         if state == "parts here" and parting is not None:
             pen.text(ax, beside, y, cause, color=EXPOSED, weight="bold")
-            who = f"ranks {', '.join(map(str, parting.ranks))}: {parting.words}"
             pen.text(ax, beside, y - 0.17, who, color=INK, size=8)
     legend = [(ink, name) for name, ink in FILL.items() if name in states]
     pen.key(figure, pen.flow(legend, width - 0.4), 0.2, 0.3)
