@@ -69,15 +69,27 @@ def thinned(object: dict[str, Any]) -> dict[str, Any]:
     cat, args = str(kept.get("cat")), kept.get("args")
     if "ts" in kept:
         kept.pop("correlation", None)  # in an event's args alone
-    if cat.endswith(_LAUNCHES) and isinstance(args, dict) and "correlation" in args:
-        kept["correlation"] = kept.pop("args")["correlation"]
-        kept.pop("dur", None)
-    elif cat == "kernel" and type(kept.get("tid")) is int:
-        del kept["tid"]
+        is_launch, is_kernel = cat.endswith(_LAUNCHES), cat == "kernel" and "dur" in kept
+        if isinstance(args, dict) and "correlation" in args:
+            if is_launch or (is_kernel and len(args) == 1):
+                kept["correlation"] = kept.pop("args")["correlation"]
+            if is_launch:
+                kept.pop("dur", None)
+        if is_kernel and type(kept.get("tid")) is int:
+            del kept["tid"]
     for key in ("name", "cat"):  # a few names stand in a hundred thousand events
         if type(kept.get(key)) is str:
             kept[key] = sys.intern(kept[key])
     return kept
+
+
+def _is_launch(event: dict[str, Any]) -> bool:
+    return "correlation" in event and "dur" not in event
+
+
+def _number(event: dict[str, Any]) -> int:
+    """What a kernel shares with its launch; -1 if it has none."""
+    return whole(event.get("correlation", event.get("args", {}).get("correlation")), -1)
 
 
 def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
@@ -98,7 +110,7 @@ def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
             and event.get("dur", 0) >= 0
         ):
             bad += 1
-        elif "correlation" in event or event["ts"] + event.get("dur", 0) > event["ts"]:
+        elif _is_launch(event) or event["ts"] + event.get("dur", 0) > event["ts"]:
             good.append(event)
     return good, bad
 
@@ -127,12 +139,12 @@ def seconds(event: dict[str, Any]) -> Interval:
 def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
     context = _host_context(events)
     launches = {  # correlation id -> the runtime or driver call that launched the kernel
-        whole(e["correlation"]): e for e in events if "correlation" in e
+        whole(e["correlation"]): e for e in events if _is_launch(e)
     }
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     began = {}
     for event in gpu:
-        if launch := launches.get(whole(event.get("args", {}).get("correlation"), -1)):
+        if launch := launches.get(_number(event)):
             began[id(event)] = launch.get("tid"), float(launch["ts"])
     inside, spans = _enclosing(events, set(began.values())), []
     for event in gpu:
