@@ -3,8 +3,8 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -28,6 +28,28 @@ class Observer(Protocol):
 observers: list[Observer] = []
 """Those to be told: a simulator, which knows no clock but the order of calls."""
 _numbers = itertools.count()
+_beside: list[int] | None = None  # numbers of the calls for which work beside this rank's waits
+
+
+@contextmanager
+def beside() -> Iterator[list[int]]:
+    """What the body waits for, another thread of the rank would: observers are not told.
+
+    Yields the numbers of these calls, for `waited`.
+    """
+    global _beside
+    before, _beside = _beside, []
+    try:
+        yield _beside
+    finally:
+        _beside = before
+
+
+def waited(numbers: Sequence[int]) -> None:
+    """Tell observers that this rank needs the results of these calls."""
+    for number in numbers:
+        for observer in observers:
+            observer.waited(number)
 
 
 class Pending:
@@ -47,8 +69,10 @@ class Pending:
     def wait(self) -> Any:
         """Return the result; a second call returns the same again."""
         if self._number is not None:  # the fake backend has no works
-            for observer in observers:
-                observer.waited(self._number)
+            if _beside is None:
+                waited([self._number])
+            else:
+                _beside.append(self._number)
             self._number = None
         if self._work is not None:
             recorder = timeline.active()

@@ -24,7 +24,8 @@ Late.   The real work must be small beside the slept time. A rank may come late 
         `LATE` of the time: then this machine has not shown what the device does, only reckoned it.
 
 Limits: collectives on the emulated link alone; copies between device and host take real time; what
-runs beside changes nothing. In torch: nothing like it. Proved by tests/sim/test_emulate.py.
+other threads of a rank compute takes none; what runs beside changes nothing. In torch: nothing like
+it. Proved by tests/sim/test_emulate.py.
 
 Use::
 
@@ -32,6 +33,7 @@ Use::
     with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
 """
 
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -135,9 +137,26 @@ def paused() -> Iterator[None]:
         _clock.is_paused = False
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def beside(start: float) -> Iterator[None]:
+    """In the body, this thread has a clock of its own, from `start` on: what it waits for does not
+    hold the rank up. What it computes takes no time."""
+    _thread.at = start
+    try:
+        yield
+    finally:
+        _thread.at = None
+
+
 def clock() -> float:
     """Seconds of this rank's clock on the scale of `time.monotonic`, and that without a device."""
-    return time.monotonic() if _clock is None else _clock.at
+    if _clock is None:
+        return time.monotonic()
+    at = getattr(_thread, "at", None)
+    return _clock.at if at is None else at
 
 
 def now() -> float:
@@ -147,14 +166,18 @@ def now() -> float:
 
 def synchronize() -> None:
     """Sleep until the device has done all that was asked of it."""
-    if _clock is not None:
+    if _clock is not None and getattr(_thread, "at", None) is None:
         _clock.come_true()
 
 
 def reach(end: float) -> None:
     """The rank needs what is there at `end` of the clock: it cannot be earlier than that."""
-    if _clock is not None:
+    if _clock is None:
+        return
+    if getattr(_thread, "at", None) is None:
         _clock.at = max(_clock.at, end)
+    else:
+        _thread.at = max(_thread.at, end)
 
 
 def counted(num_bytes: int) -> int:

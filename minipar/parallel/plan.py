@@ -262,6 +262,13 @@ class Plan:
                 f"compression={self.compression} is for the buckets of ddp, and zero={self.zero} "
                 f"has others"
             )
+        if self.dp == 1 and 1 in (self.cp, self.ep) and self.cp * self.ep > 1:
+            name = "cp" if self.cp > 1 else "ep"
+            yield (
+                f"compression={self.compression} calls from a thread of its own, and over {name} "
+                f"alone, dp=1, the model's calls are on the same ranks: these would launch in two "
+                f"orders; use dp=2 or more"
+            )
         if self.compression not in EACH_NUMBER_ALONE and (self.tp > 1 or shares):
             where = f"tp={self.tp}" if self.tp > 1 else f"pp={self.pp}"
             yield (

@@ -195,13 +195,19 @@ def trace(
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
-    """What the rank of a place on pp has of the model: those that have as much do the same."""
+    """What the rank of a place on pp has of the model, and does with it: others do the same."""
     if plan.pp == 1:
         return None
     schedule = plan.make_schedule()
+    if schedule.copies > 1:  # it exchanges gradients with another of its own
+        return place
     cut = stages.balance(stages.estimate_costs(config), schedule.num_stages)
-    parts = [schedule.part(stage) for stage in schedule.stages_on(place)]
-    return tuple((cut[part], part == 0, part == len(cut) - 1) for part in parts)
+    found = []
+    for stage in schedule.stages_on(place):
+        part, last = schedule.part(stage), schedule.last_gradient(stage)
+        kinds = sorted({a.kind for a in schedule.actions[place] if a.stage == stage})
+        found.append((cut[part], part == 0, part == len(cut) - 1, *kinds, last and last.kind))
+    return tuple(found)
 
 
 def _record(actor: Actor, places: Sequence[int]) -> dict[int, Trace]:
@@ -306,6 +312,9 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
         def again(action: Action, given: Tensor | None) -> Tensor | None:
             at, key = theirs.index(action.stage), (action.stage, action.microbatch)
             role = roles[at].get(action.microbatch, DISTINCT - 2)
+            if (at, action.kind, role) not in done:  # there it was in another kind of backward
+                found = (key[2] for key in done if key[:2] == (at, action.kind))
+                role = min(found, key=lambda role: (role == DISTINCT, -role))
             program.append(done[at, action.kind, role])
             program.append(tracer.begin(f"messages {len(program)}"))
             if action.kind == "F":
@@ -324,7 +333,13 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
 def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
     """The microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
     row = schedule.actions[schedule.rank_of[stage]]
+    last = schedule.last_gradient(stage)
+    if last is None:  # more stages than microbatches
+        return {}
     order = [a.microbatch for a in row if a.stage == stage and a.kind == "F"]
-    last = schedule.last_gradient(stage).microbatch
-    others = [microbatch for microbatch in order if microbatch != last]
-    return {m: i for i, m in enumerate(others[: distinct - 1])} | {last: DISTINCT}
+    backward = {a.microbatch: a.kind for a in row if a.stage == stage and a.kind in "BI"}
+    others = [microbatch for microbatch in order if microbatch != last.microbatch]
+    few = others[: distinct - 1]
+    for kind in {*backward.values()} - {backward[m] for m in few}:
+        few += [m for m in others if backward[m] == kind][:1]
+    return {m: i for i, m in enumerate(few)} | {last.microbatch: DISTINCT}

@@ -72,6 +72,7 @@ REFUSED = [
     ("dp=2,pp=2,zero=3,schedule=dualpipe", UNTIED, "schedule=dualpipe", "dp=2,pp=2,zero=2"),
     ("dp=2,compression=gzip", TIED, "compression=gzip is not one of none, ", "dp=2"),
     ("dp=2,zero=1,compression=int8", TIED, "is for the buckets of ddp", "dp=2,compression=int8"),
+    ("cp=2,compression=fp16", TIED, "would launch in two orders", "cp=2"),
     ("dp=2,tp=2,compression=top-k", TIED, "copies would drift apart", "dp=2,tp=2"),
     ("dp=2,pp=2,compression=sign", TIED, "ranks of pp=2 hold copies", "dp=2,pp=2"),
     ("dp=2,precision=fp16,compression=top-k", TIED, "by factors that differ", "dp=2"),

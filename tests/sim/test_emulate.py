@@ -54,7 +54,7 @@ def random_plans(num_ranks: int, count: int) -> list[Plan]:
     """Legal plans, as they fall; the same ones each time.
 
     Not those in which the simulator is known to part from the ranks: rings of more than two, whose
-    exchanges it starts too late, and compression over cp, of which its ranks launch in two orders.
+    exchanges it starts too late.
     """
     lot, found = random.Random(num_ranks), []
     while len(found) < count:
@@ -77,7 +77,7 @@ def random_plans(num_ranks: int, count: int) -> list[Plan]:
         if sizes["pp"] == 1:
             words["schedule"] = "1f1b"
         plan = Plan(**sizes, **words)
-        if (plan.cp > 2 and plan.context == "ring") or (plan.cp > 1 and plan.compression != "none"):
+        if plan.cp > 2 and plan.context == "ring":
             continue
         if plan not in found and plan.problem(CONFIG) is None:
             found.append(plan)
@@ -154,6 +154,32 @@ def test_every_strategy(both, text, name):
 def test_random_plans(both, num_ranks, number):
     plan = random_plans(num_ranks, number + 1)[-1]
     both(plan, list(LINKS)[number % len(LINKS)]).check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=4,schedule=dualpipe,microbatches=4",
+        "pp=4,schedule=dualpipe,microbatches=2",
+        "pp=2,schedule=dualpipe_v,microbatches=6",
+        "dp=2,cp=2,compression=random-k,microbatches=2",
+    ],
+)
+def test_every_schedule_is_replayed_to_its_end(text):
+    """Stages without microbatches, two kinds of backward, twins that exchange, calls by a thread.
+
+    Mutants: ranks with twins that follow others; the last microbatch repeated for one in the
+    middle, which would reduce gradients twice.
+    """
+    plan = Plan.parse(text)
+    step = replay(
+        trace(CONFIG, plan, seq_len=SEQ_LEN, every_cp=True),
+        emulate.Emulated(DEVICE, LINKS["ib-ndr"]),
+    )
+    serial = trace(CONFIG, Plan(microbatches=plan.microbatches), seq_len=SEQ_LEN)
+    flops = sum(rank.flops for rank in step.traces.ranks.values())
+    assert step.seconds > step.computing > 0
+    assert flops * plan.cp == pytest.approx(serial.ranks[0].flops, rel=0.02)
 
 
 @pytest.mark.parametrize("text", ["tp=4,sequence_parallel", "pp=2,microbatches=4"])

@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.calls import Pending
+from minipar.comm import device
+from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
@@ -56,7 +58,12 @@ class Compressed:
         if step < self.warmup_steps or axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
         weight = 1 / axis.size if op == "avg" else 1.0
-        self._latest = _Background(lambda: self._reduce(bucket, axis, op, weight), self._latest)
+        work = partial(self._reduce, bucket, axis, op, weight)
+        if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
+            with beside() as numbers:
+                _Background(work, None).wait()
+            return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
+        self._latest = _Background(work, self._latest)
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
@@ -126,14 +133,18 @@ class _Background:
 
     def __init__(self, work: Callable[[], Any], before: "_Background | None") -> None:
         self._work, self._before, self._error = work, before, None
+        self._at = device.clock()  # from when on it may work; in the end, when it has ended
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         if self._before is not None:
             self._before._thread.join()
+            self._at = max(self._at, self._before._at)
         try:
-            self._work()
+            with device.beside(self._at):
+                self._work()
+                self._at = device.clock()
         except BaseException as error:
             self._error = error
         self._work = self._before = None
@@ -143,6 +154,7 @@ class _Background:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        device.reach(self._at)
 
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {

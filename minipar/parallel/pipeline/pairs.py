@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from minipar.comm import collectives, timeline
+from minipar.comm import calls, timeline
 from minipar.comm.mesh import Axis
 
 FORWARD, BACKWARD = 0, 1
@@ -48,11 +48,11 @@ def side_by_side(forward: Callable[[], Any], backward: Callable[[], Any]) -> tup
     Neither may need what the other makes. Raises what either of them raises.
     """
     pair = _Pair()
-    collectives.observers.insert(0, pair)  # others see a wait when it is one
+    calls.observers.insert(0, pair)  # others see a wait when it is one
     try:
         return pair.run(forward, backward)
     finally:
-        collectives.observers.remove(pair)
+        calls.observers.remove(pair)
 
 
 class _Ended(BaseException):
