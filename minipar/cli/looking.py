@@ -178,8 +178,9 @@ def plan(command: planner.PlanConfig) -> None:
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
     print(text, flush=True)
     if not command.json and not command.explain:
-        with tqdm(total=1, desc="tracing minipar's own code", disable=None, leave=False):
-            print(f"\n{planner.as_minipar(plans[0])}")
+        bar = tqdm(plans, desc="tracing minipar's own code", disable=None, leave=False)
+        told = [f"  {place}: {planner.as_minipar(plan)}" for place, plan in enumerate(bar, 1)]
+        print("\n".join(["", "minipar's own code under these plans, traced and replayed:", *told]))
     if command.explain and not command.json:
         _simulated(command, plans[0])
     elif command.out and not command.json:

@@ -13,14 +13,15 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
-        ZeRO 0 to 2 reduce once, beside the last backward. ZeRO 3 gathers twice and reduces once per
-        microbatch, beside the computing of each layer; `exposed` is the share that hides nothing.
+        ZeRO 0 to 2 reduce once, beside the last backward; of it, `exposed` hides behind nothing.
+        ZeRO 3 gathers twice and reduces once per microbatch beside the computing of each layer, and
+        moves what it sends through memory, `copies` bytes of a parameter, in which nothing else is
+        computed. Others add each microbatch's gradients to a sum, which is read and written.
 Fitted. The numbers of `hardware.Software`, to published runs (`validate.py`).
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines; Korthikanti et al. 2022
         (arXiv 2205.05198), section 4, for activations.
 
-Limits: no stragglers, no other users of a network, no allocator under pressure. Experts are cut by
-tensor parallelism as Megatron-LM's are; minipar's own stay whole.
+Limits: no stragglers, no other users of a network, no allocator under pressure.
 """
 
 import math
@@ -30,7 +31,7 @@ from functools import cache
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
-from minipar.sim.hardware import Machine, Software
+from minipar.sim.hardware import BYTES, Machine, Software
 
 BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualpipe_v": 1 / 4}
 """Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
@@ -65,12 +66,33 @@ class Job:
     @property
     def dp(self) -> int:
         """Ranks with sequences of their own: those of an axis of experts have, too."""
-        return self.plan.dp * getattr(self.plan, "ep", 1)
+        return self.plan.dp * self.plan.ep
+
+    @property
+    def wide(self) -> str:
+        """The type of what is not a layer's product: 8 bits and fewer are for those alone."""
+        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
+
+    @property
+    def attends_in(self) -> str:
+        """The type of attention: where keys travel, minipar's own code widens them to float32."""
+        travel = self.plan.cp > 1 and self.plan.context != "ulysses"
+        return "fp32" if travel and self.software.name == "minipar" else self.wide
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Tokens of a step, of all ranks."""
+        return self.dp * self.plan.microbatches * self.microbatch * self.seq_len
 
     @property
     def experts_over(self) -> int:
         """Ranks among which experts are shared out."""
-        return max(self.ep, getattr(self.plan, "ep", 1))
+        return max(self.ep, self.plan.ep)
+
+    @property
+    def experts_cut(self) -> int:
+        """Into how many pieces tensor parallelism cuts an expert; 1: ranks have whole ones."""
+        return self.plan.tp if self.plan.expert_tensor_parallel else 1
 
     @property
     def chunks(self) -> int:
@@ -177,22 +199,22 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
 
     compute = product(queries + 2 * keys, width) + product(width, queries)
     ups = 2 if job.gated else 1
-    hidden, touched = c.intermediate_size / tp, 0.0
+    hidden, touched, experts, cut, own = c.intermediate_size / tp, 0.0, 0.0, tp, n
     if c.moe is not None:
-        chosen, held = n * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
-        f = c.moe.expert_size / tp
-        compute += product(ups * f, width, chosen / held, held)
-        compute += product(width, f, chosen / held, held)
-        hidden, touched = c.moe.num_shared * f, 4 * c.moe.top_k * (width + 2 * f)
-    if hidden:
-        compute += product(ups * hidden, width) + product(width, hidden)
+        cut = job.experts_cut
+        own = n / tp if cut < tp and plan.sequence_parallel else n  # tokens of whole experts
+        chosen, held = own * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
+        f = c.moe.expert_size / cut
+        experts = product(ups * f, width, chosen / held, held)
+        experts += product(width, f, chosen / held, held)
+        hidden, touched = c.moe.num_shared * f, 4 * c.moe.top_k * (width + 2 * f) * own / n
+    dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
+    compute += experts + dense
     # A ring computes cp pieces of a square each, and adds up their results in float32.
     pieces = plan.cp if plan.context == "ring" else 1
     attention = device.seconds_of_attention(
         job.microbatch * pieces, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len / pieces,
-        c.head_dim,
-        "bf16" if job.dtype in ("fp8", "fp4") else job.dtype,
-        backward=backward, kernel="" if job.flash else "unfused",
+        c.head_dim, job.attends_in, backward=backward, kernel="" if job.flash else "unfused",
     )  # fmt: skip
     attention *= job.software.attention if job.flash else 1
     attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
@@ -201,20 +223,42 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     # Two norms and two residual sums of the stream, a rotation, and the hidden layer's product.
     stream = (10 if job.gated else 16) * width / (tp if plan.sequence_parallel else 1)
     touched += stream + 4 * (queries + keys) + 5 * hidden
+    if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
+        touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
     numbers = n * touched * job.software.passes
     parts = {"compute": times * (compute + _touch(job, 2 * numbers)) + attention}
+    if backward:
+        parts["compute"] += _sum_up(job, parameters(job)[0])
     parts |= dict.fromkeys(AXES, 0.0)
     if tp > 1:
-        parts["tp"] = 2 * job.collective("all_reduce", 2 * n * width, 1, tp)
+        parts["tp"] = (1 + (cut == tp)) * job.collective("all_reduce", 2 * n * width, 1, tp)
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
     if (ep := job.experts_over) > 1 and c.moe is not None:
-        # There and back; the whole tensor of an all-to-all is what one rank deals out.
-        parts["ep"] = 2 * job.collective("all_to_all", 2 * n * c.moe.top_k * width, tp, ep)
+        # The whole tensor of an all-to-all is what one rank deals out.
+        halves = 2 if plan.dispatch == "halves" else 1
+        num_bytes = 2 * own * c.moe.top_k * width / halves
+        trip = job.collective("all_to_all", num_bytes, tp, ep)
+        parts["ep"] = _trips(plan.dispatch, halves, trip, times * dense, times * experts)
     host, doublings = job.software.host, math.log2(tp)
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
     host += doublings * (job.software.host_tp + job.software.host_across * far)
     return parts | {"host": max(0.0, host - sum(parts.values()))}
+
+
+def _trips(dispatch: str, parts: int, trip: float, dense: float, experts: float) -> float:
+    """Return what a layer waits for rows that travel to experts and back, in so many parts.
+
+    As `parallel.expert.overlapped`: `dense`, the shared experts, compute while they travel there,
+    and the experts of one part while another travels; trips follow one on the other.
+    """
+    if dispatch not in ("overlapped", "halves"):
+        return 2 * trip
+    at, free = dense, parts * trip
+    for part in range(parts):
+        at = max(at, (part + 1) * trip) + experts / parts
+        free = max(free, at) + trip
+    return free - dense - experts
 
 
 def _context(job: Job, attention: float, times: int, queries: float, keys: float) -> float:
@@ -232,22 +276,30 @@ def _context(job: Job, attention: float, times: int, queries: float, keys: float
 def _gather_and_reduce(
     job: Job, forward: dict[str, float], backward: dict[str, float], layer: float
 ) -> float:
-    """Return what ZeRO 3 adds to a layer: what computing does not hide, and a share of the rest."""
+    """Return what ZeRO 3 adds to a layer: what computing does not hide, and its copies."""
     group, inner = job.dp * job.plan.cp, job.plan.tp
     gather = job.collective("all_gather", 2 * layer, inner, group)
     reduce = job.collective("reduce_scatter", 2 * layer, inner, group)
-    waits = 0.0
-    for sent, parts in ((gather, forward), (gather + reduce, backward)):
-        hidden = min(sent, sum(parts.values()))
-        waits += sent - (1 - job.software.exposed) * hidden
-    return waits
+    pairs = (gather, forward), (gather + reduce, backward)
+    waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
+    return waits + _touch(job, job.software.copies * layer)
 
 
 def _head(job: Job) -> float:
     """Return the seconds of the head and the loss, both directions."""
     words, width = job.config.vocab_size / job.plan.tp, job.config.hidden_size
-    product = job.machine.device.seconds_of_matmul(job.tokens, words, width, job.dtype)
-    return 3 * product + _touch(job, 2 * LOGITS * job.tokens * words)
+    product = job.machine.device.seconds_of_matmul(job.tokens, words, width, job.wide)
+    compute = 3 * product + _sum_up(job, words * width)
+    return compute + _touch(job, 2 * LOGITS * job.tokens * words)
+
+
+def _sum_up(job: Job, numbers: float) -> float:
+    """Return the seconds in which a microbatch adds so many gradients to the sum of those before.
+
+    ZeRO 3 has but a shard of it.
+    """
+    before = (job.plan.microbatches - 1) / job.plan.microbatches * (job.plan.zero < 3)
+    return _touch(job, before * 2 * job.software.gradients * numbers)
 
 
 def _touch(job: Job, num_bytes: float) -> float:
@@ -265,11 +317,11 @@ def parameters(job: Job) -> tuple[float, float, float]:
     layer, experts = float(c.layer_parameters(c.num_layers - 1)), 0.0
     if c.moe is not None:
         experts = 3.0 * c.moe.num_experts * c.moe.expert_size * c.hidden_size
-        layer += experts / job.experts_over - experts
-        experts /= job.experts_over
+        layer -= experts
+        experts /= job.experts_over * job.experts_cut
     elif not job.gated:
         layer -= c.hidden_size * c.intermediate_size
-    return layer / tp, experts / tp, c.vocab_size * c.hidden_size / tp
+    return layer / tp + experts, experts, c.vocab_size * c.hidden_size / tp
 
 
 def memory(job: Job) -> dict[str, float]:

@@ -245,6 +245,7 @@ class Software:
     passes: float  # of the bytes that a layer's elementwise operations must move, how many they do
     attention: float  # seconds of attention, as a multiple of the kernel's
     exposed: float  # share of data parallelism's collectives that hides behind nothing
+    copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all

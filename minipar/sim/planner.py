@@ -10,75 +10,28 @@ Error.  `ERROR` is what 90 % of published runs stay within (`validate.py`, runs 
 Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calculon) search likewise.
 """
 
-import difflib
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-from minipar.comm.mesh import whole_number
-from minipar.model import hf
-from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.model.moe import MoEConfig
+from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, hardware
+from minipar.sim.asked import PlanConfig, base_of, fixed
+from minipar.sim.pasted import flags
 from minipar.sim.replay import Simulated, replay
 from minipar.sim.trace import trace
 
 ERROR = 0.15
-"""Relative error of the step time that 90 % of published runs stay within."""
+"""Relative error of the step time that 90 % of published runs, and more, stay within."""
 GB = 1e9
-LARGER = {
-    "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
-    "llama-3-405b": dict(
-        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
-    ),
-    "mixtral-8x7b": dict(vocab_size=32_000, moe=MoEConfig(8, 2, 14_336), max_seq_len=32_768),
-}
-"""What llama-3-8b differs from these in."""
-WHAT_IF = {  # what may be changed, its unit, and where it is
-    "nic": (1e9 / 8, "Gb/s of a device's share of the network", "between", "bandwidth"),
-    "nvlink": (1e9, "GB/s of a device inside a node", "inside", "bandwidth"),
-    "memory": (1e9, "GB of a device", "device", "memory"),
-    "gpus": (1, "devices of a node", "", "gpus"),
-}
 
 
 class NothingFits(ValueError):
     """No plan does; the message has the cheapest change that would."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Rank the plans to train a model on machines that one need not have."""
-
-    model: str = "llama-3-8b"
-    """A name, a config.json, or a Hugging Face folder."""
-    gpus: int = 8
-    """Devices in all."""
-    hardware: str = "h100-ndr"
-    """A machine's name, or a .toml file of `minipar calibrate`."""
-    seq: int = 0
-    """Tokens of a sequence; 0: as many as the model can see, 8192 at most."""
-    global_batch: int = 512
-    """Sequences of a step."""
-    software: str = "any"
-    """Whose habits are assumed: any, minipar, megatron, nanotron or llm-foundry."""
-    top: int = 5
-    """Plans to show."""
-    fix: str = ""
-    """Only plans such as tp=8,zero=1; microbatch is one of the words."""
-    what_if: str = ""
-    """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
-    explain: str = ""
-    """Say all about one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead."""
-    json: bool = False
-    """Print JSON."""
-    out: str = "plan.png"
-    """Where to draw where the time of the best five goes; empty: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -124,68 +77,18 @@ class Ranked:
         """What `--json` prints: seconds, bytes, and shares."""
         given = {"step_seconds": self.step, "tokens_per_second_per_gpu": self.tokens_per_second}
         given |= {"mfu": self.mfu(False), "mfu_causal": self.mfu(True), "error": ERROR}
-        parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self)}
+        parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
         own = replace(self.job, software=hardware.software("minipar"))
         given["minipar_bytes"] = sum(cost.memory(own).values())  # with `minipar train`
         plan = asdict(self.job.plan) | {"microbatch": self.job.microbatch}
         return {"plan": plan, **given, **parts}
 
 
-# ---------------------------------------------------------------------- what was asked
-def model_config(name: str) -> LlamaConfig:
-    """Return the shape of a model by its name, config.json or folder; raise `ValueError`."""
-    if name in PRESETS:
-        return PRESETS[name]
-    if name in LARGER:
-        return replace(PRESETS["llama-3-8b"], head_dim=128, **LARGER[name])
-    path = Path(name)
-    if path.exists():
-        return hf.load_config(path.parent if path.is_file() else path)
-    near = difflib.get_close_matches(name, [*PRESETS, *LARGER], 3, 0.0)
-    raise ValueError(
-        f"no model {name!r}: no such file, and the nearest names are {', '.join(near)}"
-    )
-
-
-def machine_of(config: PlanConfig) -> hardware.Machine:
-    """Return the machine, changed as `--what-if` says. Raises `ValueError`."""
-    machine = hardware.load(config.hardware)
-    for word in filter(None, config.what_if.split(",")):
-        key, _, value = word.strip().partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = 0.0
-        if key not in WHAT_IF or not 0 < number < 1e9 or (key == "gpus" and number % 1):
-            known = ", ".join(f"{k} ({v[1]})" for k, v in WHAT_IF.items())
-            raise ValueError(f"--what-if {word}: write name=number, above 0, of {known}")
-        unit, _, where, name = WHAT_IF[key]
-        if not where:
-            machine = replace(machine, gpus=int(number))
-        else:
-            part = replace(getattr(machine, where), **{name: number * unit})
-            machine = replace(machine, **{where: part})
-    return machine
-
-
-def fixed(text: str) -> dict[str, Any]:
-    """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    found = {}
-    for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
-        found["microbatch"] = whole_number(word.partition("=")[2])
-        if not found["microbatch"]:
-            raise ValueError(f"--fix {word}: microbatch must be 1 or more")
-        words.remove(word)
-    plan = Plan.parse(",".join(words))
-    return found | {w.partition("=")[0]: getattr(plan, w.partition("=")[0]) for w in words}
-
-
 # ---------------------------------------------------------------------- search
 def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Job]:
     """Yield plans for `gpus` devices that share out `global_batch` sequences, legal or not."""
     for sizes in meshes(gpus):
-        pp, tp, ep = sizes["pp"], sizes["tp"], sizes.get("ep", 1)
+        pp, tp, ep = sizes["pp"], sizes["tp"], sizes["ep"]
         dp, moe = sizes["dp"] * ep, base.config.moe
         if global_batch % dp or pp > base.config.num_layers or tp > base.config.num_heads:
             continue
@@ -201,10 +104,13 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
         if pp > 1 and base.software.name == "minipar":
             schedules += ("zb_h1",)
         again = ("none", "selective", "full")
-        for micro, zero, schedule, recompute in itertools.product(micros, zeros, schedules, again):
+        cuts = (False, True) if moe is not None and tp > 1 else (False,)
+        every = itertools.product(micros, zeros, schedules, again, cuts)
+        for micro, zero, schedule, recompute, cut in every:
             plan = replace(
                 base.plan, **sizes, zero=zero, schedule=schedule, microbatches=mine // micro,
-                checkpointing=recompute, sequence_parallel=tp > 1,
+                checkpointing=recompute, sequence_parallel=tp > 1, expert_tensor_parallel=cut,
+                dispatch=base.plan.dispatch if ep > 1 else "all_to_all",
             )  # fmt: skip
             yield replace(base, plan=plan, microbatch=micro)
 
@@ -260,6 +166,8 @@ def search(
     """Rank all candidates; `watch` may show how far it is."""
     limit = cost.HEADROOM * base.machine.device.memory
     fit, too_large = [], []
+    if dispatch := (fix or {}).get("dispatch"):
+        base = replace(base, plan=replace(base.plan, dispatch=dispatch))
     jobs = [j for j in candidates(base, gpus, global_batch) if _has(j, fix or {})]
     for job in watch(jobs):
         held = cost.memory(job)
@@ -286,6 +194,13 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
         if own != plain and name not in fix:
             wanted = partial(_is, name, plain)
             lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, wanted)}")
+    if best.job.plan.ep > 1 and best.job.plan.dispatch == "all_to_all":
+        halves = replace(best.job, plan=replace(best.job.plan, dispatch="halves"))
+        seconds = cost.seconds(halves)
+        lines.append(
+            f"dispatch=all_to_all: with dispatch=halves, ep would be waited for "
+            f"{seconds['ep']:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
+        )
     nodes, machine = best.job.plan.num_ranks / best.job.machine.gpus, best.job.machine
     if 1 < best.job.plan.tp <= machine.gpus and nodes > 1:
         n = 2 * best.job.tokens * best.job.config.hidden_size
@@ -320,54 +235,6 @@ def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
     return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
 
 
-def flags(ranked: Ranked) -> dict[str, str]:
-    """Return what to paste into the command lines of three projects.
-
-    Where one has no ZeRO 1 or 2, the next stage that it has; without such a schedule, a word on it.
-    """
-    job, plan = ranked.job, ranked.job.plan
-    batch = job.dp * plan.microbatches * job.microbatch
-    ours = f"--plan {plan} --batch-size {batch} --seq-len {job.seq_len}"
-    p, names = "--parallelism.", {"1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
-    cut = ("shard", "replicate") if plan.zero else ("replicate", "shard")
-    ep = getattr(plan, "ep", 1)
-    titan = (
-        f"--training.seq_len {job.seq_len} --training.global_batch_size {batch} "
-        f"--training.local_batch_size {job.microbatch * (plan.microbatches if plan.pp > 1 else 1)} "
-        f"{p}data_parallel_{cut[0]}_degree {job.dp} {p}data_parallel_{cut[1]}_degree 1 "
-        f"{p}tensor_parallel_degree {plan.tp} {p}context_parallel_degree {plan.cp} "
-        f"{p}pipeline_parallel_degree {plan.pp} --activation_checkpoint.mode {plan.checkpointing}"
-    )
-    megatron = (
-        f"--tensor-model-parallel-size {plan.tp} --pipeline-model-parallel-size {plan.pp} "
-        f"--context-parallel-size {plan.cp} --micro-batch-size {job.microbatch} "
-        f"--global-batch-size {batch} --seq-length {job.seq_len}"
-    )
-    if plan.zero:
-        titan += f" {p}fsdp_reshard_after_forward {'always' if plan.zero == 3 else 'never'}"
-    if ep > 1:
-        titan += f" {p}expert_parallel_degree {ep}"
-        megatron += f" --expert-model-parallel-size {ep}"
-    megatron += " --sequence-parallel" if plan.sequence_parallel else ""
-    megatron += {0: "", 1: " --use-distributed-optimizer", 2: " --use-distributed-optimizer"}.get(
-        plan.zero, " --use-torch-fsdp2"
-    )
-    if plan.checkpointing == "full":
-        megatron += " --recompute-granularity full --recompute-method uniform"
-        megatron += " --recompute-num-layers 1"
-    elif plan.checkpointing == "selective":
-        megatron += " --recompute-granularity selective"
-    if plan.pp > 1:
-        if plan.schedule not in names:
-            none = f"has no schedule {plan.schedule}"
-            return {"minipar train": ours, "torchtitan": none, "Megatron-LM": none}
-        titan += f" {p}pipeline_parallel_schedule {names[plan.schedule]}"
-        titan += f" {p}pipeline_parallel_microbatch_size {job.microbatch}"
-        if plan.schedule == "interleaved_1f1b":
-            megatron += f" --num-virtual-stages-per-pipeline-rank {job.chunks}"
-    return {"minipar train": ours, "torchtitan": titan, "Megatron-LM": megatron}
-
-
 def table(plans: Iterable[Ranked]) -> str:
     """Return a table of plans, a line each."""
     head = ("", "step", "tokens/s/GPU", "MFU", "causal", "memory", "bubble", "exposed", "plan")
@@ -394,22 +261,6 @@ def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
 
 
 # ---------------------------------------------------------------------- the command
-def base_of(config: PlanConfig) -> cost.Job:
-    """Return what all plans have in common. Raises `ValueError` for what cannot be asked."""
-    for name in ("gpus", "global_batch", "top"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: use 1 or more")
-    model = model_config(config.model)
-    seq = config.seq or min(8192, model.max_seq_len)
-    if not 1 <= seq <= model.max_seq_len:
-        raise ValueError(f"--seq {seq}: {config.model} sees 1 to {model.max_seq_len:,} tokens")
-    software = hardware.software(config.software)
-    machine = machine_of(config)
-    dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
-    plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
-    return cost.Job(model, plan, machine, software, seq, dtype=dtype)
-
-
 def answer(
     config: PlanConfig, watch: Callable[[Iterable], Iterable] = iter
 ) -> tuple[str, list[Ranked]]:
@@ -445,7 +296,7 @@ def answer(
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
         "Others:\n" + "\n".join(losers),
-        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first).items()),
+        "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
 
@@ -474,7 +325,7 @@ def simulate(ranked: Ranked) -> Simulated:
 
 
 def as_minipar(ranked: Ranked) -> str:
-    """Say what a plan takes when minipar's own code runs it, in float32 and autocast.
+    """Say what a plan takes when minipar's own code runs it: its time and its memory.
 
     Traced and replayed whole; of a long pipeline, so many microbatches that its memory is full.
     """
@@ -490,7 +341,7 @@ def as_minipar(ranked: Ranked) -> str:
         time += f" for {some} of {plan.microbatches} microbatches"
     fits = simulated.peak_bytes <= limit
     return (
-        f"minipar's own code, traced and replayed: {time}, {simulated.peak_bytes / GB:.0f} GB: "
+        f"{time}, {simulated.peak_bytes / GB:.0f} GB: "
         f"{'fits' if fits else 'does not fit'} in {limit / GB:.0f} GB"
         + ("" if fits or job.software.name == "minipar" else "; ask again with --software minipar")
     )

@@ -9,14 +9,21 @@ have chosen in each cell (runs of one model on as many devices), beside the rule
 x pp, largest microbatch". `--fit` prints the numbers of `software.toml` that fit best instead: to
 rows whose column `split` says ``tune``, and to no others.
 
-A table has a row per run, with the columns that `read` takes; sequences are counted, not tokens, in
-`microbatch` and `global_batch`. What is empty is unknown, and taken as usual for its family.
+A table has a row per run, with the columns of tests/sim/data, of which `NEEDED` must be there, and
+step_seconds, tokens_per_s_per_gpu or memory_gb; sequences are counted, not tokens, in `microbatch`
+and `global_batch`. What is empty or missing is unknown, and taken as usual for its family; of
+microbatches, the fastest that fits. Rows that are not understood are left out, counted, and why.
 """
 
+import csv
+import difflib
+import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -24,18 +31,22 @@ import numpy as np
 
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, fit, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "megatron": "megatron"}
+FAMILIES |= {"nemo": "megatron", "mcore": "megatron"}
 """By the beginning of a table's `framework`; "any" for others."""
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
 SCHEDULES = {"": "1f1b", "none": "1f1b", "interleaved": "interleaved_1f1b"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "mxfp8": "fp8", "nvfp4": "fp4"}
+NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
 SCHEDULES |= {"zb-1p": "zb_h1", "zb-2p": "zb_h2", "zb-v": "zb_v"}
-FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "fixed")
+FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "copies", "fixed")
 START = {"host": 1e-3, "host_tp": 0.3e-3, "host_across": 1e-3, "passes": 1.5, "attention": 2}
-START |= {"exposed": 0.3, "fixed": 0.02}
+START |= {"exposed": 0.3, "copies": 24, "fixed": 0.02}
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,12 @@ class Run:
         batch = job.plan.dp * job.plan.microbatches * job.microbatch
         return self.source, str(job.config), job.machine.device.name, self.gpus, job.seq_len, batch
 
-    @property
+    @cached_property
     def predicted(self) -> float:
         """Seconds of a step."""
         return sum(cost.seconds(self.job).values())
 
-    @property
+    @cached_property
     def held(self) -> float:
         """Bytes of the fullest device."""
         return sum(cost.memory(self.job).values())
@@ -74,66 +85,149 @@ class Run:
         flops = c.flops_per_token(job.seq_len, causal=True)
         if not job.gated:
             flops -= 6 * c.num_layers * c.hidden_size * c.intermediate_size
-        tokens = job.plan.dp * job.plan.microbatches * job.microbatch * job.seq_len
-        return flops * tokens / self.gpus / job.machine.device.peak[job.dtype]
+        return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
 
 
-def read(path: str | Path) -> list[Run]:
-    """Return the runs of a table that went well. Raises `ValueError` for a row that is none."""
-    runs = []
-    for row in fit.rows_of(path):
+def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
+    """Return the runs of a table that went well and that are understood.
+
+    Why rows are left out is counted in `left_out`. Raises `ValueError` for what is no table.
+    """
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    lines = [line for line in text if line.strip(' ,"') and not line.lstrip(' "').startswith("#")]
+    table = csv.DictReader(lines)
+    names = [str(name or "").strip().lower() for name in table.fieldnames or ()]
+    for name in NEEDED:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1) or names[:9]
+            raise ValueError(f"{path}: has no column {name}; it has {', '.join(near)} ...")
+    runs, skipped = [], Counter() if left_out is None else left_out
+    for cells in csv.reader(lines[1:]):
+        row = Row(zip(names, map(str.strip, cells), strict=False), source=Path(path).stem)
+        if row.get("status", "ok").lower() not in ("", "ok"):
+            skipped[f"not timed, but {row['status']}"] += 1
+            continue
         try:
-            if row["status"] == "ok":
-                runs.append(_run(row))
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            name = row.get("row_id") or len(runs) + 1
-            raise ValueError(f"{path}: row {name}: {error}") from None
+            run = _run(row)
+            if not math.isfinite(run.predicted * run.held):
+                raise ValueError("what is predicted is beyond numbers")
+            runs.append(run)
+        except (ValueError, ZeroDivisionError, OverflowError, KeyError) as error:
+            skipped[" ".join(str(error).split())] += 1
     return runs
 
 
-def _run(row: dict[str, str]) -> Run:
-    def whole(name: str, default: int = 1) -> int:
-        return int(float(row[name])) if row[name] else default
+class Row(dict[str, str]):
+    """A row of a table: what is missing or empty is unknown."""
 
-    family = next((v for k, v in FAMILIES.items() if row["framework"].startswith(k)), "any")
+    def __init__(self, cells: Iterable[tuple[str, str]], **usual: str) -> None:
+        super().__init__(usual | {name: cell for name, cell in cells if cell})
+
+    def number(self, name: str, default: float = 1, lowest: float = 0) -> float:
+        """Return a number; raise `ValueError` for what is none or out of bounds."""
+        text = self.get(name, "")
+        try:
+            number = float(text.replace(",", "")) if text else default
+        except ValueError:
+            number = math.nan
+        if not lowest <= number < 1e15:
+            raise ValueError(f"{name}={text[:40]} must be a number of {lowest:g} or more")
+        return number
+
+    def whole(self, name: str, default: float = 1, lowest: int = 1) -> int:
+        """Return a whole number."""
+        number = self.number(name, default, lowest)
+        if number % 1:
+            raise ValueError(f"{name}={number} must be whole")
+        return int(number)
+
+
+def _run(row: Row) -> Run:
+    number, whole, framework = row.number, row.whole, row.get("framework", "").lower()
+    family = next((v for k, v in FAMILIES.items() if framework.startswith(k)), "any")
+    gated = row.get("gated", "0" if row.get("kind") == "gpt" else "1") != "0"
+    width, heads, seq = whole("hidden", 0), whole("heads", 0), whole("seq", 0)
     moe = None
-    if row["experts"]:
+    if whole("experts", 0, 0) > 1:
         moe = MoEConfig(
-            whole("experts"), whole("top_k"), whole("moe_ffn"), whole("shared_experts", 0)
-        )
+            whole("experts"), whole("top_k"), whole("moe_ffn", whole("ffn", 4 * width)),
+            num_shared=whole("shared_experts", 0, 0),
+        )  # fmt: skip
     config = LlamaConfig(
-        whole("vocab"), whole("hidden"), whole("ffn"), whole("layers"), whole("heads"),
-        whole("kv_heads"), whole("head_dim"), max_seq_len=whole("seq"),
-        tie_embeddings=row["tied"] == "1", moe=moe,
+        whole("vocab", 50_000), width, whole("ffn", 4 * width), whole("layers", 0), heads,
+        whole("kv_heads", heads), whole("head_dim", max(1, width // heads)), max_seq_len=seq,
+        tie_embeddings=row.get("tied") == "1", moe=moe,
     )  # fmt: skip
-    dp, tp, micro = whole("dp"), whole("tp"), whole("microbatch")
+    tp, pp, cp = whole("tp"), whole("pp"), whole("cp")
+    gpus = whole("gpus", 0)
+    dp = whole("dp", max(1, gpus // (tp * pp * cp)))
+    if dp * tp * pp * cp != gpus:
+        raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
+    schedule = row.get("schedule", "none").lower()
+    schedule = SCHEDULES.get(schedule, schedule.replace("-", "_"))
+    if schedule not in (*schedules.SCHEDULES, "dualpipe"):
+        raise ValueError(f"schedule={schedule} is not known")
+    recompute, zero = row.get("recompute", "none").lower(), whole("zero", 0, 0)
+    if recompute not in ("none", "selective", "full") or zero > 3:
+        raise ValueError(f"recompute={recompute}, zero={zero}: none, selective or full, and 0 to 3")
+    dtype = row.get("dtype", "bf16").lower()
+    dtype = DTYPES.get(dtype, dtype)
+    machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
+                       whole("gpus_per_node", 0, 0))  # fmt: skip
     plan = Plan(
-        dp=dp, tp=tp, pp=whole("pp"), cp=whole("cp"), zero=whole("zero", 0),
-        sequence_parallel=row["sp"] != "0" and tp > 1,
-        schedule=SCHEDULES.get(row["schedule"], row["schedule"]),
-        stages_per_rank=whole("virtual_stages"),
-        microbatches=whole("microbatches", max(1, whole("global_batch") // (dp * micro))),
-        checkpointing=row["recompute"] or "none",
+        dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
+        sequence_parallel=row.get("sp") != "0" and tp > 1, stages_per_rank=whole("virtual_stages"),
+        expert_tensor_parallel=moe is not None and tp > 1,
     )  # fmt: skip
-    flash = row["flash"] == "1" or (not row["flash"] and row["dtype"] != "fp16")
-    machine = _machine(row["device"], family, row["inter_gbps_per_gpu"], whole("gpus_per_node", 8))
+    flash = row.get("flash", str(int(dtype != "fp16"))) == "1"
+    ep = whole("ep")
+    if dp * cp % ep:  # over ranks of tp, too, which then leave each expert whole: as many of each
+        ep = max(1, ep // tp)
     job = cost.Job(
-        config, plan, machine, hardware.software(family), whole("seq"), micro, row["dtype"],
-        row["gated"] != "0", flash, whole("ep"),
-    )  # fmt: skip
-    numbers = [float(row[name] or 0) for name in ("step_seconds", "memory_gb")]
-    return Run(row["row_id"], row["source"], row["split"], job, whole("gpus"), numbers[0],
-               numbers[1] * 1e9)  # fmt: skip
+        config, plan, machine, hardware.software(family), seq, 1, dtype, gated, flash, ep
+    )
+    job, seconds = _with_batch(row, job), number("step_seconds", 0)
+    if not seconds and (rate := number("tokens_per_s_per_gpu", 0)):
+        seconds = job.tokens_of_step / gpus / rate
+    if not seconds and "step_seconds" in row:
+        raise ValueError("step_seconds=0 must be above 0")
+    name, source, split = row.get("row_id", "?"), row["source"], row.get("split", "")
+    return Run(name, source, split, job, gpus, seconds, number("memory_gb", 0) * 1e9)
+
+
+def _with_batch(row: Row, job: cost.Job) -> cost.Job:
+    """Return the job with its microbatches; what is unknown of them is chosen as users do."""
+    dp, micro, count = job.plan.dp, row.whole("microbatch", 0, 0), row.whole("microbatches", 0, 0)
+    whole = row.whole("global_batch", dp * (micro or 1) * (count or 1))
+    mine = whole // dp
+    if not micro and count:
+        micro = mine // count
+    tried = [m for m in ([micro] if micro else (1, 2, 4, 8, 16)) if mine % m == 0 and m <= mine]
+    if not tried or whole % dp or (count and tried[0] * count != mine):
+        counts = f"microbatch={micro}, microbatches={count or mine / max(1, micro):g}, dp={dp}"
+        raise ValueError(f"global_batch={whole} is not {counts}")
+    jobs = [
+        replace(job, microbatch=m, plan=replace(job.plan, microbatches=mine // m)) for m in tried
+    ]
+    room = cost.HEADROOM * job.machine.device.memory
+    fit = [j for j in jobs if sum(cost.memory(j).values()) < room] or jobs[:1]
+    return min(fit, key=lambda j: sum(cost.seconds(j).values()))
 
 
 @cache
-def _machine(device: str, family: str, gbits: str, gpus: int) -> hardware.Machine:
-    name = device.replace("-sxm", "").replace("-80", "").replace("-500w", "")
-    machine = hardware.load(name + NETWORKS.get(family, ""))
+def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Machine:
+    """Return the machine of a device as tables name it: h100-sxm, NVIDIA A100-SXM4-40GB."""
+    words = re.sub(r"[\s_-]+", "-", device.lower()).split("-")
+    drop = r"nvidia|tesla|sxm\d?|80|80gb|\d+w|hbm\w*"
+    words = [w.removesuffix("gb") for w in words if not re.fullmatch(drop, w)]
+    known = ["-".join(words[:n]) for n in range(len(words), 0, -1)]
+    name = next((n for n in known if n in hardware.names()), device)
+    machine = hardware.load(name)
+    if f"{name}{NETWORKS.get(family, '')}" in hardware.names():
+        machine = hardware.load(name + NETWORKS.get(family, ""))
     if gbits:
-        bandwidth = float(gbits) * 1e9 / 8
-        machine = replace(machine, between=replace(machine.between, bandwidth=bandwidth))
-    return replace(machine, gpus=gpus)
+        machine = replace(machine, between=replace(machine.between, bandwidth=gbits * 1e9 / 8))
+    return replace(machine, gpus=gpus or machine.gpus)
 
 
 # ---------------------------------------------------------------------- errors
@@ -197,6 +291,11 @@ def report(runs: Sequence[Run]) -> str:
                 f"  choice of {len(cells)} cells: {ours:.1%} of the best throughput, rule of thumb "
                 f"{thumb:.1%}; rank correlation {rank:.2f}"
             )
+    for name, few in (("up to 64 devices", True), ("on more", False)):
+        some = [r for r in runs if r.seconds and (r.gpus <= 64) == few]
+        if some:
+            found = errors((r.predicted for r in some), [r.seconds for r in some])
+            lines.append(f"all {len(some)} rows {name}: {_spread(found)}")
     return "\n".join(lines[2:])
 
 
@@ -249,12 +348,17 @@ def main(arguments: Sequence[str]) -> None:
     names = [name for name in arguments if name != "--fit"]
     if not names:
         raise SystemExit(f"usage: {__doc__.splitlines()[2].strip()}")
+    left_out: Counter[str] = Counter()
     try:
-        runs = [run for name in names for run in read(name)]
-        show: Callable[[list[Run]], str] = fitted if "--fit" in arguments else report
-        print(show(runs))
-    except (OSError, ValueError) as error:
+        runs = [run for name in names for run in read(name, left_out)]
+    except (OSError, ValueError, csv.Error) as error:
         raise SystemExit(str(error)) from None
+    for why, count in left_out.most_common():
+        print(f"rows left out: {count}: {why}")
+    if not runs:
+        raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
+    show: Callable[[list[Run]], str] = fitted if "--fit" in arguments else report
+    print(show(runs))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm import collectives, timeline
+from minipar.comm import calls, collectives, timeline
 from minipar.model.llama import PRESETS
 from minipar.parallel.pipeline import pairs
 from minipar.parallel.pipeline.actions import slots
@@ -21,9 +21,9 @@ from minipar.sim.trace import trace
 
 def wait(number: int, verb: str = "all_to_all") -> None:
     """What `collectives` says of a call and of the wait for it."""
-    for observer in list(collectives.observers):
+    for observer in list(calls.observers):
         observer.launched(number, verb, None, 0, (), None)
-    for observer in list(collectives.observers):
+    for observer in list(calls.observers):
         observer.waited(number)
 
 
@@ -44,7 +44,7 @@ def job(name: str, log: list, waits: int, verb: str = "all_to_all", then=None):
 def nothing_is_left():
     before = threading.active_count()
     yield
-    assert not collectives.observers and threading.active_count() == before
+    assert not calls.observers and threading.active_count() == before
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
-from minipar.sim.planner import model_config
+from minipar.sim.asked import model_config
 
 H100 = hardware.load("h100-ndr")
 ANY = hardware.software("any")
@@ -139,6 +139,30 @@ def test_experts_cost_memory_by_all_and_time_by_those_chosen():
     assert held(sparse) > 3 * held(dense) and step(sparse) < 3 * step(dense)
     assert held(replace(sparse, ep=8)) < 0.5 * held(sparse)
     assert cost.seconds(replace(sparse, ep=8))["ep"] > 0 == cost.seconds(sparse)["ep"]
+
+
+def test_rows_travel_while_others_compute():
+    """As `expert.overlapped`: nothing hides one trip home; halves hide the most of the others."""
+    trips = {
+        dispatch: cost._trips(dispatch, parts, 4.0 / parts, 3.0, 6.0)
+        for dispatch, parts in (("all_to_all", 1), ("overlapped", 1), ("halves", 2))
+    }
+    # Overlapped: 4 there of which 3 are hidden, 4 back. Halves: experts from 3 to 9, home at 6, 9.
+    assert trips == pytest.approx({"all_to_all": 8.0, "overlapped": 5.0, "halves": 2.0})
+
+
+def test_whole_experts_are_computed_on_own_tokens():
+    """Cut over tp, or whole for a part of the tokens: as many FLOPs; and tp times the memory."""
+    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
+    jobs = [
+        job(f"tp=4,dp=16,sequence_parallel{cut}", config=moe)
+        for cut in ("", ",expert_tensor_parallel")
+    ]
+    held = [cost.parameters(one)[1] for one in jobs]
+    assert held[0] == 4 * held[1] > 0
+    whole, cut = (cost._layer(one, False) for one in jobs)
+    assert whole["compute"] == pytest.approx(cut["compute"], rel=0.2)
+    assert whole["tp"] == pytest.approx(cut["tp"] / 2)
 
 
 @pytest.mark.parametrize("axis", ["ep", "cp"])

@@ -12,7 +12,7 @@ from minipar.cli import commands, main
 from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, hardware, planner
+from minipar.sim import asked, cost, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig
 from minipar.train.config import TrainConfig
 
@@ -104,7 +104,7 @@ def test_flags_are_read_by_our_own_training_and_come_in_pairs():
     ):
         base = planner.base_of(replace(EIGHT, model="small", gpus=4, seq=512))
         job = replace(base, plan=Plan.parse(plan), microbatch=2)
-        given = planner.flags(planner.Ranked(job, cost.seconds(job), cost.memory(job)))
+        given = planner.flags(job)
         name, config = commands.parse(
             ["train", "--preset", "small", *shlex.split(given["minipar train"])]
         )
@@ -118,7 +118,7 @@ def test_flags_are_read_by_our_own_training_and_come_in_pairs():
 
 def test_a_schedule_that_others_lack_is_said():
     job = replace(planner.base_of(EIGHT), plan=Plan(pp=8, schedule="zb_h1", microbatches=64))
-    given = planner.flags(planner.Ranked(job, cost.seconds(job), cost.memory(job)))
+    given = planner.flags(job)
     assert given["torchtitan"] == given["Megatron-LM"] == "has no schedule zb_h1"
     assert "schedule=zb_h1" in given["minipar train"]
 
@@ -139,11 +139,11 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     text = json.dumps(config_json(tiny, torch.float32))
     (tmp_path / "tiny" / "config.json").write_text(text, encoding="utf-8")
     for where in (tmp_path / "tiny", tmp_path / "tiny" / "config.json"):
-        assert planner.model_config(str(where)) == tiny
-    assert planner.model_config("tiny") == PRESETS["tiny"]
+        assert asked.model_config(str(where)) == tiny
+    assert asked.model_config("tiny") == PRESETS["tiny"]
     sizes = {"llama-3-70b": 70.6e9, "llama-3-405b": 405.9e9, "mixtral-8x7b": 46.7e9}
     for name, size in sizes.items():
-        assert planner.model_config(name).num_parameters == pytest.approx(size, rel=0.01)
+        assert asked.model_config(name).num_parameters == pytest.approx(size, rel=0.01)
 
 
 def call(capfd, *words):
@@ -208,7 +208,8 @@ def test_published_recipes_that_cannot_work_are_refused():
 def test_64_gpus_take_less_than_a_minute(tmp_path, capfd):
     start, out = time.process_time(), tmp_path / "plan.png"
     code, printed, _ = call(capfd, "--gpus", "64", "--hardware", "h100-ndr", "--out", str(out))
-    assert "minipar's own code, traced and replayed: " in printed
+    traced = printed.partition("own code under these plans, traced and replayed:\n")[2]
+    assert [line[:5] for line in traced.splitlines()[:5]] == [f"  {n}: " for n in range(1, 6)]
     assert code == 0 and "64 x h100-ndr" in printed and out.stat().st_size > 5000
     assert time.process_time() - start < 60
 
@@ -239,7 +240,7 @@ def test_a_plan_that_minipars_own_code_cannot_hold_is_said(plan, more):
 
 
 def test_the_machine_can_be_changed():
-    machine = planner.machine_of(replace(EIGHT, what_if="nic=200,nvlink=900,memory=141,gpus=72"))
+    machine = asked.machine_of(replace(EIGHT, what_if="nic=200,nvlink=900,memory=141,gpus=72"))
     assert (machine.between.bandwidth, machine.inside.bandwidth) == (25e9, 900e9)
     assert (machine.device.memory, machine.gpus) == (141e9, 72)
     assert hardware.load("h100-ndr").gpus == 8

@@ -24,11 +24,11 @@ def runs():
     [
         ("ultrascale_nanotron_h100", 0.04, True),
         ("mosaic_llmfoundry_fsdp", 0.02, True),
-        ("fms_fsdp", 0.15, True),
+        ("fms_fsdp", 0.05, True),
         ("seqpar_table3_table5", 0.07, True),
-        ("megatron_sc21_table1", 0.04, False),
+        ("megatron_sc21_table1", 0.04, True),
         ("torchtitan", 0.07, False),
-        ("zero_bubble", 0.11, False),
+        ("zero_bubble", 0.04, True),
     ],
 )
 def test_step_times_are_as_near_as_stated(runs, source, median, beaten):
@@ -54,7 +54,7 @@ def test_the_error_that_plans_are_printed_with_is_that_of_published_runs(runs):
 
     some = [run for run in runs if run.split != "tune"]
     found = validate.errors((r.predicted for r in some), [r.seconds for r in some])
-    assert np.quantile(found, 0.9) == pytest.approx(ERROR, abs=0.01)
+    assert 0.1 < np.quantile(found, 0.9) < ERROR
 
 
 def test_memory_is_within_8_percent_in_the_median(runs):
@@ -96,14 +96,89 @@ def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):
     assert "drawn into" in capsys.readouterr().out
 
 
-def test_a_bad_table_is_one_line(tmp_path):
-    lines = (DATA / "measured_public_check.csv").read_text(encoding="utf-8").splitlines()
-    for old, new, message in (("h100-sxm", "h1000", "nearest"), ("4096,4096", "4096,x", "row")):
-        path = tmp_path / "table.csv"
-        path.write_text("\n".join(lines).replace(old, new), encoding="utf-8")
-        if old in "\n".join(lines):
-            with pytest.raises(SystemExit, match=message):
-                validate.main([str(path)])
+HEAD = "source,row_id,layers,hidden,heads,seq,device,gpus,dp,microbatch,global_batch,dtype"
+HEAD += ",step_seconds"
+GOOD = "here,a,32,4096,32,4096,NVIDIA H100 80GB SXM5,8,8,1,64,bf16,4.5"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("NVIDIA H100 80GB SXM5=h1000", "no machine 'h1000': the nearest"),
+        ("NVIDIA H100 80GB SXM5=v100", "v100 has no bf16"),
+        (",4.5=,four", "step_seconds=four must be a number"),
+        (",4.5=,nan", "step_seconds=nan must be"),
+        (",4.5=,-1", "step_seconds=-1 must be"),
+        (",4.5=,0", "step_seconds=0 must be above 0"),
+        (",8,8,1=,16,8,1", "dp=8 x tp=1 x pp=1 x cp=1 are not gpus=16"),
+        (",64,bf16=,60,bf16", "global_batch=60 is not microbatch=1"),
+        (",32,4096,32=,,4096,32", "layers= must be a number of 1 or more"),
+        (",32,4096,32=,1.5,4096,32", "layers=1.5 must be whole"),
+    ],
+)
+def test_a_row_that_is_not_understood_is_left_out_counted_and_said(
+    tmp_path, capsys, changed, message
+):
+    """Mutant: it ends the reading of the table, or is dropped without a word."""
+    path, bad = tmp_path / "table.csv", GOOD.replace(*changed.split("="))
+    assert bad != GOOD
+    path.write_text("\n".join(["# a comment", HEAD, bad, GOOD, bad]), encoding="utf-8")
+    validate.main([str(path)])
+    printed = capsys.readouterr().out
+    assert f"rows left out: 2: {message}" in printed and "here, : 1 rows" in printed
+    path.write_text("\n".join([HEAD, bad]), encoding="utf-8")
+    with pytest.raises(SystemExit, match="no run that can be predicted"):
+        validate.main([str(path)])
+
+
+def test_what_is_no_table_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match="usage"):
         validate.main([])
-    assert cost.HEADROOM < 0.8
+    path = tmp_path / "table.csv"
+    for text in (b"", b"a,b\n1,2", HEAD.replace("layers,", "").encode(), bytes(range(256)) * 9):
+        path.write_bytes(text)
+        with pytest.raises(SystemExit, match="has no column layers") as error:
+            validate.main([str(path)])
+        assert str(error.value).count("\n") == 0
+    with pytest.raises(SystemExit, match="No such file"):
+        validate.main([str(tmp_path / "none.csv")])
+
+
+def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):
+    """An unknown microbatch is the fastest that fits; tokens a second stand for seconds."""
+    head, good = HEAD.replace("step_seconds", "tokens_per_s_per_gpu"), GOOD.replace(",4.5", ",7282")
+    good = good.replace(",1,64,", ",,64,").replace("a,32,", "a,4,")
+    rows = [
+        good,
+        good.replace("NVIDIA H100 80GB SXM5", "h100-sxm"),
+        good.replace("4096,NV", "128,NV"),
+    ]
+    path = tmp_path / "table.csv"
+    path.write_text("\ufeff" + "\n".join([f" {head} ".replace(",", " ,"), *rows]), encoding="utf-8")
+    long, same, short = validate.read(path)
+    assert long.seconds == pytest.approx(4.5, rel=1e-3) and long.job == same.job
+    assert short.job.microbatch > long.job.microbatch  # as 8 times 128 tokens take little room
+    for run in (long, short):
+        assert run.job.plan.microbatches * run.job.microbatch * 8 == 64
+        assert run.held < cost.HEADROOM * run.job.machine.device.memory
+
+
+def test_gradients_of_microbatches_are_added_up_and_fsdp_copies():
+    """Mutants: neither takes time. Both go through memory; one microbatch has nothing to add to."""
+    run = validate.read(DATA / "measured_public_check.csv")[0]
+    none = replace(run.job.software, copies=0.0)
+
+    def computing(job):
+        return cost.seconds(job)["compute"]
+
+    plain = replace(run.job, plan=replace(run.job.plan, zero=1, microbatches=1))
+    two = replace(plain, plan=replace(plain.plan, microbatches=2))
+    assert computing(two) > 2.01 * computing(plain)
+    with_copies, without = (
+        cost.seconds(j)["dp"] for j in (run.job, replace(run.job, software=none))
+    )
+    device, layers = run.job.machine.device, run.job.config.num_layers
+    copied = run.job.software.copies * cost.parameters(run.job)[0] * layers
+    assert with_copies - without == pytest.approx(
+        copied / (device.memory_bandwidth * device.memory_efficiency)
+    )

@@ -1,0 +1,129 @@
+"""What `minipar plan` is asked: which model, on which machine, and within which limits."""
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from minipar.comm.mesh import whole_number
+from minipar.model import hf
+from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.model.moe import MoEConfig
+from minipar.parallel.plan import Plan
+from minipar.sim import cost, hardware
+
+LARGER = {
+    "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
+    "llama-3-405b": dict(
+        hidden_size=16_384, intermediate_size=53_248, num_layers=126, num_heads=128
+    ),
+    "mixtral-8x7b": dict(vocab_size=32_000, moe=MoEConfig(8, 2, 14_336), max_seq_len=32_768),
+}
+"""What llama-3-8b differs from these in."""
+WHAT_IF = {  # what may be changed, its unit, and where it is
+    "nic": (1e9 / 8, "Gb/s of a device's share of the network", "between", "bandwidth"),
+    "nvlink": (1e9, "GB/s of a device inside a node", "inside", "bandwidth"),
+    "memory": (1e9, "GB of a device", "device", "memory"),
+    "gpus": (1, "devices of a node", "", "gpus"),
+}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Rank the plans to train a model on machines that one need not have."""
+
+    model: str = "llama-3-8b"
+    """A name, a config.json, or a Hugging Face folder."""
+    gpus: int = 8
+    """Devices in all."""
+    hardware: str = "h100-ndr"
+    """A machine's name, or a .toml file of `minipar calibrate`."""
+    seq: int = 0
+    """Tokens of a sequence; 0: as many as the model can see, 8192 at most."""
+    global_batch: int = 512
+    """Sequences of a step."""
+    software: str = "any"
+    """Whose habits are assumed: any, minipar, megatron, nanotron or llm-foundry."""
+    top: int = 5
+    """Plans to show."""
+    fix: str = ""
+    """Only plans such as tp=8,zero=1; microbatch is one of the words."""
+    what_if: str = ""
+    """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
+    explain: str = ""
+    """Say all about one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead."""
+    json: bool = False
+    """Print JSON."""
+    out: str = "plan.png"
+    """Where to draw where the time of the best five goes; empty: nowhere."""
+
+
+def model_config(name: str) -> LlamaConfig:
+    """Return the shape of a model by its name, config.json or folder; raise `ValueError`."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if name in LARGER:
+        return replace(PRESETS["llama-3-8b"], head_dim=128, **LARGER[name])
+    path = Path(name)
+    if path.is_file() and path.name != "config.json":
+        raise ValueError(f"--model {name}: name a config.json, or the folder that it is in")
+    if path.exists():
+        return hf.load_config(path.parent if path.is_file() else path)
+    near = difflib.get_close_matches(name, [*PRESETS, *LARGER], 3, 0.0)
+    raise ValueError(
+        f"no model {name!r}: no such file, and the nearest names are {', '.join(near)}"
+    )
+
+
+def machine_of(config: PlanConfig) -> hardware.Machine:
+    """Return the machine, changed as `--what-if` says. Raises `ValueError`."""
+    machine = hardware.load(config.hardware)
+    for word in filter(None, config.what_if.split(",")):
+        key, _, value = word.strip().partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if key not in WHAT_IF or not 0 < number < 1e9 or (key == "gpus" and number % 1):
+            known = ", ".join(f"{k} ({v[1]})" for k, v in WHAT_IF.items())
+            raise ValueError(f"--what-if {word}: write name=number, above 0, of {known}")
+        unit, _, where, name = WHAT_IF[key]
+        if not where:
+            machine = replace(machine, gpus=int(number))
+        else:
+            part = replace(getattr(machine, where), **{name: number * unit})
+            machine = replace(machine, **{where: part})
+    return machine
+
+
+def fixed(text: str) -> dict[str, Any]:
+    """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    found = {}
+    for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
+        found["microbatch"] = whole_number(word.partition("=")[2])
+        if not found["microbatch"]:
+            raise ValueError(f"--fix {word}: microbatch must be 1 or more")
+        words.remove(word)
+    plan = Plan.parse(",".join(words))
+    for field in fields(plan):
+        allowed, value = get_args(field.type), getattr(plan, field.name)
+        if allowed and value not in allowed:
+            raise ValueError(f"--fix {field.name}={value}: use {', '.join(map(str, allowed))}")
+    return found | {w.partition("=")[0]: getattr(plan, w.partition("=")[0]) for w in words}
+
+
+def base_of(config: PlanConfig) -> cost.Job:
+    """Return what all plans have in common. Raises `ValueError` for what cannot be asked."""
+    for name in ("gpus", "global_batch", "top"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: use 1 or more")
+    model = model_config(config.model)
+    seq = config.seq or min(8192, model.max_seq_len)
+    if not 1 <= seq <= model.max_seq_len:
+        raise ValueError(f"--seq {seq}: {config.model} sees 1 to {model.max_seq_len:,} tokens")
+    software = hardware.software(config.software)
+    machine = machine_of(config)
+    dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
+    plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
+    return cost.Job(model, plan, machine, software, seq, dtype=dtype)
