@@ -9,6 +9,7 @@ import pytest
 
 from minipar.comm import calls as comm_calls
 from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import trace as traces
 from minipar.sim import tracer
@@ -171,6 +172,7 @@ class Diary:
         exhaustive("dp=4,pp=2,zero=3,microbatches=4,precision=bf16"),
         slow("pp=4,tp=2,tp_overlap,sequence_parallel,microbatches=4"),
         slow("pp=4,dp=2,microbatches=8,schedule=dualpipe"),
+        slow("pp=2,ep=2,tp=2,microbatches=4,schedule=dualpipe_v,dispatch=paired"),
         exhaustive("pp=4,dp=2,microbatches=6,schedule=zb_v"),
     ],
 )
@@ -180,7 +182,9 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
     NCCL runs the calls of a group, and the messages of two ranks, one after the other in the order
     in which each rank launched them: ranks that disagree wait for ever. Mutant: receives ahead.
     """
-    config, plan = replace(CONFIG, num_layers=8), Plan.parse(text)
+    plan = Plan.parse(text)
+    moe = MoEConfig(8, 2, 32, balance="batch") if plan.ep > 1 else None
+    config = replace(CONFIG, num_layers=8, moe=moe)
     groups, pairs = defaultdict(list), defaultdict(list)
     for rank in range(plan.num_ranks):
         diary = Diary()

@@ -50,6 +50,7 @@ EIGHT_RANKS = [
 EXPERTS = [
     *(f"dp=2,ep=4,dispatch={how}" for how in ("all_to_all", "gather", "overlapped", "halves")),
     "dp=2,ep=2,tp=2,zero=3,precision=bf16",
+    "pp=2,ep=2,zero=2,schedule=dualpipe_v,dispatch=paired,microbatches=4",
 ]
 
 
