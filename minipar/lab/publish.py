@@ -27,7 +27,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
-from minipar.lab import exercises, problems, slips
+from minipar.lab import agenda, exercises, problems, slips
 
 MAX_FIGURE_BYTES = 100_000
 CELL_TIMEOUT = 120  # seconds
@@ -172,17 +172,23 @@ def _complaints(cell: NotebookNode) -> list[str]:
 
 # ====================================================================== handing out
 def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
-    """Copy `notebooks`, and the exercises beside them without answers, into a new folder.
+    """Copy `notebooks` without outputs, and the exercises beside them without answers.
 
-    The sentences that a check may say of a wrong answer go along, by how it fails. Returns the
-    files written. Raises `FileExistsError` if the folder is there already.
+    Headings of the copies, in a new `folder`, say at which minute they begin. The sentences that a
+    check may say of a wrong answer go along, by how it fails. Returns the files written. Raises
+    `FileExistsError` if the folder is there already.
     """
     folder.mkdir(parents=True)
     (folder / "solutions").mkdir()
     written, known = [], {}
     for path in notebooks:
         written.append(folder / path.name)
-        written[-1].write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+        notebook = nbformat.read(path, as_version=4)
+        agenda.show_minutes(notebook)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, written[-1])
         for exercise in sorted(path.parent.glob(f"solutions/ex_{int(path.stem[:2])}_*.py")):
             written.append(folder / "solutions" / exercise.name)
             written[-1].write_text(

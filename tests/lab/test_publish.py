@@ -196,7 +196,8 @@ def wrong_is_not_right(x): ...
 
 def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path, capsys):
     (tmp_path / "notebooks/solutions").mkdir(parents=True)
-    nbformat.write(new_notebook(cells=GOOD), tmp_path / "notebooks/02_a.ipynb")
+    heading = new_markdown_cell("## A ring", metadata={"tags": ["minute-20"]})
+    nbformat.write(new_notebook(cells=[heading, *GOOD]), tmp_path / "notebooks/02_a.ipynb")
     for number in ("2_1", "3_1"):
         (tmp_path / f"notebooks/solutions/ex_{number}.py").write_text(EXERCISE, encoding="utf-8")
     command = [str(tmp_path / "notebooks/02_a.ipynb"), "--handout", str(tmp_path / "course")]
@@ -204,6 +205,10 @@ def test_a_copy_for_handing_out_has_exercises_but_no_answers(tmp_path, capsys):
     copied = {str(p.relative_to(tmp_path / "course")) for p in (tmp_path / "course").rglob("*.*")}
     solutions = {"solutions/ex_2_1.py", "solutions/slips.json"}  # of its notebooks, no others
     assert copied == {"02_a.ipynb"} | solutions
+    first, *others = nbformat.read(tmp_path / "course/02_a.ipynb", as_version=4).cells
+    assert first.source == "## A ring\n\n*Minute 20*"
+    assert any(cell.get("outputs") for cell in GOOD), "else nothing was left out"
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in others)
     text = (tmp_path / "course/solutions/ex_2_1.py").read_text(encoding="utf-8")
     assert text.startswith('"""A title."""\n') and "def check_result" in text
     assert "def _truth" in text and "trick" not in text and "How" not in text
