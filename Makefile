@@ -13,7 +13,7 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help train test test-fast test-all test-elsewhere lab notebooks bench gpu-check lint format lock clean
+.PHONY: help train test test-fast test-all test-elsewhere test-book lab notebooks book slides workshop bench gpu-check lint format lock clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,29 @@ lab: $(READY) ## open JupyterLab on the notebooks
 notebooks: $(READY) ## execute the notebooks again and normalise them
 	$(BIN)/python -m minipar.lab.publish notebooks/ $(ARGS)
 
+# The tools of the book have a place of their own: nothing else needs them, and they need no torch.
+SPHINX := .venv-book/bin/python -m sphinx -n -W --keep-going -q -c book .
+
+book: .venv-book/.installed ## notebooks, strategies, guide and tables as a site, in build/book
+	$(SPHINX) build/book $(ARGS)
+
+test-book: export GITHUB_REPOSITORY ?= example/minipar
+test-book: export BOOK := build/test-book
+test-book: slides ## open each page and deck in Chromium, follow all links
+	$(SPHINX) $(BOOK)
+	.venv-book/bin/python -m pytest -q -c /dev/null --rootdir . book $(ARGS)
+
+slides: .venv-book/.installed ## a deck for each agenda of the host's page, in build/slides
+	.venv-book/bin/python book/slides.py build/slides
+
+workshop: $(READY) ## a folder to give away: no history, no outputs, no answers; build/workshop
+	rm -rf build/workshop build/handout
+	mkdir -p build/workshop
+	git archive HEAD | tar -x -C build/workshop
+	$(BIN)/python -m minipar.lab.publish build/workshop/notebooks --handout build/handout > /dev/null
+	rm -r build/workshop/notebooks/solutions
+	cp -r build/handout/. build/workshop/notebooks/
+
 bench: $(READY) ## compare our data parallel with PyTorch's own
 	$(BIN)/minipar bench ddp $(ARGS)
 
@@ -59,6 +82,8 @@ format: $(READY) ## put the code into the project's style
 # are left out, so that one file serves all. Read `git diff` afterwards and bring environment.yml along.
 # Held back: soupsieve 3 asks for Python 3.11.5, and distributions ship 3.11.2.
 lock: HELD := "soupsieve<3"
+lock: BOOK_TOOLS := import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['book'])
 lock: ## resolve the dependencies afresh and write requirements.lock
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
@@ -71,11 +96,22 @@ lock: ## resolve the dependencies afresh and write requirements.lock
 	grep -v -f .venv-lock/skip .venv-lock/found | cat - .venv-lock/marked | LC_ALL=C sort -f >> .venv-lock/new
 	cp .venv-lock/new requirements.lock
 	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install -qq -c requirements.lock $$($(PYTHON) -c "$(BOOK_TOOLS)")
+	grep '^#' book/requirements.lock > .venv-lock/new
+	.venv-lock/bin/pip freeze --all --exclude pip --exclude setuptools | LC_ALL=C sort -f >> .venv-lock/new
+	cp .venv-lock/new book/requirements.lock
+	rm -rf .venv-lock
 
 clean: ## remove .venv and all caches; runs/ stays
-	rm -rf .venv .venv-lock build dist *.egg-info
+	rm -rf .venv .venv-book .venv-lock build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find minipar tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+.venv-book/.installed: book/requirements.lock
+	"$(PYTHON)" -m venv .venv-book
+	.venv-book/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
 
 $(READY): requirements.lock pyproject.toml
 	@"$(PYTHON)" -c '$(NEW_ENOUGH)' || { \

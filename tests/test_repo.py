@@ -65,6 +65,15 @@ def test_lock_pins_everything():
     assert direct_dependencies() <= set(pins), "run `make lock`"
 
 
+def test_the_book_has_a_lock_of_its_own_that_agrees():
+    wanted = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]["book"]
+    book, pins = parse_lock(read("book/requirements.lock")), parse_lock(read("requirements.lock"))
+    assert {canonical(re.match(r"[\w.-]+", one)[0]) for one in wanted} <= set(book), "`make lock`"
+    shared = book.keys() & pins.keys()
+    assert len(shared) > 30
+    assert {name: book[name] for name in shared} == {name: pins[name] for name in shared}
+
+
 @pytest.mark.parametrize(
     "line", ["numpy", "numpy>=2", "torch==2.13.0+cpu", "--index-url there", "a==1\na==1", "-e ."]
 )
