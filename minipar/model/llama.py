@@ -264,6 +264,15 @@ class LlamaModel(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
+class Head(nn.Linear):
+    """Hidden states [B, T, D] -> logits [B, T, V]; with targets [B, T], their `chunked_loss`."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        return chunked_loss(hidden, self.weight, targets, chunk)
+
+
 class Llama(nn.Module):
     """The language model: `LlamaModel` and the head that turns hidden states into logits.
 
@@ -280,7 +289,7 @@ class Llama(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global stream
             self.model = LlamaModel(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
             for name, shape_only in list(module.named_parameters(recurse=False)):
                 empty = torch.empty_like(shape_only, device=device)
@@ -308,7 +317,7 @@ class Llama(nn.Module):
         """
         hidden = self.model(tokens, positions, mask, valid)
         if targets is not None:
-            return chunked_loss(hidden, self.lm_head.weight, targets, self.loss_chunk)
+            return self.lm_head(hidden, targets, self.loss_chunk)
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 

@@ -1,8 +1,9 @@
 """Which modules are blocks, which block has which parameter, and how weights get into it; for fsdp.
 
-`find` the blocks, `assign` parameters to them; a `Unit` is a block with its weights.
+`find` the blocks, `assign` parameters to them, `make_units`: a `Unit` is a block with its weights.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,16 +14,23 @@ from minipar.parallel.flat import FLATS, Flat, Options
 from minipar.parallel.pieces import copies_axis
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Members = dict[nn.Parameter, str]  # parameters before they are pieces, and their names
 Slot = tuple[nn.Module, str, str, nn.Parameter]  # a module's attribute, its name, what it holds
 
 
 def find(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
-    """Return the modules that `blocks` means: classes, modules or names; None: those of lists.
+    """Return the modules that `blocks` means: classes, modules or names; None: the usual ones.
 
-    Raises `ValueError` for what the model has not.
+    These are the members of lists; and beside the lists, look-ups and linear layers that have at
+    least as many weights as the smallest of those members. Raises `ValueError` for what the model
+    has not.
     """
     if blocks is None:
-        return list(_members_of_lists(model))
+        members = list(_members_of_lists(model))
+        least = min(map(_numel, members), default=math.inf)
+        inside = {module for member in members for module in member.modules()}
+        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear))
+        return members + [m for m in tables if m not in inside and _numel(m) >= least]
     found: dict[nn.Module, None] = {}
     named = dict(model.named_modules())
     for item in blocks:  # a class means itself: a subclass may never be called, as in attention
@@ -42,11 +50,19 @@ def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Slot]]:
-    """Give every parameter to the innermost block around it; what several share, to the root."""
+    """Give every parameter to the innermost block around it.
+
+    What several blocks share goes to the root, unless they share all they have: an embedding and a
+    head that are tied have the same weights, each for itself.
+    """
     paths = dict(model.named_modules(remove_duplicate=False))
     home: dict[nn.Parameter, set[nn.Module]] = {}
-    slots: dict[tuple[nn.Module, str], Slot] = {}
+    slots: dict[tuple[nn.Module, str], tuple[nn.Module, Slot]] = {}
     for path, owner in paths.items():
         parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
         inside = next((paths[p] for p in parents if paths[p] in blocks), model)
@@ -54,37 +70,53 @@ def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Sl
             if p is not None:
                 home.setdefault(p, set()).add(inside)
                 name = f"{path}.{attribute}" if path else attribute
-                slots.setdefault((owner, attribute), (owner, attribute, name, p))
+                slots.setdefault((owner, attribute), (inside, (owner, attribute, name, p)))
+    has = {block: {p for p, homes in home.items() if block in homes} for block in blocks}
     found: dict[nn.Module, list[Slot]] = {module: [] for module in (model, *blocks)}
-    for slot in slots.values():
+    for inside, slot in slots.values():
         homes = home[slot[-1]]
-        found[next(iter(homes)) if len(homes) == 1 else model].append(slot)
+        is_own = model not in homes and all(has[block] == has[inside] for block in homes)
+        found[inside if is_own else model].append(slot)
     return {module: slots for module, slots in found.items() if slots or module is model}
 
 
 # ---------------------------------------------------------------------- the weights of a block
+def make_units(
+    model: nn.Module, assigned: dict[nn.Module, list[Slot]], options: Options
+) -> list["Unit"]:
+    """Replace parameters by pieces: a unit for the root, and for each block."""
+    paths = {module: path for path, module in model.named_modules()}
+    units, made = [], {}
+    for module, slots in assigned.items():
+        key = frozenset(p for *_, p in slots)
+        if key not in made:
+            made[key] = _make_flats(slots, paths[module] or "the root", options)
+        units.append(Unit(module, slots, made[key]))
+    return units
+
+
+def _make_flats(slots: list[Slot], block: str, options: Options) -> dict[Flat, Members]:
+    kinds: dict[Any, Members] = {}
+    for _, _, name, p in slots:
+        alike = p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
+        kinds.setdefault(alike, {}).setdefault(p, name)
+    kind = FLATS[options.accumulate, options.replicate_axis is not None]
+    return {kind(members, block, options): members for members in kinds.values()}
+
+
 class Unit:
     """A module, and the weights that are gathered when it runs: a block, or the root.
 
-    Weights that differ in dtype, or of which some are frozen, are several `Flat`s.
+    Weights that differ in dtype, or of which some are frozen, are several `Flat`s. Units that are
+    tied have the same ones.
     """
 
-    def __init__(self, module: nn.Module, block: str, slots: list[Slot], options: Options) -> None:
-        self.module = module
-        kinds: dict[Any, dict[nn.Parameter, str]] = {}
-        for _, _, name, p in slots:
-            alike = p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
-            kinds.setdefault(alike, {}).setdefault(p, name)
-        kind = FLATS[options.accumulate, options.replicate_axis is not None]
-        self.flats: list[Flat] = []
-        pieces: dict[nn.Parameter, nn.Parameter] = {}
-        for members in kinds.values():
-            self.flats.append(kind(members, block, options))
-            pieces |= zip(members, self.flats[-1].pieces, strict=True)
-        self.trainable = [flat for flat in self.flats if flat.is_trainable]
-        self.parameters = [p for flat in self.flats for p in flat.pieces]
-        place = {p: i for i, p in enumerate(self.parameters)}
-        self.slots = [(owner, attribute, place[pieces[p]]) for owner, attribute, _, p in slots]
+    def __init__(self, module: nn.Module, slots: list[Slot], flats: dict[Flat, Members]) -> None:
+        self.module, self.flats = module, list(flats)
+        self.trainable = [flat for flat in flats if flat.is_trainable]
+        self.parameters = [p for flat in flats for p in flat.pieces]
+        place = {p: i for i, p in enumerate(p for members in flats.values() for p in members)}
+        self.slots = [(owner, attribute, place[p]) for owner, attribute, _, p in slots]
         self.unbind()
 
     @property

@@ -5,6 +5,7 @@ shard; a `Hybrid` one has replicas; a `Whole` one keeps gradients unsent under `
 where shards live; offload has another.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ from minipar.comm.mesh import Axis
 from minipar.parallel import guard
 from minipar.parallel.pieces import Layout, Row, copies_axis
 
+SLICE = 1 << 26
+"""Bytes of gradients that a CPU sends at once; of more, it waits for one slice after the other."""
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
 Reduce = Callable[[Tensor, Axis], tuple[Tensor, Tensor]]  # rows [n, S] -> sum [S], what was lost
 
@@ -119,6 +122,8 @@ class Flat(Row):
     them stays right; only their memory comes and goes.
     """
 
+    changes_rows = False  # whether `reduce` writes into what it is given
+
     def __init__(self, members: dict[nn.Parameter, str], block: str, options: Options) -> None:
         self.options, self.block, self.home = options, block, Home()
         axis = copies_axis(next(iter(members)), options.axis)
@@ -174,8 +179,16 @@ class Flat(Row):
 
     # gradients
     def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Copy the gradients of all parameters into a row [n S]; zeros where there is none."""
+        """Return the gradients of all parameters as a row [n S]; zeros where there is none.
+
+        The only one is a row as it is. Others are copied into one.
+        """
         dtype = self.options.reduce_dtype or self.full.dtype
+        only = gradients[0]
+        if only is not None and only.numel() == self.layout.total and not self.changes_rows:
+            guard.check_gradient(self.pieces[0], only)
+            self.used.add(self.pieces[0])
+            return only.reshape(-1).to(dtype)
         flat = self.full.new_empty(self.full.numel(), dtype=dtype)
         memory.tag("gradients", flat)
         *parts, padding = flat.split(self.layout.splits)
@@ -194,13 +207,28 @@ class Flat(Row):
         options = self.options
         options.ledger.note(f"reduce {self.block}")
         if options.average and self.axis.size < options.axis.size:  # it is over all ranks anyway
-            flat.mul_(self.axis.size / options.axis.size)
-        if options.reduce is None:
+            flat = flat * (self.axis.size / options.axis.size)
+        if options.reduce is None and flat.nbytes > SLICE and flat.device.type == "cpu":
+            self.reducing = self._reduce_in_slices(flat)
+        elif options.reduce is None:
             self.reducing = reduce_scatter(flat, self.axis, op=options.op, async_op=True)
         else:
             total, _ = options.reduce(flat.view(self.axis.size, -1), self.axis)
             factor = 1 / self.axis.size if options.op == "avg" else 1
             self.reducing = Pending(None, total * factor)
+
+    def _reduce_in_slices(self, flat: Tensor) -> Pending:
+        """On a CPU what all ranks send has to arrive before it is added up: not all at once."""
+        rows, total = flat.view(self.axis.size, -1), flat.new_empty(self.layout.size)
+        width = math.ceil(SLICE / rows[:, :1].nbytes)
+        coming: Pending | None = None
+        for part, out in zip(rows.split(width, dim=1), total.split(width), strict=True):
+            before, sent = coming, part.reshape(-1)
+            coming = reduce_scatter(sent, self.axis, op=self.options.op, out=out, async_op=True)
+            if before is not None:
+                before.wait()
+        coming.wait()
+        return Pending(None, total)
 
     def wait_for_reduce(self) -> None:
         """Wait for the reduce-scatter, if one is under way; `accumulate` its result."""
@@ -301,6 +329,7 @@ class Hybrid(Flat):
 class Whole(Flat):
     """Under `no_sync`, gradients add up on each rank, unsent: fewer bytes, P more of memory."""
 
+    changes_rows = True
     unsent: Tensor | None = None  # [n S]
 
     def reduce(self, flat: Tensor, is_last: bool = True) -> None:

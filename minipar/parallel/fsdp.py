@@ -11,23 +11,26 @@ Shapes. A block's weights, flattened one after the other and padded: [n S] R@dp 
         numbers: [k], or of a matrix [k, 1], so that ``p.ndim`` is that of the parameter. Right for
         optimizers that treat every number alike (SGD, Adam and their kin); others are refused at
         their first step.
-Comms.  Bytes that a rank sends per step, for P bytes of weights, R of them outside of blocks and B
-        in the last block, over M microbatches; N parameters:
+Comms.  Bytes that a rank sends per step, for P bytes of weights, R of them outside of blocks, B in
+        the last block and E in look-ups, over M microbatches; N parameters:
 
-          gather    (n-1)/n M (2 P - R - B)   R and B stay from forward to backward: see `stays`
+          gather    (n-1)/n M (2 P - R - B - E)   R and B stay from forward to backward: see
+                                                  `stays`; what was looked up needs no weights
           reduce    (n-1)/n M P               or (n-1)/n P with ``accumulate="whole"``
           used?     2 (n-1)/n (N + 8)         a byte per parameter: did any rank use it? And did
                                               all of them gather the same, in the same order?
 
-        so 3 P as in the paper, less what stays; 2 P with ``reshard_after_forward=False``. P counts
+        so 3 P as in the paper, less what stays; 2 P with ``reshard_after_forward=False``. An
+        embedding that is the head, too, counts twice. P counts
         2 bytes per number where a 2-byte `compute_dtype` (gather) or `reduce_dtype` is set. The
         first step, in which the order of blocks is not known yet, gathers B once more. Frozen
         weights are gathered only. `replicate_axis` of m ranks: 2 (m-1)/m (P/n + N + 8) along it.
 Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
         4 P/n); R + 2 B for gathered weights; and in backward R + 2 B of gradients: of the root,
-        those that come into being, and those on their way, on a CPU with as much again, where
-        slices arrive to be added up. With ``prefetch=k`` 1 + k blocks are gathered;
-        ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
+        those that come into being, and those on their way, on a CPU with as much again, up to
+        `flat.SLICE`, where slices arrive to be added up. With ``prefetch=k`` 1 + k blocks are
+        gathered; ``accumulate="whole"`` adds P, ``reshard_after_forward=False`` all weights.
+        An embedding or a head as large as a block is one by itself.
 Costs you. Half as many bytes again as `ddp`, in many more calls. All ranks must run the same blocks
         in the same order, so they need as many microbatches, and no rank can evaluate alone: let
         all of them do it, or load `full_state_dict` into a model of one rank's own. A forward that
@@ -55,7 +58,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.blocks import Blocks, Unit, assign, find
+from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
 from minipar.parallel.strategy import Strategy, flags
 
@@ -72,7 +75,8 @@ def apply(
     Args:
         blocks: what is gathered together: classes, modules, or names of modules. By default the
             members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
-            down. What is outside of blocks, or shared between them, is gathered for the whole
+            down; and each `nn.Embedding` and `nn.Linear` beside these that is as large as one. What
+            is outside of blocks, or shared between blocks that differ, is gathered for the whole
             forward and backward. A block must be called (its `forward` runs) to be gathered.
         options: fields of `flat.Options`, all with defaults: reshard_after_forward, prefetch,
             compute_dtype, reduce_dtype, average, accumulate, replicate_axis, reduce, init.
@@ -84,10 +88,7 @@ def apply(
     how.check(model)
     assigned = assign(model, find(model, blocks))
     guard.claim(model, "fsdp", axis)
-    names = {module: name for name, module in model.named_modules()}
-    units = [
-        Unit(module, names[module] or "the root", slots, how) for module, slots in assigned.items()
-    ]
+    units = make_units(model, assigned, how)
     _replicate_buffers(model, how)
     return Prefetching(model, how, units)
 
@@ -101,7 +102,7 @@ class FullySharded(Strategy):
         self.shard_axes = (options.axis,)
         self.options = options
         self.root, *self.blocks = self.units = units
-        self.rows = self.flats = [flat for unit in units for flat in unit.flats]
+        self.rows = self.flats = list(dict.fromkeys(flat for unit in units for flat in unit.flats))
         self.reducing: list[Flat] = []  # of the unit whose backward ended last
         guard.watch(self, [p for flat in self.flats for p in flat.pieces])
         for unit in units:
@@ -142,7 +143,8 @@ class FullySharded(Strategy):
                 guard.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
-        for node in nodes:
+        is_lookup = type(module) is nn.Embedding  # whose gradient takes no weights
+        for node in () if is_lookup else nodes:
             node.register_prehook(lambda _: self._enter(unit, "backward"))
         if _in_backward():
             return  # recomputed: its backward comes next
@@ -262,8 +264,9 @@ class Prefetching(FullySharded):
         prefetch, ahead = self.options.prefetch, unit
         for _ in range(1 + prefetch if prefetch else 0):  # the root may be among them
             ahead = self.follows[phase].get(ahead)
-            is_full = sum(block.is_gathered for block in self.blocks) > prefetch
-            if ahead is None or (is_full and self.options.reshard_after_forward):
+            gathered = {block.flats[0] for block in self.blocks if block.is_gathered}
+            is_full = len(gathered) > prefetch and self.options.reshard_after_forward
+            if ahead is None or is_full:
                 break
             ahead.unshard()
         super()._enter(unit, phase)

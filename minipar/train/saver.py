@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
@@ -51,7 +49,19 @@ from minipar.train.checkpoint import (
 Intervals = Mapping[str, Mapping[str, Interval]]  # by kind and name
 # "weights" and "state": the tensors of one rank, by name, or what it has of them
 Share = dict[str, dict[str, Tensor | Interval]]
-_CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)  # torch and safetensors wrap OSError
+_CANNOT_WRITE = (OSError, RuntimeError)  # torch wraps OSError
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _T = TypeVar("_T")
 
 
@@ -292,6 +302,22 @@ def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
     for path in written:
         _force_to_disk(path)
     return {path.name: digest_of(path) | intervals.get(path, {}) for path in written}
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, as the library does, which holds all of it twice meanwhile."""
+    header, start = {}, 0
+    in_order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # all aligned
+    for name, tensor in in_order:
+        place = [start, start := start + tensor.nbytes]
+        kind = _DTYPES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in in_order:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _remove(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm import calls, collectives, timeline
+from minipar.comm import calls, timeline
 from minipar.model.llama import PRESETS
 from minipar.parallel.pipeline import pairs
 from minipar.parallel.pipeline.actions import slots
