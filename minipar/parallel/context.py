@@ -60,7 +60,7 @@ from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_eq
 
 Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]
-KernelName = Literal["math", "fused"]
+KernelName = Literal["math", "fused", "flash"]
 aten = torch.ops.aten
 
 
@@ -78,8 +78,9 @@ def apply(
         order: which tokens a rank holds, "zigzag" or "plain": that of `shard`.
         exchange: "ring" passes keys and values on from rank to rank, hidden behind the products;
             "gather" collects them first, in one call that nothing hides.
-        kernel: what multiplies a block: "math" runs anywhere, "fused" on the CPU, faster and
-            without a matrix of scores. By default the best there is.
+        kernel: what multiplies a block: "math" runs anywhere; without a matrix of scores, and
+            faster, "fused" on the CPU, "flash" on a GPU, in 16 bits and without a mask. By default
+            the best there is.
 
     Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
     mask, as in `masks.py`, is to be cut along its queries: [B, 1, T/n, T]. The strategy sends no
@@ -303,6 +304,34 @@ def fused_backward(
     )
 
 
+def flash_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's FlashAttention for GPUs: without a mask, see `best_kernel`."""
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse.unsqueeze(-1)
+
+
+def flash_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by torch's FlashAttention for GPUs."""
+    lse = lse.squeeze(-1).contiguous()
+    # Of sequences of one length: no offsets. Without dropout: a random state that is not looked at.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = None, None, q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        d_out, q, k, v, out, lse, *lengths, 0.0, causal, seed, torch.empty_like(seed[:0])
+    )
+
+
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
     """What is added to the scores: 0 or -inf."""
     return None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
@@ -325,18 +354,35 @@ def joined(blocks: list[Block]) -> list[Block]:
 class Kernel(NamedTuple):
     """What multiplies one block: `attend` and `attend_backward`, or functions like them.
 
-    `arrange` is for a kernel that leaves out the future by itself, and holds no block of scores.
+    `arrange` is for a kernel that leaves out the future by itself, and holds no block of scores. A
+    `narrow` one takes 16 bits as they are, sums in fp32 inside, and rounds once for each block.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     arrange: Callable[[list[Block]], list[Block]] = list
+    narrow: bool = False
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return `x` in the dtype of the products."""
+        return x if self.narrow else _wide(x)
 
 
 KERNELS = {
     "math": Kernel(attend, attend_backward),
     "fused": Kernel(fused_attend, fused_backward, arrange=joined),
+    "flash": Kernel(flash_attend, flash_backward, arrange=joined, narrow=True),
 }
+
+
+def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
+    """Return the kernel for q [B, H, T/n, K]; on "meta", which stands for a GPU, as there."""
+    in_16_bits = q.dtype in (torch.bfloat16, torch.float16)
+    fits = q.shape[-1] in range(8, 257, 8)
+    if q.device.type != "cpu" and in_16_bits and mask is None and fits:
+        return "flash"
+    # A block of scores is not to be held on "meta", either.
+    return "fused" if q.device.type in ("cpu", "meta") else "math"
 
 
 # ---------------------------------------------------------------------- all blocks, in a ring
@@ -447,13 +493,13 @@ class OnlineSoftmax:
     """
 
     def __init__(self, kernel: Kernel, q: Tensor) -> None:
-        self.kernel, self.q = kernel, _wide(q)
-        self.out = torch.zeros_like(self.q)
-        self.lse = self.q.new_full((*q.shape[:-1], 1), -math.inf)
+        self.kernel, self.q = kernel, kernel.inputs(q)
+        self.out = torch.zeros_like(_wide(q))
+        self.lse = self.out.new_full((*q.shape[:-1], 1), -math.inf)
 
     def add(self, kv: Tensor, blocks: list[Block]) -> None:
         """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
-        k, v = _wide(kv)
+        k, v = self.kernel.inputs(kv)
         with casts.off(k.device.type):  # autocast would round these back to bf16
             for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
@@ -465,14 +511,14 @@ class OnlineGradients:
     """The gradient of q from the keys seen so far, [B, H, T/n, K]; in fp32 at least."""
 
     def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
-        self.kernel, self.q = kernel, _wide(q)
-        self.results = out, lse, _wide(d_out).contiguous()
-        self.d_q = torch.zeros_like(self.q)
+        self.kernel, self.q = kernel, kernel.inputs(q)
+        self.results = out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous()
+        self.d_q = torch.zeros_like(out)
 
     def add(self, kv: Tensor, blocks: list[Block]) -> Tensor:
         """Multiply with one rank's keys and values; return their gradients [2, B, G, T/n, K]."""
-        k, v = _wide(kv)
-        d_k, d_v = d_kv = torch.zeros_like(kv, dtype=k.dtype)
+        k, v = self.kernel.inputs(kv)
+        d_k, d_v = d_kv = torch.zeros_like(kv, dtype=self.d_q.dtype)
         with casts.off(k.device.type):
             for mine, theirs, *who in self.kernel.arrange(blocks):
                 keys = k[:, :, theirs], v[:, :, theirs]
@@ -513,7 +559,5 @@ class ContextParallel(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
-        # On "meta", which stands for any device, a block of scores is not to be held either.
-        best = "fused" if q.device.type in ("cpu", "meta") else "math"
-        kernel = KERNELS[self.kernel or best]
+        kernel = KERNELS[self.kernel or best_kernel(q, mask)]
         return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
@@ -115,13 +116,16 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut(order):
 
 
 # ---------------------------------------------------------------------- blocks
+ON_CPU = ["math", "fused"]
+
+
 def _random(*shape: int, dtype=torch.float64, seed=0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
 @pytest.mark.parametrize("cuts", [(12,), (5, 7), (1, 4, 3, 4), (7, 5)])
-@pytest.mark.parametrize("kernel", context.KERNELS)
+@pytest.mark.parametrize("kernel", ON_CPU)
 def test_blocks_merge_to_the_softmax_over_all_keys(cuts, kernel):
     """Mutants: the old output not rescaled; the maximum of large scores not taken out."""
     q, k, v = _random(2, 4, 6, 8), 30 * _random(2, 2, 12, 8, seed=1), _random(2, 2, 12, 8, seed=2)
@@ -175,7 +179,7 @@ def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, au
 
 @pytest.mark.parametrize("exchange", context.EXCHANGES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kernel", context.KERNELS)
+@pytest.mark.parametrize("kernel", ON_CPU)
 def test_attention_and_its_gradients_equal_one_device(ranks, kernel, order, exchange):
     """Mutants: the scale left out; `dot` of one block instead of all; gradients of keys that do not
     come home; a block of one document multiplied with another's mask."""
@@ -231,6 +235,45 @@ def test_trap_20_errors_in_bf16_do_not_grow_with_the_ring(ranks, kernel, autocas
         for found, *_ in ranks(size).run(_ring, *args):
             for ours, once in zip(_errors(found, expected), rounded, strict=True):
                 assert ours <= 1.05 * once + 1e-6
+
+
+def _narrow(size):
+    """The ring around a kernel of 16 bits: that of the CPU in the place of a GPU's."""
+    kernel = context.KERNELS["fused"]._replace(narrow=True)
+    with mock.patch.dict(context.KERNELS, narrow=kernel):
+        return _ring("ring", "zigzag", "narrow", 4, 2, 64, torch.bfloat16)
+
+
+def test_a_kernel_of_16_bits_rounds_each_block_once(ranks):
+    """As flash attention on a GPU; its error does not grow with the ring, as sums are wide.
+    Mutant: blocks merged in bf16."""
+    expected = _reference(*(x.double() for x in _qkv(1, 4, 2, 64, torch.bfloat16)))
+    for size in (2, 4):
+        for found, *_ in ranks(size).run(_narrow, size):
+            assert max(_errors(found, expected)) <= 2**-7
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
+def test_the_kernel_of_a_gpu_is_chosen_and_called_as_it_wants_to_be(heads, kv_heads):
+    """On "meta", which stands for one. Mutants: float32 handed to it; a mask; an odd width."""
+    q, k, v, d_out = (x.to("meta") for x in _qkv(1, heads, kv_heads, 24, torch.bfloat16))
+    assert context.best_kernel(q, None) == "flash"
+    assert context.best_kernel(q.float(), None) == context.best_kernel(q[..., :6], None) == "fused"
+    assert context.best_kernel(q, torch.ones(2, 1, 24, 24).bool()) == "fused"
+    assert context.best_kernel(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16), None) == "fused"
+    for x in (q, k, v):
+        x.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        out = context.GatherAttention.apply(
+            q, k, v, None, Mesh().cp, "zigzag", context.KERNELS["flash"]
+        )
+        out.backward(d_out)
+    called = {str(op) for op in counter.get_flop_counts()["Global"]}
+    assert called == {
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_backward",
+    }
+    assert out.dtype == q.dtype and [x.grad.shape for x in (q, k)] == [q.shape, k.shape]
 
 
 # ---------------------------------------------------------------------- skipping
@@ -381,7 +424,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
         context.apply(model, axis, order="spiral")
     with pytest.raises(ValueError, match="exchange='mail' is unknown; use one of ring, gather"):
         context.apply(model, axis, exchange="mail")
-    with pytest.raises(ValueError, match="kernel='magic' is unknown; use one of math, fused"):
+    with pytest.raises(ValueError, match="kernel='magic' is unknown; use .* math, fused, flash"):
         context.apply(model, axis, kernel="magic")
     with pytest.raises(ValueError, match="Linear has no Attention"):
         context.apply(torch.nn.Linear(2, 2), axis)
