@@ -195,7 +195,7 @@ class Progress:
         say(
             f"{trainer.corpus.description}\n"
             f"{trainer.num_parameters / 1e6:.2f}M parameters, "
-            f"{trainer.mesh.size} ranks on {trainer.device.type}"
+            f"{trainer.mesh.size} ranks on {trainer.device.type}, products in {trainer.products}"
         )
         self.bar = tqdm(
             total=trainer.config.steps,

@@ -44,7 +44,7 @@ def of_ranks(device: torch.device, dtype: torch.dtype, axis: Axis) -> Peak:
 
     A GPU that several ranks share counts once.
     """
-    sheet, kind, gpu = data_sheet(device, dtype), str(dtype).removeprefix("torch."), None
+    sheet, kind, gpu = data_sheet(device, dtype), kind_of_product(device, dtype), None
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     barrier(axis)  # so that those who measure do at the same time, as they will compute
@@ -65,9 +65,21 @@ def data_sheet(device: torch.device, dtype: torch.dtype) -> float | None:
     name = torch.cuda.get_device_name(device)
     in_16_bits, in_float32 = next((v for k, v in DATA_SHEETS.items() if k in name), (None, None))
     if dtype == torch.float32:
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
-        return None if has_tf32 else in_float32
+        return None if has_tf32(device) else in_float32
     return in_16_bits if dtype.itemsize == 2 else None
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether products of float32 numbers are of their first 10 bits, of which GPUs do more."""
+    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+def kind_of_product(device: torch.device, dtype: torch.dtype) -> str:
+    """Return how matrices in `dtype` are multiplied, in a word; of float32 on a GPU, in three."""
+    kind = str(dtype).removeprefix("torch.")
+    if device.type != "cuda" or dtype != torch.float32:
+        return kind
+    return f"{kind} {'with' if has_tf32(device) else 'without'} TF32"
 
 
 @cache

@@ -54,6 +54,8 @@ class Trainer:
         self.config, self.folder = config, folder
         self.mesh = Mesh(**config.mesh_sizes())
         self.device = compute_device()
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
@@ -83,6 +85,7 @@ class Trainer:
         self.optimizer = self.setup.optimizer
         self.precision = Precision(config.precision, self.device, self.setup.overflow_axes)
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
+        self.products = peak.kind_of_product(self.device, compute_dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
         self.flops_per_token = shape.flops_per_token(config.seq_len)
         place, how = folder / "checkpoints", {"keep": config.keep}

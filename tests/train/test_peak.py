@@ -43,7 +43,10 @@ def test_gpus_that_ranks_share_count_once(monkeypatch):
     assert found.source == "NVIDIA H100 80GB HBM3 in bfloat16, by its data sheet"
     assert peak.data_sheet(gpu, torch.float32) == 67e12
     assert peak.data_sheet(gpu, torch.float64) is None  # measured
+    assert peak.kind_of_product(gpu, torch.float32) == "float32 without TF32"
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak.kind_of_product(gpu, torch.float32) == "float32 with TF32"
+    assert peak.kind_of_product(CPU, torch.float32) == "float32"
     assert peak.data_sheet(gpu, torch.float32) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
     assert peak.data_sheet(gpu, torch.float16) is None
