@@ -12,6 +12,8 @@ Repeats. Microbatches in the middle of a step are alike, so one of them is trace
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
 
+`python -m minipar.sim.trace` prints a table: what each refinement changes in a step.
+
 Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise operations are not
 fused. Loaders, checkpoints and what Python does between operations take no part.
 """
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 
 from minipar.comm.calls import observers
 from minipar.comm.mesh import Mesh, rank_at
-from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.actions import Action, Schedule
@@ -155,7 +157,13 @@ class Actor:
 
 # ---------------------------------------------------------------------- from a rank to its program
 def trace(
-    config: LlamaConfig, plan: Plan, *, sequences: int = 1, seq_len: int, every_cp: bool = False
+    config: LlamaConfig,
+    plan: Plan,
+    *,
+    sequences: int = 1,
+    seq_len: int,
+    every_cp: bool = False,
+    loss_chunk: int = 0,
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
@@ -163,6 +171,7 @@ def trace(
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
         every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
             where kernels are short that makes a difference of some percent.
+        loss_chunk: as of `minipar train`.
 
     Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
     """
@@ -187,6 +196,7 @@ def trace(
             own = {"pp": places[0], "cp": c}
             with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh:
                 actor = Actor(config, plan, mesh, sequences, seq_len)
+                actor.model.loss_chunk = loss_chunk
                 found[c] |= _record(actor, places)
                 del actor
         found[c] = dict(sorted(found[c].items()))
@@ -343,3 +353,55 @@ def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
     for kind in {*backward.values()} - {backward[m] for m in few}:
         few += [m for m in others if backward[m] == kind][:1]
     return {m: i for i, m in enumerate(few)} | {last.microbatch: DISTINCT}
+
+
+# ---------------------------------------------------------------------- before and after
+REFINEMENTS: dict[str, tuple[str, int]] = {  # the plan, and tokens whose logits there are at a time
+    "ddp in float32": ("dp=8", 0),
+    "  the loss in chunks": ("dp=8", 512),
+    "  recompute full": ("dp=8,checkpointing=full", 0),
+    "ddp, autocast to bf16": ("dp=8,precision=bf16", 0),
+    "ZeRO 3 in float32": ("dp=8,zero=3", 0),
+    "  bf16 working weights": ("dp=8,zero=3,precision=bf16", 0),
+    "  and the loss in chunks": ("dp=8,zero=3,precision=bf16", 512),
+    "  and recompute full": ("dp=8,zero=3,precision=bf16,checkpointing=full", 512),
+}
+"""By what they are called."""
+
+
+class Totals(NamedTuple):
+    """What a rank does in a step, in numbers: operations, and bytes."""
+
+    operations: int
+    moved: int  # read and written by them
+    sent: int
+    held: int  # at the peak
+    activations: int  # of these, with the logits
+
+
+def refined(config: LlamaConfig, seq_len: int) -> dict[str, Totals]:
+    """Return the step of a rank that has one sequence, with each of `REFINEMENTS`.
+
+    None of them looks at a value: on the meta device that would fail.
+    """
+    found = {}
+    for name, (text, chunk) in REFINEMENTS.items():
+        step = trace(config, Plan.parse(text), seq_len=seq_len, loss_chunk=chunk).ranks[0]
+        work = [event.num_bytes for event in step.events() if type(event) is Compute]
+        held, sent = step.at_peak(), sum(step.sent().values())
+        sizes = len(work), sum(work), sent, sum(held.values()), held.get("activations", 0)
+        found[name] = Totals(*sizes)
+    return found
+
+
+def table(rows: dict[str, Totals]) -> str:
+    """Return the numbers of `refined`, line by line, in GB."""
+    lines = ["".join([f"{'a step of one rank, GB':30}", *(f"{f:>13}" for f in Totals._fields)])]
+    for name, (operations, *sizes) in rows.items():
+        numbers = "".join(f"{size / 1e9:13.1f}" for size in sizes)
+        lines.append(f"{name:30}{operations:13,}{numbers}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(refined(PRESETS["llama-3.2-1b"], seq_len=4096)))
