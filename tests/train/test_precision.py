@@ -12,7 +12,7 @@ from torch import nn
 
 from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.model.llama import Head, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp
 from minipar.train import precision, trainer
@@ -572,7 +572,7 @@ def test_fp8_leaves_names_weights_and_the_head_alone():
     model = Llama(replace(SHAPE, tie_embeddings=False), seed=0)
     before = dict(model.named_parameters())
     turned = use_fp8(model)
-    assert len(turned) == 2 * 7 and type(model.lm_head) is nn.Linear
+    assert len(turned) == 2 * 7 and type(model.lm_head) is Head
     assert all(p is before[name] for name, p in model.named_parameters())
     assert "lm_head" in use_fp8(model, skip=())
     with pytest.raises(ValueError, match="Llama has no linear layer apart from"):
