@@ -35,6 +35,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model import casts
+from minipar.model.llama import Head
 from minipar.parallel import ddp
 from minipar.parallel.strategy import in_order
 
@@ -345,7 +346,7 @@ def use_fp8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> list[str]
     found = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not set(skip) & set(name.split("."))
+        if type(module) in (nn.Linear, Head) and not set(skip) & set(name.split("."))
     }
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer apart from {list(skip)}")

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from minipar.model.llama import Head
+
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
 Used = dict[nn.Module, list[Tensor]]
 
@@ -155,7 +157,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
             module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # other code has changed what it does
             continue
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Head):
             module.forward = partial(_forward_linear, module, put_off)
         elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
             module.forward = partial(_forward_embedding, module, put_off)
