@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 
 NUDGE = os.environ.get("MINIPAR_NUDGE")
 DRAWN_BY = {
-    "minipar.model.llama": ("initial_weight",),
+    "minipar.model.init": ("initial_weight",),
     "torch.nn.init": ("normal_", "uniform_", "kaiming_uniform_"),
 }
 """The functions whose result is a parameter's first value, in it already or not yet."""
