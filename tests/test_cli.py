@@ -459,6 +459,7 @@ def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(m
     trainer_ = SimpleNamespace(
         config=TrainConfig(steps=4), step=0, corpus=SimpleNamespace(description="a text"),
         num_parameters=10**6, mesh=SimpleNamespace(size=2), device=torch.device("cpu"),
+        products="float32",
     )  # fmt: skip
     steps = [{"step": n, "loss": 5 - n, "seconds": 2.0, "tokens": 100} for n in range(1, 5)]
     plain = training.Progress(trainer_)
