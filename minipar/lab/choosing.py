@@ -129,7 +129,7 @@ def losses(found: Ranked) -> dict[str, float]:
             software = replace(software, attention=1.0)
         machine = replace(job.machine, device=replace(device, **left), **networks)
         seconds = cost.seconds(replace(job, machine=machine, software=software))
-        now = sum(seconds.values()) - seconds["bubble"]
+        now = sum(v for part, v in seconds.items() if part not in ("bubble", *cost.AXES))
         added[name], before = now - before, now
     talking = cost.seconds(replace(job, software=replace(job.software, **prompt)))
     added |= {axis: talking[axis] for axis in cost.AXES if talking[axis]}

@@ -43,5 +43,6 @@ def test_all_solved_leaves_nothing(notebook):
 
 def test_nothing_is_written_outside_of_a_notebook(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "get_ipython", lambda: None)
     progress.note("0.1")
     assert not list(tmp_path.iterdir())
