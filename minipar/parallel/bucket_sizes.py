@@ -119,7 +119,8 @@ def now(device: torch.device) -> Any:
 
 def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
     """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
-    first, *_, last = stamps = list(stamps)
+    stamps = list(stamps)
+    first, last = stamps[0] if stamps else 0.0, stamps[-1] if stamps else 0.0
     if isinstance(first, float):
         return [stamp - first for stamp in stamps]
     last.synchronize()

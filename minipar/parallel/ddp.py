@@ -341,8 +341,8 @@ class Tuned(Overlapped):
 
     def finish_backward(self) -> None:
         super().finish_backward()
-        if self.arrived_at and self.device.type != "meta":
-            self._tune(self.arrived_at)
+        if self.arrived_at is not None and self.finishes == 2 and self.device.type != "meta":
+            self._tune(self.arrived_at)  # on every rank, also on one that had nothing to do
             self.arrived_at = None
 
     def explain(self) -> str:

@@ -44,7 +44,7 @@ def job(name: str, log: list, waits: int, verb: str = "all_to_all", then=None):
 def nothing_is_left():
     before = threading.active_count()
     yield
-    assert not calls.observers and threading.active_count() == before
+    assert not calls.observers and threading.active_count() <= before
 
 
 @pytest.mark.parametrize(
