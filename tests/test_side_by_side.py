@@ -42,3 +42,18 @@ def test_every_test_runs_once_and_every_failure_counts(tmp_path: Path, monkeypat
         f"{name}{what}": 1 for name in "abcde" for what in "+123-"
     }
     assert said.count("3 failed") == len(bad)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_is_timed_runs_once_when_all_else_is_done(tmp_path: Path, monkeypatch, capfd, bad):
+    """Mutants: both processes run it; its failure is lost; it runs beside the others."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    log = tmp_path / "log"
+    for name in "abcd":
+        text = FILE.format(log=str(log), name=name, good=name != "a" or not bad)
+        timed = "pytestmark = pytest.mark.timed\n" if name == "a" else ""
+        (tmp_path / f"test_{name}.py").write_text(text + timed, encoding="utf-8")
+    code = side_by_side.main(["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)])
+    assert code == bad, capfd.readouterr().out
+    ran = log.read_text(encoding="utf-8").split()
+    assert ran[-5:] == ["a+", "a1", "a2", "a3", "a-"] and len(ran) == 20 == len({*ran})

@@ -380,6 +380,7 @@ def test_times_follow_alpha_and_beta_and_the_tree_crosses_the_ring(ranks):
     assert large["ring"][0] < 0.9 * large["double_tree"][0]
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_chunks_hide_each_others_latency(ranks):
     """2 x 8 messages of 30 ms each: one after the other 0.48 s; in flight together far less.

@@ -232,6 +232,7 @@ VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 VERBS += ["broadcast", "reduce", "scatter", "gather"]
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_time_follows_the_model_from_1kb_to_64mb(ranks):
     """Catches a term missing from the wait, and waits that add up over what gloo takes itself."""
@@ -240,6 +241,7 @@ def test_time_follows_the_model_from_1kb_to_64mb(ranks):
     report_and_check(ranks(2).run(measure, [*VERBS, "send"], sizes, setting))
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_time_follows_the_model_on_four_ranks(ranks):
     """Catches formulas that are right for two ranks only."""
@@ -454,6 +456,7 @@ def overlap():
         return clock(step, False)[1], clock(step, True)[1]
 
 
+@pytest.mark.timed
 def test_communication_hides_behind_computing(ranks):
     """Catches a work that only waits when waited for: it would take the sum, not the maximum."""
     for exposed, hidden in ranks(2).run(overlap):
@@ -473,6 +476,7 @@ def queue():
         return issue, end_1 - start_1, start_2 - start_1, end_2 - start_1
 
 
+@pytest.mark.timed
 def test_two_operations_queue_on_the_link(ranks):
     """Catches a link without memory of when it is free: both would take 0.1 s."""
     for issue, first, second_start, both in ranks(2).run(queue):
@@ -501,6 +505,7 @@ def full_duplex():
                                                   for _ in range(3)), strict=True)]  # fmt: skip
 
 
+@pytest.mark.timed
 def test_messages_pass_in_both_directions_and_in_a_row(ranks):
     """0.2 s each way at once; the second message leaves while the first one still travels.
 
@@ -533,6 +538,7 @@ def late(verb, checks):
         return work.t_issue, *work.times
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize(
     "verb, duration",
@@ -564,12 +570,14 @@ def uneven():
         return clock(work)[1]
 
 
+@pytest.mark.timed
 def test_the_busiest_rank_rules_an_uneven_exchange(ranks):
     """8 MB arrive at rank 0: 4 MB over the wire by the formula, 0.2 s, on both ranks."""
     for took in ranks(2).run(uneven):
         assert 0.2 <= took < 0.2 + SLACK
 
 
+@pytest.mark.timed
 @on_ranks(2)
 def test_use_takes_effect_between_calls():
     seen = []
@@ -583,6 +591,7 @@ def test_use_takes_effect_between_calls():
     assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @on_ranks(4)
 def test_topology_times():
@@ -667,6 +676,7 @@ def shared_cards():
     return took
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_ranks_of_a_node_share_its_card(ranks):
     """The emulation follows `Topology.seconds`, also between groups. Mutant: a table per group."""
@@ -682,6 +692,7 @@ def test_ranks_of_a_node_share_its_card(ranks):
 HOLD = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, 2); print(1, flush=True); "
 
 
+@pytest.mark.timed
 def test_a_dead_rank_frees_the_cards():
     """A rank killed while it holds the table blocks no other."""
     store = dist.HashStore()
@@ -708,6 +719,7 @@ def idle():
         return took, time.process_time() - start
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_waiting_burns_no_cpu(ranks):
     for took, burnt in ranks(2).run(idle):
@@ -778,6 +790,7 @@ def abort_long_transfer():
         return time.monotonic() - start
 
 
+@pytest.mark.timed
 def test_abort_ends_an_emulated_transfer(ranks):
     assert max(ranks(2).run(abort_long_transfer)) < 1.0
 

@@ -496,6 +496,7 @@ def _late(seconds):
     return t
 
 
+@pytest.mark.timed
 def test_a_rank_that_waits_does_not_compute(ranks):
     """Rank 0 waits 60 ms inside of a compute span. A recorder that ignores waiting hides it all."""
     first, second = ranks(2).run(_late, 0.06)
@@ -517,6 +518,7 @@ def _hidden():
     return t
 
 
+@pytest.mark.timed
 def test_asynchronous_communication_under_compute_is_hidden(ranks):
     first, _ = ranks(2).run(_hidden)
     overlap = first.overlap()[0]

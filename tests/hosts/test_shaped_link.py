@@ -79,6 +79,7 @@ def time_verbs(sizes: list[int]) -> dict[str, dict[str, float]]:
     return took
 
 
+@pytest.mark.timed
 def test_collectives_take_what_the_formula_says(hosts):
     """Mutant: sends before receives, and what goes both ways takes twice as long."""
     (took, _) = hosts.run(time_verbs, [1_000_000, 4_000_000])
@@ -133,6 +134,7 @@ def time_ways(num_bytes: int) -> dict[str, float]:
     return {name: fastest(way, everybody, turns=2) for name, way in ways.items()}
 
 
+@pytest.mark.timed
 def test_what_crosses_a_card_at_once_shares_it(hosts):
     """Two hosts of two ranks, one card each. Mutants of the model: a port per rank (two pairs would
     take as long as one), or the card divided by its ranks (the flat ring twice as long)."""

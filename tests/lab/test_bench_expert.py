@@ -45,6 +45,7 @@ def test_all_contenders_take_the_same_steps():
         assert theirs == pytest.approx(losses["all_to_all"], rel=1e-4), name
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_forward_beside_a_backward_hides_what_nothing_else_does():
     """All-to-alls that take 40 % of the time: above 80 % of them, and within 10 % of the ideal."""

@@ -257,6 +257,7 @@ def test_wrong_options_are_explained(nb):
 
 
 # ---------------------------------------------------------------------- nothing hangs
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "code",
     [
@@ -277,6 +278,7 @@ def test_the_stop_button(nb, code):
     assert shown.seconds - 0.5 + recovered(nb) < usable()
 
 
+@pytest.mark.timed
 def test_the_stop_button_twice_ends_ranks_that_are_deaf(nb):
     """The first time a rank has 3 s to obey; who holds the interpreter in C never does."""
     keep(nb)
@@ -289,6 +291,7 @@ def test_the_stop_button_twice_ends_ranks_that_are_deaf(nb):
     assert recovered(nb, "[42, None, 42, 42]") < usable()
 
 
+@pytest.mark.timed
 def test_a_time_limit_presses_the_button_by_itself(nb):
     """Without a rendering of its own, the error would show frames of ours instead of a line."""
     keep(nb)
@@ -301,6 +304,7 @@ def test_a_time_limit_presses_the_button_by_itself(nb):
     assert recovered(nb) < usable()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("code", "says"),
     [

@@ -391,6 +391,7 @@ def _timed(bucket_seconds, version, count=3):
     return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / 2 / bucket_seconds, count=count)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_backward_goes_on_meanwhile(ranks):
     """Mutants: a launch that waits; compressed buckets that are sent after backward."""

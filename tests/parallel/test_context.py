@@ -346,6 +346,7 @@ def _timed(exchange, tries=3):
     return min(results[True]), min(results[False])
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_the_ring_hides_behind_the_products(ranks):
     """Forward hides all of it, backward all but the last hop of gradients. Mutants: waiting before

@@ -609,6 +609,7 @@ def _timed(version, bucket_seconds, count=3):
     return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / bucket_seconds, count=count)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_seconds", [0.03, 0.07], ids=["compute-bound", "link-bound"])
 def test_overlap_hides_all_but_the_last_bucket(ranks, bucket_seconds):
@@ -647,6 +648,7 @@ def _latency(version):
         link.check_calls(True)
 
 
+@pytest.mark.timed
 def test_buckets_pay_latency_once(ranks):
     """Mutant: a call per parameter."""
     naive = ranks(2, "link").run(_latency, "naive")

@@ -720,6 +720,7 @@ def _timed(prefetch, num_blocks, reshard=True):
     return fastest(step, mesh.dp, SlowLayer.NUM_BYTES / 2 / COLLECTIVE)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_prefetch_hides_all_but_the_first_and_the_last_collective(ranks):
     """Mutants: gathering when a block is entered; waiting for each reduce-scatter; blocks that

@@ -328,6 +328,7 @@ def _timed(method: str, comm_seconds: float, steps: int, **options) -> tuple[flo
         link.check_calls(True)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_delayed_diloco_hides_its_all_reduce(ranks):
     """It takes two and a half steps. Mutants: waiting at once; the group of the axis, where the
@@ -339,6 +340,7 @@ def test_delayed_diloco_hides_its_all_reduce(ranks):
         assert hidden > 0.75
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_delayed_gradients_hide_behind_the_next_step(ranks):
     """Mutant: waiting for the gradients of this step, as if they were late."""

@@ -283,6 +283,7 @@ def test_weights_loaded_into_shards_on_the_host_are_used(ranks):
 
 
 # ---------------------------------------------------------------------- overlap
+@pytest.mark.timed
 @pytest.mark.slow
 def test_copies_are_hidden_behind_backward_and_forward():
     """Mutant: `wait` right after each copy, which hides nothing. Measured: 0.7 hidden, and 0.2."""

@@ -505,6 +505,7 @@ def test_evaluation_is_a_pipeline_of_forwards():
 ATTEMPTS = 5  # others use this machine, too
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_measured_bubble_is_the_simulated_one(ranks, name):

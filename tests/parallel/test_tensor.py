@@ -475,6 +475,7 @@ def _timed_ring(size: int):
         link.check_calls(True)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_ring_sends_while_products_are_computed(ranks):
     """n products and n-1 messages, of the same length: only the products take time.

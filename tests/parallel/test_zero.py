@@ -744,6 +744,7 @@ def _timed(stage: int, seconds: float) -> float:
         optimizer.synchronize()
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlap_hides_gathers_in_forward_and_reductions_in_backward(ranks, stage):

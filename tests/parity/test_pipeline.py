@@ -244,17 +244,17 @@ def test_pairs_side_by_side_equal_one_device(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["zero 2", "tensor"])
 def test_pairs_with_other_strategies_equal_one_device(ranks, how):
-    schedules = [make("dualpipe_v", 2, 4), make("dualpipe", 2, 5)]
-    for wrong in ranks(4).run(sharded, TASKS["tied"], schedules, how, reference("tied"), True):
+    task, schedules = TASKS["tied"], [make("dualpipe_v", 2, 4), make("dualpipe", 2, 5)]
+    for wrong in ranks(4).run(sharded, task, schedules, how, reference(task), True):
         assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
 def test_pairs_are_refused_where_there_are_none_and_with_fsdp(ranks):
     for name, said in [("dualpipe_v", "fsdp frees weights"), ("zb_v", "zb_v has no pairs; use")]:
-        args = TASKS["untied"], [make(name, 2, 4)], "fsdp", reference("untied"), True
+        task = TASKS["untied"]
         with pytest.raises(RankError, match=said):
-            ranks(4).run(sharded, *args)
+            ranks(4).run(sharded, task, [make(name, 2, 4)], "fsdp", reference(task), True)
 
 
 def _lent(names: list[str]) -> list[tuple[int, int]]:
