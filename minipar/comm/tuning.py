@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from minipar.comm import collectives as comm
 from minipar.comm import plans
@@ -47,9 +48,12 @@ def tune(
 
     Takes the best of `rounds` for each size and the slowest rank, then the line through them by
     least squares of the relative error; rank 0's numbers count for all, so that all choose alike.
+    Messages are in the memory of the host. Raises `ValueError` on NCCL, which chooses by itself.
     """
     if axis.size == 1:
         return Tuning(1, 0.0, 0.0)
+    if dist.get_backend(axis.group) == "nccl":
+        raise ValueError("tune: NCCL chooses its algorithms by itself; use gloo or link")
     if len(set(sizes)) < 2 or min(sizes) < 1 or rounds < 1:
         raise ValueError(f"tune: sizes={tuple(sizes)} needs two sizes above 0; rounds={rounds}, 1")
     left, right = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size

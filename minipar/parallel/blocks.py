@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minipar.model.llama import Head
 from minipar.parallel.flat import FLATS, Flat, Options
 from minipar.parallel.pieces import copies_axis
 
@@ -22,18 +23,19 @@ def find(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     """Return the modules that `blocks` means: classes, modules or names; None: the usual ones.
 
     These are the members of lists; and beside the lists, look-ups and linear layers that have at
-    least as many weights as the smallest of those members. Raises `ValueError` for what the model
+    least as many weights as the largest of those members. Raises `ValueError` for what the model
     has not.
     """
     if blocks is None:
         members = list(_members_of_lists(model))
-        least = min(map(_numel, members), default=math.inf)
+        least = max(map(_numel, members), default=math.inf)
         inside = {module for member in members for module in member.modules()}
-        tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear))
+        # No other classes: in a subclass weights may be used without a forward, as in attention.
+        tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
         return members + [m for m in tables if m not in inside and _numel(m) >= least]
     found: dict[nn.Module, None] = {}
     named = dict(model.named_modules())
-    for item in blocks:  # a class means itself: a subclass may never be called, as in attention
+    for item in blocks:  # a class means itself, for the same reason
         meant = [m for name, m in named.items() if item in (name, type(m)) or m is item]
         if not meant:
             raise ValueError(f"blocks: the model has no {item!r}; it has {list(named)[1:9]}")
@@ -58,11 +60,12 @@ def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Sl
     """Give every parameter to the innermost block around it.
 
     What several blocks share goes to the root, unless they share all they have: an embedding and a
-    head that are tied have the same weights, each for itself.
+    head that are tied have the same weights, each for itself. A module inside of several blocks
+    goes to the root.
     """
     paths = dict(model.named_modules(remove_duplicate=False))
     home: dict[nn.Parameter, set[nn.Module]] = {}
-    slots: dict[tuple[nn.Module, str], tuple[nn.Module, Slot]] = {}
+    slots: dict[tuple[nn.Module, str], tuple[set[nn.Module], Slot]] = {}
     for path, owner in paths.items():
         parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
         inside = next((paths[p] for p in parents if paths[p] in blocks), model)
@@ -70,12 +73,14 @@ def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Sl
             if p is not None:
                 home.setdefault(p, set()).add(inside)
                 name = f"{path}.{attribute}" if path else attribute
-                slots.setdefault((owner, attribute), (inside, (owner, attribute, name, p)))
+                slot = slots.setdefault((owner, attribute), (set(), (owner, attribute, name, p)))
+                slot[0].add(inside)
     has = {block: {p for p, homes in home.items() if block in homes} for block in blocks}
     found: dict[nn.Module, list[Slot]] = {module: [] for module in (model, *blocks)}
-    for inside, slot in slots.values():
+    for (inside, *others), slot in slots.values():
         homes = home[slot[-1]]
-        is_own = model not in homes and all(has[block] == has[inside] for block in homes)
+        is_own = not others and model not in homes
+        is_own = is_own and all(has[block] == has[inside] for block in homes)
         found[inside if is_own else model].append(slot)
     return {module: slots for module, slots in found.items() if slots or module is model}
 

@@ -50,18 +50,21 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
     best = torch.full((2, 2), float("inf"), dtype=torch.float64)
-    for row, elements in enumerate((1, max(2, num_bytes // like.element_size()))):
+    many = max(2, num_bytes // like.element_size())
+    for row, elements in enumerate((1, many)):
         flat = like.new_zeros(elements)
         for _ in range(rounds):
             start, busy = clock(), time.process_time()
             all_reduce(flat, axis, out=flat)
+            busy = time.process_time() - busy
             if flat.device.type != "cpu":
-                torch.accelerator.synchronize(flat.device)
-            took = clock() - start, time.process_time() - busy
+                torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
+            took = clock() - start, busy
             best[row] = torch.minimum(best[row], torch.tensor(took, dtype=torch.float64))
     best = all_reduce(best.to(like.device), axis, "max").tolist()
     (latency, call), (seconds, _) = best
-    return Costs(latency, max(seconds - latency, 0) / num_bytes, min(call, latency))
+    per_byte = max(seconds - latency, 0) / (many * like.element_size())
+    return Costs(latency, per_byte, min(call, latency))
 
 
 def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:

@@ -376,10 +376,14 @@ KERNELS = {
 
 
 def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
-    """Return the kernel for q [B, H, T/n, K]; on "meta", which stands for a GPU, as there."""
+    """Return the kernel for q [B, H, T/n, K]; on "meta", which stands for a GPU, as there.
+
+    Torch's FlashAttention runs from Ampere on, compute capability 8.
+    """
     in_16_bits = q.dtype in (torch.bfloat16, torch.float16)
-    fits = q.shape[-1] in range(8, 257, 8)
-    if q.device.type != "cpu" and in_16_bits and mask is None and fits:
+    fits = in_16_bits and mask is None and q.shape[-1] in range(8, 257, 8)
+    is_new = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if fits and (is_new or q.is_meta):
         return "flash"
     # A block of scores is not to be held on "meta", either.
     return "fused" if q.device.type in ("cpu", "meta") else "math"
@@ -559,5 +563,7 @@ class ContextParallel(CutSequences):
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
+        if mask is not None and self.kernel == "flash":
+            raise ValueError("kernel='flash' takes no mask; use kernel=None, which picks by it")
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]
         return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)

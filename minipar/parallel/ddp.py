@@ -22,7 +22,7 @@ Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import torch
@@ -76,8 +76,15 @@ def apply(
         raise ValueError("reduce= needs buckets; use version='overlapped' or 'bucketed'")
     if version == "tuned" and reduce is not None:
         raise ValueError("version='tuned' times exact all-reduces; with reduce=, use 'overlapped'")
-    if not any(p.requires_grad for p in model.parameters()):
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
+    kinds = {(p.dtype, p.device, copies_axis(p, axis)) for p in trainable}
+    if version == "tuned" and len(kinds) > 1:
+        raise ValueError(
+            f"version='tuned' needs gradients of one dtype and device, with copies on all of "
+            f"{axis.name}, and these are of {len(kinds)} kinds; use version='overlapped'"
+        )
     guard.claim(model, "ddp", axis)
     replicate(model, axis, is_data=True)
     if version == "naive":
@@ -319,48 +326,47 @@ class Tuned(Overlapped):
     costs. All ranks then take the cut that `bucket_sizes.best_cut` finds, and keep it. Sums of more
     than two ranks depend in their last bit on where a bucket ends, so two runs may differ there:
     that is why `Overlapped` has a rule instead. On "meta", where nothing takes time, it holds here.
-
-    Raises `ValueError` for gradients that cannot share a bucket: all kinds would need a cut each.
+    Gradients must be of one kind, or they could not share a bucket: `apply` refuses others.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
         super().__init__(model, axis, *options)
-        kinds = {(p.dtype, p.device, copies_axis(p, axis)) for p in self.parameters}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"version='tuned' needs gradients of one dtype and device, with copies on all of "
-                f"{axis.name}, and these are of {len(kinds)} kinds; use version='overlapped'"
-            )
         self.arrived_at: dict[nn.Parameter, Any] | None = {} if self.buckets else None
         self.said = "not tuned yet: the second backward tells when gradients arrive"
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
         if self.arrived_at is not None and self.rehearsal is None and self.synchronises:
+            self.arrived_at.pop(p, None)  # of a gradient in two parts, the second counts
             self.arrived_at[p] = bucket_sizes.now(self.device)
 
     def finish_backward(self) -> None:
         super().finish_backward()
-        if self.arrived_at is not None and self.finishes == 2 and self.device.type != "meta":
-            self._tune(self.arrived_at)  # on every rank, also on one that had nothing to do
-            self.arrived_at = None
+        if self.arrived_at is not None and self.finishes > 1 and self.device.type != "meta":
+            is_done = self._tune(self.arrived_at)  # on all ranks, also without gradients
+            self.arrived_at = None if is_done else {}
 
     def explain(self) -> str:
         """Return what the chosen buckets and those of the rule are predicted to do."""
         return self.said
 
-    def _tune(self, stamps: dict[nn.Parameter, Any]) -> None:
+    def _tune(self, stamps: dict[nn.Parameter, Any]) -> bool:
+        """Cut anew. False, with the buckets as they were, if no rank had a gradient."""
         arrived = dict(zip(stamps, bucket_sizes.seconds_since_first(stamps.values()), strict=True))
-        own = torch.tensor([arrived.get(p, 0.0) for p in self.order], dtype=torch.float64)
+        own = [*(arrived.get(p, 0.0) for p in self.order), float(len(stamps))]
+        own = torch.tensor(own, dtype=torch.float64, device=self.device)
+        *slowest, most = all_reduce(own, self.axis, "max").tolist()
+        if not most:
+            return False
         # The slowest rank's; a gradient that comes before its turn waits for those before it.
-        slowest = all_reduce(own.to(self.device), self.axis, "max").cummax(0).values
-        ready, sizes = slowest.tolist(), [p.nbytes for p in self.order]
+        ready, sizes = list(accumulate(slowest, max)), [p.nbytes for p in self.order]
         costs = bucket_sizes.measure(self.axis, self.order[0], int(self.capacity))
         cut = bucket_sizes.best_cut(ready, sizes, costs)
         by_rule = [len(bucket.parameters) for bucket in self.buckets]
         self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)
         order = iter(self.order)
         self._refill(lambda: [Bucket(list(islice(order, many))) for many in cut])
+        return True
 
 
 VERSIONS: dict[str, type[Naive]] = {

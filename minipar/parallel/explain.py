@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel import expert, matrices, tensor
+from minipar.parallel import blocks, expert, matrices, tensor
 from minipar.parallel.pieces import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 
@@ -91,6 +91,12 @@ _STATE = ("weights", "gradients", "optimizer")
 
 def rows_of(plan: "Plan", config: LlamaConfig, dtype: torch.dtype) -> Iterator[Row]:
     found: dict[str, Row] = {}
+    with torch.device("meta"):
+        whole = Llama(config)
+    is_unit = plan.tp == 1 and whole.model.embed_tokens in blocks.find(whole, None)
+    # Of a table that is embedding and head, each as a unit of fsdp, both reduce their gradient.
+    is_twice = plan.zero == 3 and config.tie_embeddings and is_unit
+    reduced_twice = "model.embed_tokens.weight" if is_twice else None
     for stage_rank in range(plan.pp):
         with torch.device("meta"):
             model = Llama(config).to(dtype)
@@ -99,11 +105,11 @@ def rows_of(plan: "Plan", config: LlamaConfig, dtype: torch.dtype) -> Iterator[R
             if config.tie_embeddings and name == "lm_head.weight":
                 name = "model.embed_tokens.weight"
             row = _row(plan, *cut, name, p)
+            if name == reduced_twice:
+                row = replace(row, sent={axis: 2 * sent for axis, sent in row.sent.items()})
             if name not in found:
                 found[name] = row
-    with torch.device("meta"):
-        order = [name for name, _ in Llama(config).named_parameters()]
-    yield from (found[name] for name in order)
+    yield from (found[name] for name, _ in whole.named_parameters())
 
 
 def _cut_without_values(

@@ -285,7 +285,8 @@ def _initial(
 def _refuse_use(name: str, block: str) -> NoReturn:
     raise RuntimeError(
         f"fsdp: {name} belongs to block {block} and was used outside of its forward, where only a "
-        f"piece of it is here; use it inside, or let blocks= name a module around both"
+        f"piece of it is here; use it inside, or let blocks= name a module around both, or the "
+        f"classes of the layers alone"
     )
 
 

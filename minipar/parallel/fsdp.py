@@ -143,7 +143,8 @@ class FullySharded(Strategy):
                 guard.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
-        is_lookup = type(module) is nn.Embedding  # whose gradient takes no weights
+        # The gradient of a look-up takes no weights, unless these are computed from others.
+        is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
         for node in () if is_lookup else nodes:
             node.register_prehook(lambda _: self._enter(unit, "backward"))
         if _in_backward():

@@ -5,7 +5,7 @@ import torch
 
 from minipar.comm import algorithms, link, plans
 from minipar.comm.link import Link
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.tuning import Tuning, fit, tune
 from tests.patience import busy
 
@@ -16,6 +16,13 @@ def test_fit_finds_the_line():
     assert alpha == pytest.approx(3e-4) and beta == pytest.approx(2e-9)
     alpha, beta = fit(sizes, [1e-3, 1e-3, 1e-4])  # nonsense
     assert alpha > 0 and beta > 0
+
+
+def test_nccl_is_left_to_itself(monkeypatch):
+    """Mutant: messages of host memory, which travel by gloo beside it."""
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    with pytest.raises(ValueError, match="NCCL chooses its algorithms by itself; use gloo or link"):
+        tune(Axis("dp", 0, 2, (0, 1)))
 
 
 def test_best_is_the_fastest_by_size():

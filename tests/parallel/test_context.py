@@ -253,6 +253,19 @@ def test_a_kernel_of_16_bits_rounds_each_block_once(ranks):
             assert max(_errors(found, expected)) <= 2**-7
 
 
+def _masked():
+    model = models.llama(0)
+    context.apply(model, Mesh(cp=2).cp, kernel="flash")
+    with pytest.raises(ValueError, match="kernel='flash' takes no mask; use kernel=None"):
+        model(torch.zeros(1, 4, dtype=torch.long), mask=torch.ones(1, 1, 4, 8).bool())
+    return True
+
+
+def test_a_mask_is_not_forgotten(ranks):
+    """Mutant: a kernel that is asked for and takes none."""
+    assert all(ranks(2).run(_masked))
+
+
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
 def test_the_kernel_of_a_gpu_is_chosen_and_called_as_it_wants_to_be(heads, kv_heads):
     """On "meta", which stands for one. Mutants: float32 handed to it; a mask; an odd width."""
@@ -261,6 +274,11 @@ def test_the_kernel_of_a_gpu_is_chosen_and_called_as_it_wants_to_be(heads, kv_he
     assert context.best_kernel(q.float(), None) == context.best_kernel(q[..., :6], None) == "fused"
     assert context.best_kernel(q, torch.ones(2, 1, 24, 24).bool()) == "fused"
     assert context.best_kernel(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16), None) == "fused"
+    for version, name in [((7, 5), "math"), ((8, 0), "flash")]:
+        on_gpu = mock.Mock(is_cuda=True, is_meta=False, dtype=q.dtype, shape=q.shape)
+        on_gpu.device.type = "cuda"
+        with mock.patch("torch.cuda.get_device_capability", return_value=version):
+            assert context.best_kernel(on_gpu, None) == name
     for x in (q, k, v):
         x.requires_grad_()
     with FlopCounterMode(display=False) as counter:

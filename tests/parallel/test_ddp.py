@@ -717,10 +717,45 @@ def test_buckets_tune_themselves_to_the_link(ranks):
     assert len(cuts[0]) < len(cuts[1])
 
 
+def _postponed():
+    model, mesh = nn.Linear(64, 64), Mesh(dp=2)
+    strategy = ddp.apply(model, mesh.dp, version="tuned", bucket_mb=1e-7)
+    told = []
+    for works in (True, False, True):
+        if works:
+            model(torch.ones(2, 64)).sum().backward()
+        strategy.finish_backward()
+        told.append(strategy.explain().partition(":")[0])
+        model.zero_grad()
+    return told
+
+
+def test_a_step_without_gradients_tunes_nothing(ranks):
+    """Mutants: buckets cut by it, for good; bytes per second of a bucket of less than a byte."""
+    untuned = "not tuned yet"
+    for told in ranks(2).run(_postponed):
+        assert told == [untuned, untuned, "chosen"]
+
+
+def test_of_a_gradient_in_two_parts_the_second_arrival_counts():
+    """Mutant: the place of the first among the stamps, with the time of the second."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    strategy = ddp.Tuned(model, Mesh(dp=1).dp)
+    strategy.arrived_at, strategy.rehearsal = {}, None
+    first, second = model.parameters()
+    for p in (first, second, first):
+        strategy.bucket_of = {p: mock.Mock(missing=2, pending=None)}
+        p.grad = torch.zeros(2, 2)
+        strategy._on_gradient(p)
+    assert list(strategy.arrived_at) == [second, first]
+    assert list(strategy.arrived_at.values()) == sorted(strategy.arrived_at.values())
+
+
 def test_what_cannot_be_tuned_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match="one dtype and device.* of 2 kinds; use version='overl"):
         ddp.apply(model, Mesh().dp, version="tuned")
+    ddp.apply(model, Mesh().dp, version="overlapped")  # the model is as it was
     with pytest.raises(ValueError, match="times exact all-reduces; with reduce=, use 'overlapped'"):
         ddp.apply(nn.Linear(2, 2), Mesh().dp, version="tuned", reduce=ddp.all_reduce_bucket)
 

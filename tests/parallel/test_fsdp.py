@@ -645,6 +645,68 @@ def test_the_order_may_change():
         assert strategy.gathered_bytes == 0
 
 
+class Attends(nn.Module):
+    """What torch's attention does with its last layer: it takes the weight, and never calls it."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.inner = make(), nn.MultiheadAttention(6, 2, batch_first=True)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first((x[:, 0] * 100).long() % 8)[None]
+        x = x + self.inner(x, x, x)[0]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Shares(nn.Module):
+    """Two blocks of a list are wrappers of one module, as ALBERT's layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            inner = nn.Linear(6, 6).double()
+        self.blocks = nn.ModuleList(nn.Sequential(inner) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("how", ["computed", "uncalled", "shared"])
+@on_ranks(2)
+def test_blocks_that_are_found_fit_models_of_others(how):
+    """An embedding whose weight is computed from others, a linear layer that is never called, a
+    module inside of two blocks. Mutants: an embedding that is taken for a look-up; a subclass of
+    nn.Linear as a block; a shared module that one of its blocks alone gathers."""
+
+    def table() -> nn.Module:
+        with warnings.catch_warnings():  # torch would rather have its newer form
+            warnings.simplefilter("ignore", FutureWarning)
+            plain = nn.Embedding(8, 6)
+            return nn.utils.weight_norm(plain) if how == "computed" else plain
+
+    def build() -> nn.Module:
+        return Shares() if how == "shared" else Attends(table)
+
+    mesh, model, plain = Mesh(dp=2), build(), build()
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        model(data(mesh.rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        wanted = expected(plain, [data(rank, step) for rank in (0, 1)])
+        assert_equal(strategy.full_gradients(), wanted, rtol=1e-11)
+
+
 class Opaque(nn.Linear):
     """Returns its result in an object that nobody can look into."""
 

@@ -366,7 +366,9 @@ PAIRED = ("dualpipe", "dualpipe_v")
 def check_pairs(schedule: Schedule) -> None:
     """Raise `ValueError` unless every rank has an F beside a B, to be run side by side."""
     if schedule.name not in PAIRED:
-        raise ValueError(f"schedule={schedule.name} has no pairs; use {' or '.join(PAIRED)}")
+        raise ValueError(
+            f"schedule={schedule.name} is not made of pairs; use {' or '.join(PAIRED)}"
+        )
     rows = schedule.without_messages().actions
     if not all(any(len(slot) == 2 for slot in slots(row, paired=True)) for row in rows):
         raise ValueError(
