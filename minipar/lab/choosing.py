@@ -66,10 +66,10 @@ def calculator(
     rows = max(len(_seen(held)), len(_seen(times)))
     height = 0.3 * rows + 1.35
     verb = "fits" if sum(held.values()) <= limit else "does not fit"
-    title = f"{found.mfu(False):.0%} MFU; {sum(held.values()):.0f} of {limit:.0f} GB: it {verb}"
-    figure, ax = pen.sheet(
-        pen.WIDTH, height, title, "predicted; 90 % of published runs: within 15 %"
-    )
+    needs = f"needs {sum(held.values()):.0f} GB, may fill {limit:.0f}: it {verb}"
+    title = f"{found.mfu(False):.0%} MFU; {needs}"
+    note = f"predicted; 90 % of published runs, and more: within {100 * planner.ERROR:.0f} %"
+    figure, ax = pen.sheet(pen.WIDTH, height, title, note)
     pen.text(
         ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED
     )

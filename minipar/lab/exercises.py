@@ -294,7 +294,7 @@ def _only_raises(answer: Callable, error: str) -> bool:
 
 def _waiting(asked: Exercise) -> CheckFailed:
     return CheckFailed(
-        f"Exercise {asked.id} is waiting for you: {asked.title}.\n"
+        f"Exercise {asked.id} is waiting for you: {asked.title}\n"
         f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
         "run its cell, then this one again.",
         "written",

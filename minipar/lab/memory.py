@@ -340,7 +340,7 @@ class MemoryLedger(LiveBytes):
         parts = sorted(held.items(), key=lambda item: -item[1])
         listed = ", ".join(f"{category} {_megabytes(n)}" for category, n in parts)
         return OverBudget(
-            f"rank {self.rank} would hold {_megabytes(self.now)}, more than its budget of "
+            f"a rank would hold {_megabytes(self.now)}, more than its budget of "
             f"{_megabytes(self.budget)}: {listed}. Shard the largest part over more ranks (zero, "
             f"fsdp), offload it to the host, recompute activations, or make the batch smaller"
         )

@@ -104,7 +104,7 @@ def check_number(number: str, answer: Any) -> None:
     asked = _named(number)
     if answer is ...:
         raise CheckFailed(
-            f"Problem {number} is waiting for you: {asked.title}.\n"
+            f"Problem {number} is waiting for you: {asked.title}\n"
             f"Put your number ({asked.unit}) in the place of the dots, and run this cell again.",
         )
     try:

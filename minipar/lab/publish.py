@@ -160,6 +160,8 @@ def _complaints(cell: NotebookNode) -> list[str]:
                 size = len(content) if kind == "image/svg+xml" else len(base64.b64decode(content))
                 if size > MAX_FIGURE_BYTES:
                     found.append(f"a figure of {size / 1000:.0f} kB; at most 100 kB")
+                if not output.get("metadata", {}).get(kind, {}).get("alt"):
+                    found.append("a figure without a text that stands for it")
             elif isinstance(content, str):
                 texts.append(content)
         for path in dict.fromkeys(FOREIGN.findall("\n".join(texts))):

@@ -82,8 +82,9 @@ def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.
     """Whether two tensors of one shape agree, relative to the largest number of `theirs`."""
     if ours.shape != theirs.shape:
         return False
-    # NaN is close to nothing.
-    return not theirs.numel() or _largest(ours - theirs) <= rtol * _largest(theirs) + floor
+    apart = ours != theirs  # equal infinities are not; NaN is close to nothing
+    scale = _largest(theirs[theirs.isfinite()])
+    return not apart.any() or _largest((ours - theirs)[apart]) <= rtol * scale + floor
 
 
 def _largest(tensor: Tensor) -> float:

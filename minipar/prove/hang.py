@@ -8,7 +8,8 @@ Files:  one per rank, the rank being the last number in the name (``nccl_trace_r
         the ``stalled.json`` of `minipar train`, of all ranks. Folders in a folder name hosts.
 Safety: a pickle could call any function. Here none is called: containers, text, numbers alone.
 Limits: gloo records neither messages between two ranks nor who is in a group: taken are the ranks
-        that ever called there. A call older than the recorder's buffer counts as come.
+        that ever called there. A call older than the recorder's buffer counts as come. Of a rank
+        without a recording nothing is known: it may wait as the others do.
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. In torch: ``torchfrtrace``.
 Proved by tests/prove/test_hang.py, on dumps of jobs that hang.
 """
@@ -19,7 +20,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ MOST_RANKS = 10**5
 # Verbs that may be given other sizes on other ranks; and files whose lines are not the job's own.
 _UNEVEN = re.compile(r"all_?to_?all|scatter$|gather$|gather_v|barrier|coalesced")
 _FOREIGN = re.compile(r"(site|dist)-packages/|/torch/|/(threading|runpy|contextlib)\.py:|^<")
+# What ends a group of coalesced calls. In small letters, as in allreduce_coalesced, it is a call.
+_END_OF_GROUP = re.compile(r"([A-Z_]+_)?coalesced")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Recording:
     groups: dict[str, tuple[str, tuple[int, ...]]]
     stack: tuple[str, ...] = ()  # where it is now, if that is known
     said: str = ""  # of a rank that does not answer
+    is_known: bool = True  # whether anything can be said of its calls
 
 
 @dataclass
@@ -98,17 +102,23 @@ class Report:
         lines += self.findings or ["no hang: every recorded call has ended"]
         lines += ["\nwho waits for whom:"] if self.waits else []
         for w in self.waits:
-            what = names(w.missing) if w.missing else "its end"
-            lines.append(f"  {names(w.ranks)} in {w.call} -> {what}")
+            known = [rank for rank in w.missing if self.knows(rank)]
+            unknown = [rank for rank in w.missing if not self.knows(rank)]
+            what = [names(known)] * bool(known) + [f"perhaps {names(unknown)}"] * bool(unknown)
+            lines.append(f"  {names(w.ranks)} in {w.call} -> {' and '.join(what) or 'its end'}")
         lines += [f"note: {note}" for note in self.notes]
         lines += [self._whereabouts(rank) for rank in self.culprits[:8]]
         return "\n".join(lines)
+
+    def knows(self, rank: int) -> bool:
+        """Whether anything can be said of the calls of that rank."""
+        return rank in self.recordings and self.recordings[rank].is_known
 
     def _whereabouts(self, rank: int) -> str:
         if (recording := self.recordings.get(rank)) is None:
             return f"\nrank {rank}: no dump. Has it ended, is it stopped, or its file elsewhere?"
         last = recording.entries[-1] if recording.entries else None
-        said = "it has called nothing"
+        said = "it has called nothing" if recording.is_known else "nothing is heard of it"
         if last is not None:
             group = recording.groups[last.group][0] or last.group
             said = f"{'its last was' if last.done else 'it waits in'} {last.verb} #{last.number}"
@@ -125,7 +135,8 @@ class Report:
 def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     """Recordings by rank, and notes, from files and folders.
 
-    Raises `ValueError`, which names the file, for what is no dump, and for two of one rank.
+    Raises `ValueError`, which names the file, for what is no dump, for two of one rank, and where
+    no call was recorded. In a folder, what cannot be read is skipped if there is another dump.
     """
     files: list[tuple[Path, str]] = []
     for path in map(Path, paths):
@@ -134,16 +145,23 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
         files += [(path, "")] if not path.is_dir() else [(f, "") for f in sorted(path.iterdir())]
         files += [(f, f.parent.name) for f in sorted(path.glob("*/*"))] if path.is_dir() else []
     found: dict[int, tuple[Recording, Path]] = {}
-    skipped = []
+    skipped: list[str] = []
+    broken: list[OSError | ValueError] = []
     for file, host in files:
         if file.is_dir():
             continue
+        is_named = str(file) in map(str, paths)
         try:
             recordings = _recordings(file, printable(host))
         except _NoDump as error:
-            if str(file) in map(str, paths):
+            if is_named:
                 raise ValueError(f"{file} is no dump: {error}") from None
             skipped.append(printable(file.name))
+            continue
+        except (OSError, ValueError) as error:
+            if is_named:
+                raise
+            broken.append(error)
             continue
         for recording in recordings:
             if not 0 <= recording.rank < MOST_RANKS:
@@ -151,11 +169,18 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
             first = found.setdefault(recording.rank, (recording, file))[1]
             if first != file:
                 raise ValueError(f"{first} and {file} are both of rank {recording.rank}; give one")
+    where = " ".join(map(str, paths))
     if not found:
+        if broken:
+            raise broken[0]
+        raise ValueError(f"no dump of a flight recorder or of our watchdog in {where}")
+    if not any(recording.entries for recording, _ in found.values()):
         raise ValueError(
-            f"no dump of a flight recorder or of our watchdog in {' '.join(map(str, paths))}"
+            f"no call of {names(sorted(found))} was recorded in {where}: TORCH_FR_BUFFER_SIZE must "
+            f"be above 0 when the job starts, such as 2000"
         )
     notes = [f"skipped, as no dumps: {', '.join(skipped[:5])}"] if skipped else []
+    notes += [f"skipped: {printable(error)}" for error in broken[:5]]
     return {rank: found[rank][0] for rank in sorted(found)}, notes
 
 
@@ -212,12 +237,21 @@ def _of_recorder(dump: dict[str, Any], file: Path, host: str) -> Recording:
         ranks = sorted({int(r) for r in re.findall(r"\d{1,9}", str(about.get("ranks", "")))})
         if name != "":  # as gloo calls whichever group was made last
             groups[printable(name)] = printable(about.get("desc", "")), tuple(ranks)
-    entries = []
+    entries: list[Entry] = []
+    inside: dict[tuple, list[int]] = defaultdict(list)  # group and numbers -> where in `entries`
     for values in dump["entries"]:
         name, desc, *_ = (*map(printable, values.get("process_group") or ()), "", "")
         name = name or printable(values.get("pg_id", ""))
         groups.setdefault(name, (desc, ()))
-        entries.append(_entry(values, name))
+        entry = _entry(values, name)
+        at_once = name, *map(values.get, ("seq_id", "collective_seq_id", "p2p_seq_id"))
+        if _END_OF_GROUP.fullmatch(entry.verb) and at_once in inside:
+            # Torch updates the state of this entry alone: it is that of the calls in the group.
+            for i in inside[at_once]:
+                entries[i] = replace(entries[i], done=entries[i].done or entry.done)
+            continue
+        inside[at_once].append(len(entries))
+        entries.append(entry)
     return Recording(rank, printable(dump.get("host_name") or host), entries, groups)
 
 
@@ -259,7 +293,8 @@ def _of_watchdog(values: Any) -> Recording:
     stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
     host = printable(state.label).partition(" on host ")[2]
     said = "" if state.stack else printable(state.silence)
-    return Recording(int(state.rank), host, entries, groups, stack, said)
+    known = bool(state.is_known)
+    return Recording(int(state.rank), host, entries, groups, stack, said, known)
 
 
 # ---------------------------------------------------------------------- explaining
@@ -313,7 +348,9 @@ def _explain_group(group: Group, report: Report) -> None:
     for number in sorted(waiting):
         here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
         last = {r: max(group.calls[r], default=0) if r in group.calls else 0 for r in group.ranks}
-        missing = [r for r in group.ranks if last[r] < number]
+        absent = [r for r in group.ranks if last[r] < number]
+        missing = [r for r in absent if report.knows(r)]
+        unknown = [r for r in absent if not report.knows(r)]
         verb, like = _most({r: e.verb for r, e in here.items()})
         call = f"{verb} #{number} on {group.name}"
         others = {r: e for r, e in here.items() if r not in like}
@@ -335,15 +372,17 @@ def _explain_group(group: Group, report: Report) -> None:
         stuck = [r for r in sorted(here) if not here[r].done]
         if missing:
             report.findings.append(f"{names(missing)} did not come to {call}.")
-        elif not others and same == like:
+        if unknown:
+            report.findings.append(f"Whether {names(unknown)} came to {call} is unknown.")
+        if not absent and not others and same == like:
             alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
             report.findings.append(f"All have called {call}, and it does not end.{alone}")
         for verb in dict.fromkeys(here[r].verb for r in stuck):
             mine = [r for r in stuck if here[r].verb == verb]
             against = [r for r in here if here[r].verb != verb]
             name = f"{verb} #{number} on {group.name}"
-            report.waits.append(Wait(mine, name, sorted({*missing, *against})))
-        if missing or others:
+            report.waits.append(Wait(mine, name, sorted({*absent, *against})))
+        if absent or others:
             if others:  # they wait for each other: one of each kind
                 report.culprits += [r for r in (*others, like[0]) if r not in report.culprits]
             return  # what comes later follows from this
@@ -371,9 +410,10 @@ def _explain_messages(groups: dict[str, Group], report: Report) -> None:
         call = f"{e.verb} #{e.number} {preposition} rank {peer} on {groups[e.group].name}"
         report.waits.append(Wait([rank], call, [] if other else [peer]))
         if other is None:
-            report.findings.append(
-                f"rank {rank} waits in {call}; rank {peer} has no {end} for it open."
-            )
+            has = f"rank {peer} has no {end} for it open"
+            if not report.knows(peer):
+                has = f"whether rank {peer} has a {end} for it open is unknown"
+            report.findings.append(f"rank {rank} waits in {call}; {has}.")
         elif end == "recv":
             differs = f": {e.data} meets {other.data}" if e.data != other.data else ""
             report.findings.append(f"Both ends of {call} of rank {rank} are open{differs}.")

@@ -147,7 +147,7 @@ def blamed(file: str, doing: list[str]) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
         if isinstance(error, SyntaxError):
-            lines = [error.lineno]
+            lines = [error.lineno] if error.lineno else []
         at = f", line {lines[-1]}" if lines else ""
         kind = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
         said = next(iter(str(error).splitlines()), "")

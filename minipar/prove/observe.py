@@ -131,6 +131,11 @@ def _train(job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) ->
                     what = list(getattr(loss, "shape", [type(loss).__name__]))
                     raise WrongFile(f"loss() returned {what}; it must be one number, []")
                 losses.append(float(_whole_tensor(loss.detach())) / len(batches))
+                if alone and not math.isfinite(losses[-1]):
+                    raise WrongFile(
+                        f"the loss on one device is {losses[-1]} in step {step + 1}: nothing can "
+                        f"be compared"
+                    )
                 doing.append(f"backward of step {step + 1}")
                 _backward(loss / len(batches))
         seen.losses.append(sum(losses))
@@ -138,6 +143,12 @@ def _train(job: Job, mesh: Mesh, trial: Trial, alone: bool, doing: list[str]) ->
         after()
         doing.append(f"gathering the gradients of step {step + 1}")
         seen.gradients.append(whole(_gradients(model), "full_gradients"))
+        for name, gradient in seen.gradients[-1].items():
+            if alone and gradient is not None and not gradient.isfinite().all():
+                raise WrongFile(
+                    f"the gradient of {name} on one device is not finite in step {step + 1}: "
+                    f"nothing can be compared"
+                )
         doing.append(f"clipping in step {step + 1}")
         seen.norms.append(_norm(job, model, strategies, built))
         doing.append(f"the optimizer's step {step + 1}")

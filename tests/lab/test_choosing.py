@@ -55,7 +55,7 @@ def test_the_figures_bear_the_numbers():
     found = choosing.calculate("llama-3-8b", "dp=4,tp=2,zero=2")
     drawn = choosing.calculator("llama-3-8b", "dp=4,tp=2,zero=2")
     held = sum(found.memory.values()) / 1e9
-    assert f"{found.mfu(False):.0%} MFU; {held:.0f} of" in texts(drawn)
+    assert f"{found.mfu(False):.0%} MFU; needs {held:.0f} GB, may fill" in texts(drawn)
     assert "it fits" in texts(drawn) and {"tp, exposed", "activations"} <= rows(drawn)
     assert "it does not fit" in texts(choosing.calculator("llama-3-70b", "dp=8"))
     fall = choosing.waterfall(found)

@@ -134,7 +134,7 @@ def test_the_finding_the_label_and_only_what_occurs():
     words = texts(draw.timeline(step(True), xlim=(0, 30)))
     assert "forward" in words and "backward" not in words
     assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
-        "a. b"
+        "a. 190 ms a step, nothing hidden. b. 145 ms"
     )
     quiet = Timeline([Span("forward", "x", 0, 0, 1.0)])
     assert "1000 ms, no communication" in texts(draw.timeline(quiet, unit=""))

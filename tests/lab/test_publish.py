@@ -27,8 +27,8 @@ def error(message: str = "no"):
     return new_output("error", ename="ValueError", evalue=message, traceback=[message])
 
 
-def shown(kind: str, content: str):
-    return new_output("display_data", data={kind: content})
+def shown(kind: str, content: str, alt: str = ""):
+    return new_output("display_data", data={kind: content}, metadata={kind: {"alt": alt}})
 
 
 def png(num_bytes: int) -> str:
@@ -48,7 +48,7 @@ GOOD = [
     new_markdown_cell(f"# A title, and {HOME}anybody may be named in prose"),
     code("print('a')", text("[0] a\n")),
     code("1 / 0", error(), tags=(publish.RAISES,)),
-    code("plot()", shown("image/png", png(99_999))),
+    code("plot()", shown("image/png", png(99_999), alt="A plot")),
     code("", count=None),
 ]
 
@@ -70,8 +70,15 @@ def test_nothing_is_wrong_with_a_good_notebook():
         ),
         (code("f()", error("/tmp/ipykernel_1/2.py"), tags=(publish.RAISES,)), "/tmp/ipykernel_1"),
         (code("f()", shown("text/plain", f"'{HOME}ann/data'")), f"{HOME}ann/data"),
-        (code("plot()", shown("image/png", png(100_001))), "a figure of 100 kB; at most 100 kB"),
-        (code("plot()", shown("image/svg+xml", "<svg>" + 120_000 * "x")), "a figure of 120 kB"),
+        (
+            code("plot()", shown("image/png", png(100_001), alt="A plot")),
+            "a figure of 100 kB; at most 100 kB",
+        ),
+        (
+            code("plot()", shown("image/svg+xml", "<svg>" + 120_000 * "x", alt="A plot")),
+            "a figure of 120 kB",
+        ),
+        (code("plot()", shown("image/png", png(100))), "a figure without a text that stands for"),
     ],
 )
 def test_each_fault_is_found(cell, complaint):

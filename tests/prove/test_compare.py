@@ -1,5 +1,7 @@
 """What counts as equal, and pieces that become whole."""
 
+import math
+
 import pytest
 import torch
 
@@ -36,6 +38,11 @@ def test_what_is_missing_or_not_a_number_differs(ours):
 def test_equal_is_relative_to_the_largest_number():
     one = torch.tensor([1.0, 1e-9], dtype=torch.float64)
     assert is_close(one + 9e-11, one) and not is_close(one + 2e-10, one)
+    masks = torch.tensor([-math.inf, 0.0]), torch.tensor([-math.inf, 1.0])
+    assert (
+        is_close(masks[1], masks[1]) and not is_close(*masks) and not is_close(-masks[1], masks[1])
+    )
+    assert not is_close(masks[1] * 0, masks[1] * 0)  # NaN
     noise = {"a": one, "b": torch.full((2,), 1e-16, dtype=torch.float64)}
     assert not differing({**noise, "b": -noise["b"]}, noise)  # what sums that cancel leave
 

@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,11 @@ TELLS = {  # way to hang -> findings, the ranks whose stacks are wanted, and a l
         [0, 1, 2, 3],
         "in circle",
     ),
-    "frozen": (["rank 1 did not come to all_reduce #4 on default_pg."], [1], "rank 1: no dump."),
+    "frozen": (
+        ["Whether rank 1 came to all_reduce #4 on default_pg is unknown."],
+        [1],
+        "rank 1: no dump.",
+    ),
 }
 
 
@@ -106,7 +111,8 @@ def test_a_folder_of_hosts_names_them_and_exit_codes_tell(tmp_path, capfd):
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     assert run(tmp_path, "--out", tmp_path / "a.png") == 1
     said = capfd.readouterr().out
-    assert "rank 2 did not come" in said and "rank 2: no dump" in said and "notes.txt" in said
+    assert "Whether rank 2 came to all_reduce #4" in said and "notes.txt" in said
+    assert "-> perhaps rank 2\n" in said and "rank 2: no dump" in said
     assert (tmp_path / "a.png").stat().st_size > 5000
     done = [nccl(0, [("all_reduce", 1, True)]), nccl(1, [("all_reduce", 1, True)])]
     assert run(write(tmp_path / "done", done)) == 0
@@ -221,8 +227,6 @@ def test_our_own_watchdog_is_read(tmp_path):
             1, "rank 1 of 2 (dp=1) on host b, process 2", (calls[1],), (), "File train.py\n  x()"
         ),
     ]
-    from dataclasses import asdict
-
     content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
     (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
     report = hang.explain(*hang.read([tmp_path / "stalled.json"]))
@@ -230,7 +234,122 @@ def test_our_own_watchdog_is_read(tmp_path):
     assert "rank 1 on b, process 2: its last was all_reduce #3 on dp; it is here:" in str(report)
 
 
+# ---------------------------------------------------------------------- coalesced calls
+def coalesced(dump, end, done, **numbers):
+    """Make one group, which ends in `end`, of the calls that have not; their states stay."""
+    group = [e for e in dump["entries"] if e["state"] == "started"]
+    dump["entries"].append(copy.deepcopy(group[-1]))
+    dump["entries"][-1] |= {"profiling_name": f"nccl:{end}", "input_sizes": [], "input_dtypes": []}
+    if done:
+        dump["entries"][-1] |= {"state": "completed", "retired": True}
+    for entry in [*group, dump["entries"][-1]]:
+        entry |= numbers
+    return dump
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_messages_of_one_batch_end_with_its_last_entry(tmp_path, done):
+    """Mutants: the state of each message counts; or every message in a batch has ended."""
+    calls = {0: "send 0->1", 1: "recv 1<-0"}
+    dumps = [nccl(rank, [("all_reduce", 1, True), (calls[rank], 1, False)]) for rank in calls]
+    dumps = [coalesced(dump, "coalesced", done, collective_seq_id=1) for dump in dumps]
+    report = told(tmp_path, *dumps)
+    open_ends = "Both ends of send #1 to rank 1 on default_pg of rank 0 are open."
+    assert report.findings == ([] if done else [open_ends])
+    assert [len(recording.entries) for recording in report.recordings.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("end", ["coalesced", "ALLGATHER_coalesced"])
+@pytest.mark.parametrize("done", [True, False])
+def test_collectives_of_one_group_end_with_its_last_entry(tmp_path, done, end):
+    """Mutants: the state of each call counts; only one of the two names of the end is known."""
+    calls = [("_reduce_scatter_base", 1, False)] * 2
+    dumps = [coalesced(nccl(rank, calls), end, done) for rank in range(2)]
+    if done:
+        for dump in dumps:
+            dump["entries"] += nccl(0, [("all_reduce", 2, True)])["entries"]
+    reached = "All have called _reduce_scatter_base #1 on default_pg, and it does not end."
+    assert told(tmp_path, *dumps).findings == ([] if done else [reached])
+
+
+def test_a_batch_says_nothing_of_other_calls(tmp_path):
+    """Mutants: the end of a batch ends a collective that waits beside it, or, in old dumps, every
+    call before it, as these have `seq_id` alone; allreduce_coalesced, a call, is taken for an end.
+    """
+    calls = [("all_reduce", 1, False), ("send 0->1", 1, False)]
+    dump = coalesced(nccl(0, calls), "coalesced", True)
+    dump["entries"][0]["p2p_seq_id"] = 0  # as of a call from before the batch
+    (finding,) = told(tmp_path, dump).findings
+    assert finding == "Whether rank 1 came to all_reduce #1 on default_pg is unknown."
+    old = nccl(0, [("all_reduce", 3, False), ("coalesced", 4, True)])
+    for entry in old["entries"]:
+        entry["seq_id"] = entry.pop("collective_seq_id")
+        del entry["p2p_seq_id"]
+    assert "all_reduce #3" in told(tmp_path / "dumps", old).findings[0]
+    twice = nccl(0, [("all_reduce", 1, False), ("allreduce_coalesced", 1, True)])
+    assert "all_reduce #1" in told(tmp_path / "dumps" / "dumps", twice).findings[0]
+
+
+# ---------------------------------------------------------------------- of whom nothing is known
+def test_a_rank_that_the_watchdog_could_not_hear_is_not_said_to_be_missing(tmp_path):
+    """Mutant: a state that is not known counts as that of a rank that has called nothing."""
+    call = Call("all_reduce", "dp", (0, 1, 2), 7, 64, 5.0)
+    late = Call("all_reduce", "dp", (0, 1, 2), 6, 64, 9.0)
+    states = [
+        State(0, "rank 0 of 3 on host a", (call,), (call,), "here"),
+        State(1, "rank 1 of 3 on host a", (late,), (), "there"),
+        State(2, "rank 2 of 3 on host b", silence="it does not answer", is_known=False),
+    ]
+    content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
+    (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
+    report = hang.explain(*hang.read([tmp_path]))
+    assert report.findings == [
+        "rank 1 did not come to all_reduce #7 on dp.",
+        "Whether rank 2 came to all_reduce #7 on dp is unknown.",
+    ]
+    assert report.culprits == [1, 2]
+    assert "rank 0 in all_reduce #7 on dp -> rank 1 and perhaps rank 2\n" in str(report)
+    assert "rank 2 on b: nothing is heard of it; it does not answer" in str(report)
+
+
+def test_dumps_of_one_of_two_hosts_say_nothing_of_the_other(tmp_path):
+    """Mutant: a rank without a dump did not come, or has no message open."""
+    calls = [("all_reduce", 1, False), ("send 0->2", 1, False)]
+    dumps = [nccl(rank, calls[: 2 - rank], ranks="[0, 1, 2, 3]") for rank in range(2)]
+    report = told(tmp_path, *dumps)
+    assert report.findings == [
+        "Whether ranks 2, 3 came to all_reduce #1 on default_pg is unknown.",
+        "rank 0 waits in send #1 to rank 2 on default_pg; "
+        "whether rank 2 has a recv for it open is unknown.",
+    ]
+    assert report.culprits == [2, 3]
+
+
+def test_dumps_without_a_call_are_no_sign_that_nothing_hangs(tmp_path, capfd):
+    """Mutant: no call recorded is told as no hang, with exit code 0."""
+    assert run(write(tmp_path / "dumps", [nccl(0, []), nccl(1, [])])) == 2
+    said = capfd.readouterr().err
+    assert "no call of ranks 0, 1 was recorded" in said and "TORCH_FR_BUFFER_SIZE must be" in said
+
+
 # ---------------------------------------------------------------------- from strangers
+@pytest.mark.parametrize(
+    "content", [b'{"step": 1}\n{"step": 2}\n', b"\x80\x02", b'{"entries": [0]}']
+)
+def test_what_cannot_be_read_is_skipped_beside_a_dump(tmp_path, content):
+    """Mutants: one unreadable file hides all dumps of a folder; or none of them is named."""
+    folder = write(tmp_path / "run", [nccl(0, [("all_reduce", 1, True)])])
+    other = folder / "metrics_1.jsonl"
+    other.write_bytes(content)
+    recordings, (note,) = hang.read([folder])
+    assert list(recordings) == [0] and note.startswith(f"skipped: {other} is no")
+    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
+        hang.read([folder / "trace_0", other])
+    (folder / "trace_0").unlink()
+    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
+        hang.read([folder])
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, (str(Path(os.environ["EVIL"])),)

@@ -41,6 +41,16 @@ WRONG = {
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
     "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])", r"returned \[16, 1\];"),
     "nothing made": ("return model, after_backward", "return 7", r"parallelize\(\) returned int"),
+    "a loss that is no number": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "F.mse_loss(model(batch[0]), batch[1]) * float('nan')",
+        "the loss on one device is nan in step 1: nothing can be compared",
+    ),
+    "a gradient that is no number": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "F.mse_loss(model(batch[0]), batch[1]) + (0 * model(batch[0])).abs().sqrt().sum()",
+        r"the gradient of 0\.weight on one device is not finite in step 1: nothing can be compared",
+    ),
     "a mistake in it": (
         "dist.broadcast(p.data",
         "dist.broadcast(q.data",
@@ -52,6 +62,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_file_that_is_wrong_is_told_in_one_line(ranks, tmp_path, name):
+    """Mutant: what is nan on one device and on the ranks is told as a difference."""
     old, new, said = WRONG[name]
     assert old in FILE
     file = tmp_path / "mine.py"
@@ -59,6 +70,13 @@ def test_a_file_that_is_wrong_is_told_in_one_line(ranks, tmp_path, name):
     with pytest.raises(WrongFile, match=said) as error:
         prove(str(file), {"dp": 2}, ranks)
     assert "\n" not in str(error.value) and "mine.py" in str(error.value)
+
+
+def test_a_file_of_bytes_that_are_no_text_is_told_without_a_line(ranks, tmp_path):
+    """Mutant: the error has no line, and "line None" is told."""
+    (tmp_path / "mine.py").write_bytes(b"x = 1\0")
+    with pytest.raises(WrongFile, match=r"mine\.py, in reading it: SyntaxError"):
+        prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks)
 
 
 def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):

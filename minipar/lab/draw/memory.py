@@ -193,7 +193,9 @@ def _headline(figure: Figure, name: str, history: MemoryHistory, y: float) -> No
     if name:
         style = {"size": 12, "weight": "bold", "color": INK, "va": "bottom"}
         figure.text(LEFT / width, y, name, **style)
-        figure.text(1 - RIGHT / width, y, said, size=10, color=INK, va="bottom", ha="right")
+        figure.text(
+            1 - RIGHT / width, y, said, gid=pen.FINDING, size=10, color=INK, va="bottom", ha="right"
+        )
     else:
         figure.text(LEFT / width, y, said, size=12, weight="bold", color=INK, va="bottom")
 

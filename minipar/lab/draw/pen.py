@@ -278,10 +278,18 @@ def _literal(figure: Figure) -> Figure:
     return figure
 
 
+FINDING = "finding"
+"""The id of a text that says beside a heading what came of it: "308 ms a step, nothing hidden"."""
+
+
+def _is_heading(text: Text) -> bool:
+    return text.get_weight() == "bold" and text.get_size() >= 11
+
+
 def in_words(figure: Figure) -> str:
-    """What stands for the figure where it is not seen: its headings, and its note."""
+    """What stands for the figure where it is not seen: headings, what they find, and the note."""
     texts = [*figure.texts, *(text for ax in figure.axes for text in ax.texts)]
-    headings = [t for t in texts if t.get_weight() == "bold" and t.get_size() >= 11]
+    headings = [t for t in texts if t.get_gid() == FINDING or _is_heading(t)]
     notes = [t for t in figure.texts if t.get_size() == 8]
     return ". ".join(dict.fromkeys(t.get_text() for t in (*headings, *notes) if t.get_text()))
 

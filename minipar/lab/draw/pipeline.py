@@ -88,7 +88,7 @@ def compare(
         ax.text(0, -0.1, title, size=12, weight="bold", **place)
         said = finding(plan, t)
         said = f"{1e3 * t.duration:.0f} ms, {said}" if unit == "ms" else said
-        ax.text(1.005 * end, -0.1, said, size=10, ha="right", **place)
+        ax.text(1.005 * end, -0.1, said, gid=pen.FINDING, size=10, ha="right", **place)
     return figure
 
 

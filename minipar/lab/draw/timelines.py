@@ -187,9 +187,17 @@ def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit:
     room = (end - xlim[0]) / (xlim[1] - xlim[0]) * inches
     if room < (0.62 * 12 * len(title) + 0.56 * 10 * len(said)) / 72 + 0.2:
         x = (0.66 * 12 * len(title) / 72 + 0.25) / inches
-        ax.text(xlim[0] + x * (xlim[1] - xlim[0]), top, said, size=10, color=ink, **place)
+        ax.text(
+            xlim[0] + x * (xlim[1] - xlim[0]),
+            top,
+            said,
+            gid=pen.FINDING,
+            size=10,
+            color=ink,
+            **place,
+        )
     else:
-        ax.text(end, top, said, size=10, color=ink, ha="right", **place)
+        ax.text(end, top, said, gid=pen.FINDING, size=10, color=ink, ha="right", **place)
 
 
 def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
