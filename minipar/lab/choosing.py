@@ -59,7 +59,7 @@ def calculator(
     """Draw GB by part beside ms by part; arguments and errors are those of `calculate`."""
     found = calculate(model, plan, tokens, recompute, link)
     held, step = {k: b / 1e9 for k, b in found.memory.items()}, found.seconds
-    limit = cost.HEADROOM * found.job.machine.device.memory / 1e9
+    limit = cost.room(found.job.machine.device) / 1e9
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
     times = {names.get(part, part): 1e3 * s for part, s in step.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}

@@ -307,7 +307,9 @@ class Experts(nn.Module):
         if how == "grouped" and reason:
             raise ValueError(f"no grouped product here: {reason}; use 'loop'")
         if how == "loop" or reason:
-            pieces = rows.split(counts.tolist())
+            # On "meta" there is nothing to read, and each expert has as many rows.
+            even = counts.is_meta and rows.tensor_split(len(counts))
+            pieces = even or rows.split(counts.tolist())
             outs = [
                 F.linear(_swiglu(F.linear(piece, up)), down)
                 for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)

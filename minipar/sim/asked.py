@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from minipar.comm.mesh import whole_number
+from minipar.comm.mesh import MOST_RANKS, whole_number
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
@@ -90,9 +90,11 @@ def machine_of(config: PlanConfig) -> hardware.Machine:
         unit, _, where, name = WHAT_IF[key]
         if not where:
             machine = replace(machine, gpus=int(number))
+        elif where == "device":
+            machine = replace(machine, device=replace(machine.device, **{name: number * unit}))
         else:
-            part = replace(getattr(machine, where), **{name: number * unit})
-            machine = replace(machine, **{where: part})
+            network = getattr(machine, where).with_ports(number * unit)
+            machine = replace(machine, **{where: network})
     return machine
 
 
@@ -118,6 +120,8 @@ def base_of(config: PlanConfig) -> cost.Job:
     for name in ("gpus", "global_batch", "top"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: use 1 or more")
+    if config.gpus > MOST_RANKS:
+        raise ValueError(f"--gpus {config.gpus:,}: use at most {MOST_RANKS:,}, the largest plan's")
     model = model_config(config.model)
     seq = config.seq or min(8192, model.max_seq_len)
     if not 1 <= seq <= model.max_seq_len:

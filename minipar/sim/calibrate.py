@@ -8,9 +8,10 @@ edited, and a pasted output of nccl-tests can take the place of our own collecti
 """
 
 import re
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -136,26 +137,31 @@ def write(
     network = {"bandwidth": 2 * best, "share": 0.5, "tree": 0.25, "nvls": 0, "launch": 1e-4}
     network |= {"latency": 0, "ramp": 0.3}
     like = "gpu" if torch.cuda.is_available() else "this-cpu"
+    gpus = max([size, *(p.ranks for p in points)])  # a pasted output may be of more than measured
+    source = "measured here" if points else "placeholder: one rank has no network to measure"
 
-    def table(kind: str, values: dict[str, float], *lines: str) -> str:
-        numbers = [f'{key} = [{value:.6g}, "measured here"]' for key, value in values.items()]
+    def table(kind: str, values: dict[str, float], *lines: str, source: str) -> str:
+        numbers = [f'{key} = [{value:.6g}, "{source}"]' for key, value in values.items()]
         return "\n".join([f"[{kind}]", *lines, *numbers, ""])
 
     def text() -> str:
         parts = [
-            table("node.here", {"gpus": size}, 'device = "here"', 'inside = "here"',
-                  'between = "100gbe"'),
-            table("device.here", device, f'like = "{like}"'),
-            table("network.here", network),
+            table("node.here", {"gpus": gpus}, 'device = "here"', 'inside = "here"',
+                  'between = "100gbe"', source="measured here"),
+            table("device.here", device, f'like = "{like}"', source="measured here"),
+            table("network.here", network, source=source),
         ]  # fmt: skip
         return "\n".join(parts)
 
-    path.write_text(text(), encoding="utf-8")
     if points:
-        fitted = fit.fit(points, "inside", ("launch", "share", "ramp"))
+        with tempfile.TemporaryDirectory() as folder:  # only what is fitted goes where asked
+            first = Path(folder) / "first.toml"
+            first.write_text(text(), encoding="utf-8")
+            points = [replace(p, machine=str(first)) for p in points]
+            fitted = fit.fit(points, "inside", ("launch", "share", "ramp"))
         network |= fitted | {"share": min(1.0, fitted["share"])}
         network["tree"] = network["share"] / 2
-        path.write_text(text(), encoding="utf-8")
+    path.write_text(text(), encoding="utf-8")
     return hardware.load(path)
 
 

@@ -31,15 +31,18 @@ from functools import cache
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
-from minipar.sim.hardware import BYTES, Machine, Software
+from minipar.sim.hardware import BYTES, Device, Machine, Software
 
 BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualpipe_v": 1 / 4}
-"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
+"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank.
+
+But naive leaves M of it: its ranks compute one after the other, for each microbatch anew.
+"""
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 LOGITS = 12
 """Bytes that the loss keeps of a logit: in 16 bits, in float32, its gradient, and between."""
 HEADROOM = 0.78
-"""Share of a device that a plan may fill: fuller ones were two to six times slower than here."""
+"""Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
@@ -72,12 +75,6 @@ class Job:
     def wide(self) -> str:
         """The type of what is not a layer's product: 8 bits and fewer are for those alone."""
         return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
-
-    @property
-    def attends_in(self) -> str:
-        """The type of attention: where keys travel, minipar's own code widens them to float32."""
-        travel = self.plan.cp > 1 and self.plan.context != "ulysses"
-        return "fp32" if travel and self.software.name == "minipar" else self.wide
 
     @property
     def tokens_of_step(self) -> int:
@@ -165,7 +162,7 @@ def seconds(job: Job) -> dict[str, float]:
     m = plan.microbatches
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
-    left = BUBBLE.get(plan.schedule, 1) / job.chunks
+    left = m if plan.schedule == "naive" else BUBBLE.get(plan.schedule, 1) / job.chunks
     total |= {"bubble": left * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         far = 1 + (plan.num_ranks > job.machine.gpus)
@@ -214,7 +211,7 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     pieces = plan.cp if plan.context == "ring" else 1
     attention = device.seconds_of_attention(
         job.microbatch * pieces, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len / pieces,
-        c.head_dim, job.attends_in, backward=backward, kernel="" if job.flash else "unfused",
+        c.head_dim, job.wide, backward=backward, kernel="" if job.flash else "unfused",
     )  # fmt: skip
     attention *= job.software.attention if job.flash else 1
     attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
@@ -263,7 +260,7 @@ def _trips(dispatch: str, parts: int, trip: float, dense: float, experts: float)
 
 def _context(job: Job, attention: float, times: int, queries: float, keys: float) -> float:
     """Return what a layer waits for on cp: a ring travels beside attention, others do not."""
-    cp, tokens, inner = job.plan.cp, job.tokens, job.plan.tp
+    cp, tokens, inner = job.plan.cp, job.tokens, job.plan.tp * job.plan.ep
     if job.plan.context == "ring":
         nodes = 1 + (job.spread(inner, cp) > 1)
         hop = job.machine.seconds_of_collective("send", 4 * times * tokens * keys, 2, nodes)
@@ -308,6 +305,11 @@ def _touch(job: Job, num_bytes: float) -> float:
 
 
 # ---------------------------------------------------------------------- memory
+def room(device: Device) -> float:
+    """Return the bytes of a device that a plan may fill."""
+    return min(HEADROOM * device.memory, device.usable_memory())
+
+
 def parameters(job: Job) -> tuple[float, float, float]:
     """Return a rank's parameters before ZeRO: a layer's, of these experts', and a table's.
 
@@ -390,6 +392,8 @@ def in_flight(job: Job, stage: int) -> float:
     p, m, name, v = job.plan.pp, job.plan.microbatches, job.plan.schedule, job.chunks
     if name in ("gpipe", "looped_bfs"):
         return m
+    if name == "naive":
+        return 1
     most = {"zb_h2": 2 * p - 1 - 2 * stage, "eager_1f1b": 2 * (p - stage) - 1}.get(name, p - stage)
     if name in ("interleaved_1f1b", "interleaved_zb"):
         most = (2 * (p - stage - 1) + (v - 1) * p + 1) / v

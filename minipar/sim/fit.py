@@ -25,6 +25,7 @@ import numpy as np
 from minipar.comm.spans import wire_bytes
 from minipar.sim import hardware
 
+COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"
 _load = cache(hardware.load)
 
 
@@ -48,12 +49,19 @@ class Point:
 
 
 def read(path: str | Path) -> list[Point]:
-    """Return the points of a table."""
+    """Return the points of a table; raise `ValueError` for a row that is none."""
     points = []
-    for row in rows_of(path):
-        counts = [int(row[key]) for key in ("bytes", "ranks", "nodes")]
-        bus = float(row["busbw"]) * 1e9
-        points.append(Point(row["source"], row["machine"], row["verb"], *counts, bus))
+    for number, row in enumerate(rows_of(path), 1):
+        try:
+            counts = [int(row[key]) for key in ("bytes", "ranks", "nodes")]
+            bus = float(row["busbw"]) * 1e9
+            points.append(Point(row["source"], row["machine"], row["verb"], *counts, bus))
+        except KeyError as error:
+            raise ValueError(f"{path}: has no column {error}; use {COLUMNS}") from None
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{path}: row {number} needs numbers as its bytes, ranks, nodes and busbw"
+            ) from None
     return points
 
 
@@ -125,4 +133,7 @@ def main(path: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m minipar.sim.fit TABLE.csv")
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except (OSError, ValueError) as error:
+        raise SystemExit(" ".join(str(error).split())) from None

@@ -76,7 +76,7 @@ class Device:
 
         Raises `ValueError` for a type that the device does not have.
         """
-        dtype = _dtype(dtype)
+        dtype = type_name(dtype)
         if dtype in self.ceiling:
             return self.ceiling[dtype]
         known = [t for t in ("bf16", "fp16", "fp32") if t in self.ceiling and t in self.peak]
@@ -93,7 +93,7 @@ class Device:
     ) -> float:
         """Return the seconds of `batch` products [m, k] @ [k, n] of one launch."""
         _at_least_0(m=m, n=n, k=k, batch=batch)
-        dtype = _dtype(dtype)
+        dtype = type_name(dtype)
         if not m * n * k * batch:
             return self.launch
         tiles = batch * math.ceil(m / self.tile) * math.ceil(n / self.tile)
@@ -117,7 +117,7 @@ class Device:
         kernel = kernel or choices[0]
         if kernel not in choices:
             raise ValueError(f"{self.name} has no attention {kernel!r}; use one of {choices}")
-        dtype, passes = _dtype(dtype), 2 if backward else 1
+        dtype, passes = type_name(dtype), 2 if backward else 1
         if kernel == "unfused":
             scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
             values = self.seconds_of_matmul(queries, head_dim, keys, dtype, batch=batch * heads)
@@ -160,6 +160,13 @@ class Network:
     def bus(self, ranks: int) -> float:
         """Return the bytes/s that the busiest port of a ring of `ranks` carries."""
         return self.by_ranks.get(str(ranks), self.bandwidth * self.share)
+
+    def with_ports(self, bandwidth: float) -> "Network":
+        """Return this network with a port of `bandwidth` bytes/s, as sold, for each device alone.
+
+        What was measured by the number of ranks holds for the old ports, and is dropped.
+        """
+        return replace(self, bandwidth=bandwidth, shared=0.0, by_ranks={})
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,7 @@ def _at_least_0(**numbers: float) -> None:
             raise ValueError(f"{name}={number} must be a number of 0 or more")
 
 
-def _dtype(dtype: str) -> str:
+def type_name(dtype: str) -> str:
     """Return our name of a type; torch's names, and torch's types themselves, are known too."""
     name = str(dtype).removeprefix("torch.")
     name = _NAMES.get(name, "fp8" if name.startswith("float8") else name)

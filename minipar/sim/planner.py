@@ -96,13 +96,15 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
             continue
         mine = global_batch // dp
         group = dp * sizes["cp"]
-        micros = [n for n in (1, 2, 4, 8, 16, 32) if mine % n == 0]
+        micros = [n for n in sorted({1, 2, 4, 8, 16, 32, base.microbatch}) if mine % n == 0]
         zeros = (0, 1, 2, 3) if group > 1 else (0,)
         if pp > 1:  # ZeRO 2 and 3 would reduce once per microbatch
             zeros = zeros[:2]
         schedules = ("1f1b", "interleaved_1f1b") if pp > 1 else ("1f1b",)
         if pp > 1 and base.software.name == "minipar":
             schedules += ("zb_h1",)
+        if pp > 1 and base.plan.schedule not in schedules:
+            schedules += (base.plan.schedule,)
         again = ("none", "selective", "full")
         cuts = (False, True) if moe is not None and tp > 1 else (False,)
         every = itertools.product(micros, zeros, schedules, again, cuts)
@@ -117,11 +119,7 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
 
 def problem(job: cost.Job) -> str | None:
     """Say why a plan cannot be; None if it can."""
-    return _problem(job.plan, job.config) or (
-        f"seq={job.seq_len} is not divided by 2 cp={2 * job.plan.cp}"
-        if job.plan.cp > 1 and job.seq_len % (2 * job.plan.cp)
-        else None
-    )
+    return _problem(job.plan, job.config)
 
 
 @cache
@@ -164,11 +162,14 @@ def search(
     watch: Callable[[Iterable], Iterable] = iter,
 ) -> Search:
     """Rank all candidates; `watch` may show how far it is."""
-    limit = cost.HEADROOM * base.machine.device.memory
+    limit = cost.room(base.machine.device)
     fit, too_large = [], []
-    if dispatch := (fix or {}).get("dispatch"):
-        base = replace(base, plan=replace(base.plan, dispatch=dispatch))
-    jobs = [j for j in candidates(base, gpus, global_batch) if _has(j, fix or {})]
+    fix = fix or {}
+    # Candidates take from `base` what they do not vary; the precision is the machine's.
+    given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
+    plan = replace(base.plan, **given)
+    base = replace(base, plan=plan, microbatch=fix.get("microbatch", base.microbatch))
+    jobs = [j for j in candidates(base, gpus, global_batch) if _has(j, fix)]
     for job in watch(jobs):
         held = cost.memory(job)
         if sum(held.values()) > limit:
@@ -202,9 +203,10 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
             f"{seconds['ep']:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
         )
     nodes, machine = best.job.plan.num_ranks / best.job.machine.gpus, best.job.machine
-    if 1 < best.job.plan.tp <= machine.gpus and nodes > 1:
+    tp = best.job.plan.tp
+    if tp <= machine.gpus and tp % 2 == 0 and nodes > 1:
         n = 2 * best.job.tokens * best.job.config.hidden_size
-        times = [machine.seconds_of_collective("all_reduce", n, machine.gpus, k) for k in (1, 2)]
+        times = [machine.seconds_of_collective("all_reduce", n, tp, k) for k in (1, 2)]
         lines.append(
             f"tp stays inside a node: an all-reduce of a layer takes {times[0] * 1e3:.2f} ms "
             f"there, {times[1] * 1e3:.2f} ms over two"
@@ -291,7 +293,7 @@ def answer(
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
         f"{config.global_batch} sequences a step; step times are good to {ERROR:.0%} "
-        "(90 % of published runs)",
+        "(90 % of published runs, and more)",
         table(best),
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
@@ -304,13 +306,22 @@ def answer(
 def _by_part(ranked: Ranked) -> str:
     seconds = [f"{part} {s:.2f}" for part, s in ranked.seconds.items() if s >= 5e-3]
     held = [f"{part} {b / GB:.1f}" for part, b in ranked.memory.items() if b >= 0.05 * GB]
-    return f"  seconds: {', '.join(seconds)}\n  GB: {', '.join(held)}"
+    lines = [f"  seconds: {', '.join(seconds)}", f"  GB: {', '.join(held)}"]
+    unpriced = {"tp_overlap", "experts_over_cp", "expert_nodes", "compression"}
+    if ranked.job.plan.dispatch in ("gather", "hierarchical", "paired"):
+        unpriced.add("dispatch")
+    words = [w for w in str(ranked.job.plan).split(",") if w.partition("=")[0] in unpriced]
+    if words:
+        lines.append(
+            f"  The closed form does not price {', '.join(words)}: its numbers are without."
+        )
+    return "\n".join(lines)
 
 
 def explain(ranked: Ranked) -> str:
     """Say all about one plan."""
     text = f"{table([ranked])}\n\n{_by_part(ranked)}"
-    limit = cost.HEADROOM * ranked.job.machine.device.memory
+    limit = cost.room(ranked.job.machine.device)
     if (held := sum(ranked.memory.values())) > limit:
         text += f"\n  It does not fit: {held / GB:.0f} of {limit / GB:.0f} GB, most of it "
         text += ranked.largest
@@ -330,7 +341,7 @@ def as_minipar(ranked: Ranked) -> str:
     Traced and replayed whole; of a long pipeline, so many microbatches that its memory is full.
     """
     job, plan = ranked.job, ranked.job.plan
-    limit = cost.HEADROOM * job.machine.device.memory
+    limit = cost.room(job.machine.device)
     some = plan.microbatches
     if plan.pp > 1 and some > 4 * plan.pp:
         some = 4 * plan.pp
@@ -348,7 +359,13 @@ def as_minipar(ranked: Ranked) -> str:
 
 
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
-    plan = replace(Plan.parse(config.explain), precision=base.plan.precision)
+    plan, own = Plan.parse(config.explain), base.plan.precision
+    if "precision" in config.explain and plan.precision != own:
+        raise ValueError(
+            f"--explain precision={plan.precision}: {base.machine.name} is priced in {own} alone; "
+            f"use precision={own}, or leave it out"
+        )
+    plan = replace(plan, precision=own)
     plan.check(base.config)
     job = replace(base, plan=plan)
     count = job.dp * plan.microbatches
@@ -366,9 +383,14 @@ def _nothing_fits(config: PlanConfig, base: cost.Job, found: Search) -> str:
     fix = fixed(config.fix)
     if (small := found.smallest()) is None:
         some = next(iter(found.too_large or found.fit), None)
-        why = problem(some.job) if some else f"no dp divides --global-batch {config.global_batch}"
-        if fix:
-            why += f", with --fix {config.fix}"
+        if some:
+            why = problem(some.job) + (f", with --fix {config.fix}" if fix else "")
+        else:  # without --fix there is cp alone, which divides no batch
+            why = (
+                f"no candidate has --fix {config.fix}; pp is at most {base.config.num_layers} and "
+                f"tp {base.config.num_heads}, dp x ep x microbatch divides --global-batch "
+                f"{config.global_batch}, and the precision is {base.plan.precision}"
+            )
         return f"no legal plan for {config.gpus} devices: {why}"
     needs = (
         f"nothing fits: the smallest plan, {small}, needs {sum(small.memory.values()) / GB:.0f} of "

@@ -200,7 +200,7 @@ def trace(
                 found[c] |= _record(actor, places)
                 del actor
         found[c] = dict(sorted(found[c].items()))
-    tokens = plan.dp * plan.microbatches * sequences * seq_len
+    tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
     return Traces(config, plan, tokens, found.pop(0), dict(found))
 
 

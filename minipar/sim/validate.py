@@ -41,7 +41,7 @@ FAMILIES |= {"nemo": "megatron", "mcore": "megatron"}
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
 SCHEDULES = {"": "1f1b", "none": "1f1b", "interleaved": "interleaved_1f1b"}
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "mxfp8": "fp8", "nvfp4": "fp4"}
+DTYPES = {"mxfp8": "fp8", "nvfp4": "fp4"}
 NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
 SCHEDULES |= {"zb-1p": "zb_h1", "zb-2p": "zb_h2", "zb-v": "zb_v"}
 FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "copies", "fixed")
@@ -163,6 +163,8 @@ def _run(row: Row) -> Run:
     dp = whole("dp", max(1, gpus // (tp * pp * cp)))
     if dp * tp * pp * cp != gpus:
         raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
+    if pp > config.num_layers:  # stages may be more: the ends of some are an embedding or a head
+        raise ValueError(f"pp={pp} must be at most layers={config.num_layers}")
     schedule = row.get("schedule", "none").lower()
     schedule = SCHEDULES.get(schedule, schedule.replace("-", "_"))
     if schedule not in (*schedules.SCHEDULES, "dualpipe"):
@@ -171,7 +173,7 @@ def _run(row: Row) -> Run:
     if recompute not in ("none", "selective", "full") or zero > 3:
         raise ValueError(f"recompute={recompute}, zero={zero}: none, selective or full, and 0 to 3")
     dtype = row.get("dtype", "bf16").lower()
-    dtype = DTYPES.get(dtype, dtype)
+    dtype = hardware.type_name(DTYPES.get(dtype, dtype))
     machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
                        whole("gpus_per_node", 0, 0))  # fmt: skip
     plan = Plan(
@@ -209,7 +211,7 @@ def _with_batch(row: Row, job: cost.Job) -> cost.Job:
     jobs = [
         replace(job, microbatch=m, plan=replace(job.plan, microbatches=mine // m)) for m in tried
     ]
-    room = cost.HEADROOM * job.machine.device.memory
+    room = cost.room(job.machine.device)
     fit = [j for j in jobs if sum(cost.memory(j).values()) < room] or jobs[:1]
     return min(fit, key=lambda j: sum(cost.seconds(j).values()))
 
@@ -226,7 +228,7 @@ def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Mach
     if f"{name}{NETWORKS.get(family, '')}" in hardware.names():
         machine = hardware.load(name + NETWORKS.get(family, ""))
     if gbits:
-        machine = replace(machine, between=replace(machine.between, bandwidth=gbits * 1e9 / 8))
+        machine = replace(machine, between=machine.between.with_ports(gbits * 1e9 / 8))
     return replace(machine, gpus=gpus or machine.gpus)
 
 
@@ -242,9 +244,7 @@ def constant(runs: Sequence[Run]) -> np.ndarray:
     return ideal / np.median(ideal / [run.seconds for run in runs])
 
 
-def choices(
-    runs: Sequence[Run], headroom: float = cost.HEADROOM
-) -> list[tuple[float, float, float]]:
+def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     """Return of each cell of 3 runs or more: share of the best measured throughput that the
     prediction's choice and the rule of thumb's have; rank correlation of predicted and measured."""
     found = []
@@ -253,7 +253,7 @@ def choices(
         if len(cell) < 3:
             continue
         best = min(run.seconds for run in cell)
-        fit = [r for r in cell if r.held < headroom * r.job.machine.device.memory] or cell
+        fit = [r for r in cell if r.held < cost.room(r.job.machine.device)] or cell
         ours = min(fit, key=lambda run: run.predicted)
         thumb = min(fit, key=lambda r: (r.job.plan.tp * r.job.plan.pp, -r.job.microbatch))
         ranks = [
@@ -329,6 +329,8 @@ def best_software(runs: Sequence[Run], keys: Sequence[str] = FITTED) -> dict[str
 def fitted(runs: Sequence[Run]) -> str:
     """Return what fits each family of software best, and all of them together."""
     runs = [run for run in runs if run.split == "tune" and run.seconds]
+    if not runs:
+        raise ValueError("--fit: no row has split=tune and a time to fit to")
     by_family = {run.job.software.name for run in runs}
     lines = []
     for family in sorted(by_family):
@@ -358,7 +360,10 @@ def main(arguments: Sequence[str]) -> None:
     if not runs:
         raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
     show: Callable[[list[Run]], str] = fitted if "--fit" in arguments else report
-    print(show(runs))
+    try:
+        print(show(runs))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -39,6 +39,27 @@ def test_a_written_machine_has_the_times_that_made_it(tmp_path):
     assert calibrate.write(path, MEASURED, [], 1).gpus == 1
 
 
+def test_a_pasted_output_may_be_of_more_ranks_than_measure_here(tmp_path):
+    """Mutants: as many devices as measured, on which the fit is refused; a file before the fit."""
+    path, log = tmp_path / "m.toml", tmp_path / "log.txt"
+    log.write_text(PASTED, encoding="utf-8")
+    points = calibrate.parse_nccl(log, str(path))
+    machine = calibrate.write(path, MEASURED, points, 1)
+    assert machine.gpus == 2 and "placeholder" not in path.read_text(encoding="utf-8")
+    path.unlink()
+    with pytest.raises(ValueError, match="no collective"):
+        calibrate.write(path, MEASURED, [replace(points[0], verb="no_verb")], 1)
+    assert not path.exists()
+
+
+def test_a_network_that_nothing_measured_is_said_to_be_a_placeholder(tmp_path):
+    """Mutant: numbers of nobody's, labelled as measured."""
+    calibrate.write(tmp_path / "m.toml", MEASURED, [], 1)
+    device, _, network = (tmp_path / "m.toml").read_text(encoding="utf-8").partition("[network.")
+    assert "measured here" in device and "placeholder" not in device
+    assert "placeholder" in network and "measured here" not in network
+
+
 def test_the_output_of_nccl_tests_is_read(tmp_path):
     path = tmp_path / "log.txt"
     path.write_text(PASTED, encoding="utf-8")

@@ -119,6 +119,15 @@ def test_schedules_trade_the_bubble_for_memory():
     assert sum(whole.layers()) == 32
 
 
+def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
+    """As `schedules.naive` says. Mutants: 1F1B's bubble; its microbatches in flight."""
+    one, staged = job("pp=4,microbatches=16,schedule=naive"), job("pp=4,microbatches=16")
+    bubble = [cost.seconds(each)["bubble"] for each in (one, staged)]
+    assert bubble[0] == pytest.approx(16 * bubble[1])
+    assert [cost.in_flight(one, stage) for stage in range(4)] == [1, 1, 1, 1]
+    assert cost.in_flight(staged, 0) == 4
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
 def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
     """Of the slowest stage; `stages.balance` needs seconds for large models."""
@@ -176,6 +185,33 @@ def test_an_all_to_all_takes_as_long_as_its_bytes_on_the_port(axis):
     port = H100.between.bandwidth * H100.between.share
     far = 2 * rows * one.tokens * 56 / 64 / port * (2 if axis == "ep" else 1)
     assert far < cost._layer(one, False)[axis] < 1.6 * far  # more: latency
+
+
+@pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
+def test_between_two_ranks_of_cp_are_those_of_ep_and_tp(context):
+    """On nodes of 8, two ranks of cp are on two of them from ep x tp = 8. Mutant: without ep."""
+    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(8, 2, 14_336))
+
+    def waits(mesh):
+        one = job(f"cp=2,context={context},{mesh}", config=moe)
+        return cost._context(one, 0.0, 1, 4096, 1024)  # whatever a rank's widths are, the same
+
+    assert waits("ep=8") == waits("ep=4,tp=2") == waits("tp=8") > waits("ep=4") == waits("ep=2")
+
+
+def test_attention_of_every_software_is_in_the_type_of_the_job():
+    """Mutant: a ring of minipar's own, which uses the same kernel, counted in float32."""
+    named = [replace(ANY, name=name) for name in ("any", "minipar")]
+    times = [cost._layer(job("cp=4", software=software), False) for software in named]
+    assert times[0] == times[1]
+
+
+def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
+    """Mutants: a share of all memory alone; what is usable alone, though it is crowded."""
+    large = H100.device
+    assert cost.room(large) == cost.HEADROOM * large.memory < large.usable_memory()
+    small = replace(large, memory=8e9)
+    assert cost.room(small) == small.usable_memory() < cost.HEADROOM * small.memory
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@
 """
 
 import math
+import runpy
+import sys
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -219,6 +221,27 @@ def test_the_fit_prints_errors_and_constants(capsys):
     fit.main(str(TABLE))
     printed = capsys.readouterr().out
     assert "vtrain" in printed and "a100, inside: launch = " in printed
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "No such file"),
+        ("source,machine\nhere,a100", "has no column 'bytes'; use source,machine,verb"),
+        (f"{fit.COLUMNS}\nhere,a100,all_reduce,many,8,1,2", "row 1 needs numbers as its bytes"),
+        (f"{fit.COLUMNS}\nhere,a101,all_reduce,8,8,1,2", "no machine 'a101'"),
+    ],
+)
+def test_what_is_no_table_of_collectives_is_one_line(tmp_path, monkeypatch, rows, message):
+    """Mutant: a traceback."""
+    path = tmp_path / "table.csv"
+    if rows:
+        path.write_text(rows, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["fit", str(path)])
+    monkeypatch.delitem(sys.modules, "minipar.sim.fit")
+    with pytest.raises(SystemExit, match=message) as error:
+        runpy.run_module("minipar.sim.fit", run_name="__main__")
+    assert str(error.value).count("\n") == 0
 
 
 sizes = st.floats(0, 1e12)

@@ -11,6 +11,7 @@ import torch
 from minipar.cli import commands, main
 from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import asked, cost, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig
@@ -100,7 +101,7 @@ def _with_tp():
 def test_flags_are_read_by_our_own_training_and_come_in_pairs():
     for plan in (
         "dp=2,tp=2,zero=1,sequence_parallel",
-        "dp=2,pp=2,schedule=interleaved_1f1b,microbatches=4",
+        "dp=2,pp=3,zero=1,schedule=interleaved_1f1b,microbatches=3",
     ):
         base = planner.base_of(replace(EIGHT, model="small", gpus=4, seq=512))
         job = replace(base, plan=Plan.parse(plan), microbatch=2)
@@ -116,11 +117,126 @@ def test_flags_are_read_by_our_own_training_and_come_in_pairs():
         assert words[0::2] == [w for w in words if w.startswith("--")]
 
 
-def test_a_schedule_that_others_lack_is_said():
-    job = replace(planner.base_of(EIGHT), plan=Plan(pp=8, schedule="zb_h1", microbatches=64))
+FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    ("project", "plan", "words"),
+    [
+        ("minipar train", "pp=8,schedule=zb_h1,microbatches=64", "schedule=zb_h1"),
+        ("torchtitan", "pp=8,schedule=zb_h1,microbatches=64", "cannot: it has no schedule zb_h1"),
+        ("Megatron-LM", "pp=8,schedule=zb_h1,microbatches=64", "cannot: it has no schedule zb_h1"),
+        ("Megatron-LM", "dp=8,zero=2", "cannot: its --use-distributed-optimizer is zero=1"),
+        ("Megatron-LM", "dp=8,zero=1", "--bf16 --use-distributed-optimizer"),
+        ("Megatron-LM", "dp=8,precision=fp16", "--fp16"),
+        ("torchtitan", "dp=8,precision=fp16", "cannot: it has no fp16"),
+        ("torchtitan", "dp=8,zero=3", "--training.mixed_precision_param bfloat16"),
+        ("torchtitan", "dp=8,precision=float32", "--training.mixed_precision_param float32"),
+        ("Megatron-LM", "dp=8,zero=3", FSDP),
+        ("Megatron-LM", "dp=4,ep=2,zero=3", "cannot: its --use-torch-fsdp2 goes with no pp"),
+        ("Megatron-LM", "dp=4,pp=2,zero=3", "cannot: its --use-torch-fsdp2 goes with no pp"),
+        ("Megatron-LM", "dp=8,zero=3,precision=fp16", "cannot: its --use-torch-fsdp2 goes with"),
+        ("Megatron-LM", "dp=4,ep=2,precision=fp16", "cannot: its ep goes with no fp16"),
+        ("Megatron-LM", "pp=3,microbatches=3", "cannot: its stages have the same number"),
+        ("Megatron-LM", "pp=2,microbatches=4,schedule=interleaved_1f1b,stages_per_rank=3",
+         "cannot: its stages have the same number"),
+        ("Megatron-LM", "pp=4,microbatches=6,schedule=interleaved_1f1b",
+         "cannot: its interleaved pipeline takes a multiple of pp=4 microbatches"),
+        ("Megatron-LM", "pp=4,microbatches=8,schedule=interleaved_1f1b",
+         "--num-virtual-stages-per-pipeline-rank 2"),
+        ("torchtitan", "dp=2,tp=4", "cannot: its DDP (zero=0, on 2 ranks) goes with no other"),
+        ("torchtitan", "dp=2,pp=4,microbatches=4", "cannot: its DDP (zero=0, on 2 ranks)"),
+        ("torchtitan", "dp=2,tp=2,cp=2", "data_parallel_replicate_degree 2"),
+        ("torchtitan", "tp=8", "cannot: its tp and pp compute in float32, not bf16"),
+        ("torchtitan", "dp=4,ep=2", "cannot: its ep is a multiple of cp=1 and divides"),
+        ("torchtitan", "cp=4,ep=2,zero=1", "cannot: its ep is a multiple of cp=4"),
+        ("torchtitan", "dp=4,ep=2,zero=1", "expert_parallel_degree 2"),
+        ("torchtitan", "pp=2,cp=2,microbatches=4,schedule=interleaved_1f1b,stages_per_rank=4",
+         "cannot: its ranks of interleaved_1f1b have 2 stages, and the plan's have 4"),
+    ],
+)  # fmt: skip
+def test_what_another_project_refuses_at_its_start_is_said(project, plan, words):
+    """Mutants: flags that it refuses, or ignores; a plan that it takes, refused here."""
+    base = planner.base_of(EIGHT)
+    config = replace(base.config, moe=MoEConfig(8, 2, 14_336) if "ep=" in plan else None)
+    given = planner.flags(replace(base, config=config, plan=_in_bf16(plan)))[project]
+    assert words in given and words.startswith("cannot") == given.startswith("cannot")
+
+
+def test_fsdp_of_megatron_unties_embeddings():
+    """Mutant: another model than asked for, of more weights."""
+    tied = replace(planner.base_of(replace(EIGHT, model="llama-3.2-1b")), plan=_in_bf16("dp=8"))
+    given = [planner.flags(replace(tied, plan=replace(tied.plan, zero=n))) for n in (1, 3)]
+    assert [g["Megatron-LM"].startswith("cannot: its --use-torch-") for g in given] == [False, True]
+
+
+def _in_bf16(plan):
+    return Plan.parse(plan if "precision" in plan else f"{plan},precision=bf16")
+
+
+@pytest.mark.parametrize(("tokens", "plan"), [(101, "dp=8"), (8190, "dp=4,cp=2,zero=1")])
+def test_sequences_that_only_we_pad_are_no_ones_else(tokens, plan):
+    """Mutants: a plan that is refused, though `Composed.shard` pads; one that others get."""
+    job = replace(planner.base_of(EIGHT), plan=_in_bf16(plan), seq_len=tokens)
+    assert planner.problem(job) is None
     given = planner.flags(job)
-    assert given["torchtitan"] == given["Megatron-LM"] == "has no schedule zb_h1"
-    assert "schedule=zb_h1" in given["minipar train"]
+    assert "cannot: its seq_len is a multiple" in given["torchtitan"]
+    assert ("cannot: its seq-length is a" in given["Megatron-LM"]) == ("cp" in plan)
+
+
+def test_words_without_a_price_are_said():
+    """Mutant: the numbers of a plan without them, as if they were its own."""
+    moe = replace(EIGHT, model="mixtral-8x7b", global_batch=8)
+    for config, plan, words in (
+        (EIGHT, "dp=8,compression=int8", "does not price compression=int8:"),
+        (EIGHT, "dp=4,tp=2,sequence_parallel,tp_overlap", "does not price tp_overlap:"),
+        (moe, "cp=2,ep=4,experts_over_cp", "does not price experts_over_cp:"),
+        (moe, "ep=8,dispatch=hierarchical,expert_nodes=2", "dispatch=hierarchical, expert_nodes"),
+        (moe, "ep=8,dispatch=halves", None),
+    ):
+        text = planner.answer(replace(config, explain=plan))[0]
+        assert words in text if words else "does not price" not in text
+    assert "does not price tp_overlap" in planner.answer(replace(EIGHT, fix="tp_overlap"))[0]
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        "context=ulysses,cp=2",
+        "schedule=zb_h1,pp=2",
+        "stages_per_rank=4,pp=2",
+        "tp_overlap",
+        "compression=int8",
+        "microbatch=64",
+    ],
+)
+def test_words_that_no_search_varies_can_be_fixed(fix):
+    """Mutant: every candidate has them as usual, and so none is left."""
+    config = replace(EIGHT, model="llama-3.2-1b", seq=2048, fix=fix, global_batch=512)
+    for ranked in planner.answer(config)[1]:
+        assert all(
+            {"microbatch": ranked.job.microbatch}.get(word, getattr(ranked.job.plan, word, None))
+            == value
+            for word, value in asked.fixed(fix).items()
+        )
+
+
+@pytest.mark.parametrize("fix", ["dp=3", "microbatch=3", "precision=fp16", "ep=2"])
+def test_words_that_no_candidate_has_are_said(fix):
+    """Mutant: it is the batch that no dp divides."""
+    with pytest.raises(NothingFits, match=f"8 devices: no candidate has --fix {fix}"):
+        planner.answer(replace(EIGHT, fix=fix))
+
+
+def test_tp_is_timed_among_its_own_ranks():
+    """Mutant: among all of a node."""
+    base = planner.base_of(replace(EIGHT, gpus=16, global_batch=16))
+    job = replace(base, plan=Plan(dp=8, tp=2, sequence_parallel=True))
+    ranked = planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    n = 2 * job.tokens * job.config.hidden_size
+    inside, across = (job.machine.seconds_of_collective("all_reduce", n, 2, k) for k in (1, 2))
+    line = planner.reasons(planner.Search(0.0, [], []), ranked)[-1]
+    assert f"takes {inside * 1e3:.2f} ms there, {across * 1e3:.2f} ms over two" in line
 
 
 def test_one_plan_is_explained_and_json_is_the_same(capsys):
@@ -168,6 +284,11 @@ def call(capfd, *words):
         ("--fix tp=2,banana", "banana"),
         ("--explain dp=3,tp=3 --gpus 9", "tp=3"),
         ("--explain dp=4", "4 ranks"),
+        (
+            "--explain dp=8,precision=float32",
+            "h100-ndr is priced in bf16 alone; use precision=bf16",
+        ),
+        ("--gpus 1000000000000", "--gpus 1,000,000,000,000: use at most 1,048,576"),
     ],
 )
 def test_bad_input_is_one_line(capfd, words, message):
@@ -200,7 +321,7 @@ def test_published_recipes_that_cannot_work_are_refused():
     base = replace(planner.base_of(EIGHT), config=config, seq_len=4096)
     found = planner.search(base, 4, 64, {"tp": 4})
     assert found.best() is None and "kv" in planner.lost(found, found.fit[0], lambda r: True)
-    with pytest.raises(NothingFits, match="no legal plan for 8 devices: no dp divides|num_layers"):
+    with pytest.raises(NothingFits, match="for 8 devices: no candidate .* pp is at most 4 "):
         planner.answer(replace(EIGHT, model="tiny", fix="pp=8"))
 
 
@@ -232,7 +353,7 @@ def test_a_plan_that_minipars_own_code_cannot_hold_is_said(plan, more):
     assert ranked.as_dict()["minipar_bytes"] > 0
     peak = planner.simulate(ranked).peak_bytes
     for room, says in ((1.05, "fits in"), (0.95, "does not fit in")):
-        small = replace(job.machine.device, memory=room * peak / cost.HEADROOM)
+        small = replace(job.machine.device, memory=room * peak / cost.HEADROOM, context=0, nccl=0)
         machine = replace(job.machine, device=small)
         told = planner.as_minipar(replace(ranked, job=replace(job, machine=machine)))
         assert says in told and more in told and f"{peak / 1e9:.0f} GB: " in told
@@ -244,6 +365,32 @@ def test_the_machine_can_be_changed():
     assert (machine.between.bandwidth, machine.inside.bandwidth) == (25e9, 900e9)
     assert (machine.device.memory, machine.gpus) == (141e9, 72)
     assert hardware.load("h100-ndr").gpus == 8
+
+
+def test_every_answer_knows_of_the_same_room():
+    """On a small device, what torch and NCCL leave. Mutant: a share of all its memory, in one."""
+    config = replace(EIGHT, model="llama-3.2-1b", seq=2048, what_if="memory=10")
+    base = planner.base_of(config)
+    limit = cost.room(base.machine.device)
+    assert limit < cost.HEADROOM * 10e9 and planner.search(base, 8, 64).limit == limit
+    (ranked,) = planner.answer(replace(config, explain="dp=8"))[1]
+    held = sum(ranked.memory.values())
+    scaled = {part: limit * 1.01 / held * num_bytes for part, num_bytes in ranked.memory.items()}
+    assert "does not fit" in planner.explain(replace(ranked, memory=scaled))
+
+
+def test_a_device_has_the_bandwidth_that_is_asked_of_the_network():
+    """Mutants: of one port, which a node's devices share; V100's rings as they were measured."""
+    changed = replace(EIGHT, hardware="h100-100gbe", what_if="nic=400")
+    shared, own = asked.machine_of(changed).between, asked.machine_of(EIGHT).between
+    assert (shared.bandwidth, shared.shared) == (own.bandwidth, own.shared) == (50e9, 0)
+    seconds = [
+        asked.machine_of(replace(EIGHT, hardware="v100", what_if=what)).seconds_of_collective(
+            "all_gather", 1e9, 4
+        )
+        for what in ("", "nvlink=300")
+    ]
+    assert seconds[1] < 0.5 * seconds[0]
 
 
 @pytest.mark.slow

@@ -93,6 +93,13 @@ def test_flops_are_those_of_the_formula():
     assert found.tokens == 4 * tokens
 
 
+def test_ranks_of_ep_have_tokens_of_their_own():
+    """Mutant: those of dp alone are counted, though ep cuts the batch as well."""
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+    for text in ("ep=4", "dp=2,ep=2"):
+        assert trace(config, Plan.parse(text), seq_len=32).tokens == 4 * 32
+
+
 @pytest.mark.parametrize(
     "text", ["dp=64", "dp=64,zero=1", "dp=64,zero=2,microbatches=3", "dp=64,zero=3,microbatches=2"]
 )
@@ -264,3 +271,12 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(dp=2), seq_len=0)
     with pytest.raises(ValueError, match="nearest plan"):
         trace(CONFIG, Plan(tp=3), seq_len=32)
+
+
+def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
+    """Mutant: counts read where there are none, as of experts in float32 without an axis."""
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+    whole, shared = (
+        trace(config, Plan.parse(plan), seq_len=64).tokens for plan in ("tp=2", "dp=2,ep=2")
+    )
+    assert (whole, shared) == (64, 4 * 64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.lab import predicted
-from minipar.sim import cost, validate
+from minipar.sim import cost, hardware, validate
 
 DATA = Path(__file__).with_name("data")
 
@@ -114,6 +114,7 @@ GOOD = "here,a,32,4096,32,4096,NVIDIA H100 80GB SXM5,8,8,1,64,bf16,4.5"
         (",64,bf16=,60,bf16", "global_batch=60 is not microbatch=1"),
         (",32,4096,32=,,4096,32", "layers= must be a number of 1 or more"),
         (",32,4096,32=,1.5,4096,32", "layers=1.5 must be whole"),
+        ("bf16=int7", "no type 'int7'"),
     ],
 )
 def test_a_row_that_is_not_understood_is_left_out_counted_and_said(
@@ -129,6 +130,44 @@ def test_a_row_that_is_not_understood_is_left_out_counted_and_said(
     path.write_text("\n".join([HEAD, bad]), encoding="utf-8")
     with pytest.raises(SystemExit, match="no run that can be predicted"):
         validate.main([str(path)])
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("torch.bfloat16", "bf16"), ("float32", "fp32")])
+def test_a_type_may_have_torchs_name(tmp_path, capsys, dtype, name):
+    """Mutant: a name that products know, and the peak does not."""
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEAD}\n{GOOD.replace('bf16', dtype)}\n", encoding="utf-8")
+    validate.main([str(path)])
+    assert validate.read(path)[0].job.dtype == name and "1 rows" in capsys.readouterr().out
+
+
+def test_a_row_with_fewer_layers_than_ranks_of_a_pipeline_is_left_out(tmp_path, capsys):
+    """Mutant: it is predicted, with ranks that have nothing to do."""
+    path, head = tmp_path / "table.csv", f"{HEAD},pp"
+    four = GOOD.replace("a,32,", "a,4,").replace(",8,8,1,", ",8,1,1,")
+    rows = [head, f"{GOOD},1", f"{four},8"]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    validate.main([str(path)])
+    assert "rows left out: 1: pp=8 must be at most layers=4" in capsys.readouterr().out
+
+
+def test_the_bandwidth_of_a_device_is_not_divided_by_those_of_its_node(tmp_path):
+    """Mutant: a share of one port for all, of which each has a share again."""
+    path = tmp_path / "table.csv"
+    row = f"{GOOD.replace('NVIDIA H100 80GB SXM5', 'v100').replace('bf16', 'fp16')},25"
+    path.write_text(f"{HEAD},inter_gbps_per_gpu\n{row}\n", encoding="utf-8")
+    between = validate.read(path)[0].job.machine.between
+    assert (between.bandwidth, between.shared) == (25e9 / 8, 0)
+    assert hardware.load("v100").between.shared == 1
+
+
+def test_a_fit_without_rows_to_fit_to_is_one_line(tmp_path):
+    """Mutant: numpy's words on arrays without numbers."""
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEAD}\n{GOOD}\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="no row has split=tune") as error:
+        validate.main(["--fit", str(path)])
+    assert str(error.value).count("\n") == 0
 
 
 def test_what_is_no_table_is_one_line(tmp_path):
@@ -160,7 +199,7 @@ def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):
     assert short.job.microbatch > long.job.microbatch  # as 8 times 128 tokens take little room
     for run in (long, short):
         assert run.job.plan.microbatches * run.job.microbatch * 8 == 64
-        assert run.held < cost.HEADROOM * run.job.machine.device.memory
+        assert run.held < cost.room(run.job.machine.device)
 
 
 def test_gradients_of_microbatches_are_added_up_and_fsdp_copies():

@@ -1,0 +1,40 @@
+"""This computer's steps beside their predictions: errors of medians, and beside a control."""
+
+import pytest
+
+from minipar.sim import hardware, here
+from minipar.sim.here import Row
+
+
+def test_errors_are_those_of_the_medians():
+    """Mutants: a mean; the error of the measured instead of the predicted."""
+    row = Row("dp=2", "none", (1.0, 2.0, 9.0), (1.0, 1.0, 1.0), predicted=2.2, control=1.0)
+    assert row.error == pytest.approx(0.1)
+    assert row.beside_control == pytest.approx(0.1)
+
+
+def test_a_computer_that_slows_down_as_a_whole_is_as_good_as_predicted():
+    """Mutant: the ratio of medians, of rounds that do not belong together."""
+    row = Row("zero", "none", (2.0, 4.0, 12.0), (1.0, 2.0, 6.0), predicted=4.0, control=2.0)
+    assert row.error == 0 and row.beside_control == 0
+    apart = row._replace(measured=(2.0, 8.0, 6.0), controls=(1.0, 4.0, 3.0), predicted=3.0)
+    assert apart.error == pytest.approx(-0.5) and apart.beside_control == pytest.approx(-0.25)
+
+
+def test_the_table_ends_with_the_median_and_the_worst():
+    rows = [Row("dp=2", "none", (1.0,), (1.0,), predicted, 1.0) for predicted in (1.1, 0.9, 1.4)]
+    *head, plain, beside = here.table(rows).splitlines()
+    assert len(head) == 4 and "1000.0   1100.0  +10.0%" in head[1]
+    assert plain == "error: median 10.0%, worst 40.0%"
+    assert beside == "beside the control: median 10.0%, worst 40.0%"
+
+
+@pytest.mark.slow
+def test_steps_of_this_computer_are_measured_and_predicted():
+    """Mutants: a link that stays as it was; a prediction without the link."""
+    machine = hardware.load("this-cpu")
+    free, slow = here.compare(machine, plans=("dp=2",), rounds=2, links=("none", "1gbe"))
+    assert (free.link, slow.link) == ("none", "1gbe") and len(slow.measured) == 2
+    wire = slow.predicted - free.predicted
+    assert wire > 0.02 and min(slow.measured) - min(free.measured) > 0.5 * wire
+    assert free.predicted == free.control
