@@ -2,6 +2,8 @@
 
 import pytest
 
+from minipar.comm import device as devices
+from minipar.comm import link
 from minipar.sim import hardware, here
 from minipar.sim.here import Row
 
@@ -38,3 +40,14 @@ def test_steps_of_this_computer_are_measured_and_predicted():
     wire = slow.predicted - free.predicted
     assert wire > 0.02 and min(slow.measured) - min(free.measured) > 0.5 * wire
     assert free.predicted == free.control
+
+
+def test_a_link_is_no_faster_than_the_processes_behind_it():
+    """Mutants: a link that moves bytes for nothing; one that adds what happens meanwhile."""
+    machine = hardware.load("this-cpu")
+    moving = machine.seconds_of_collective("all_reduce", 4e6, 2)
+    for name in ("none", "1gbe"):
+        there = here.Here(devices.Device(machine.device), link.LINKS[name], machine)
+        wire = link.seconds("all_reduce", 4_000_000, 2, link.LINKS[name])
+        assert there.seconds_of_collective("all_reduce", 4e6, 2) == max(wire, moving)
+    assert wire > moving
