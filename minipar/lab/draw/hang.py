@@ -16,7 +16,8 @@ _LEGEND = [(KIND["forward"], "ended"), (EXPOSED, "waits"), (AXIS["dp"], "waits, 
 def hang(report: Report) -> Figure:
     """A row per rank, a column per collective: each group in which a call has not ended.
 
-    Without any, all groups. At most `ROWS` ranks and `COLUMNS` calls of each.
+    Without any, all groups. At most `ROWS` ranks and `COLUMNS` calls of each. A rank of which
+    nothing is known has question marks.
     """
     called = [g for g in report.groups if g.calls]
     shown = [g for g in called if any(not e.done for c in g.calls.values() for e in c.values())]
@@ -49,17 +50,19 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
     for row, rank in enumerate(group.ranks[:ROWS]):
         y = top - 0.25 - ROW * (row + 1)
         recording = report.recordings.get(rank)
-        host = recording.host[:10] if recording else "no dump"
+        known = report.knows(rank)
+        host = recording.host[:10] if known else "not heard" if recording else "no dump"
         name = f"rank {rank}" + (f" · {host}" if host else "")
-        pen.text(ax, 1.4, y + ROW / 2, name, ha="right", size=8, color=INK if recording else MUTED)
+        pen.text(ax, 1.4, y + ROW / 2, name, ha="right", size=8, color=INK if known else MUTED)
         last = max(group.calls.get(rank, {}), default=0)
         for column, number in enumerate(numbers):
             entry = group.calls.get(rank, {}).get(number)
             odd, gone = (rank, number) in group.odd, entry is None and number > last
             waits = AXIS["dp"] if odd else EXPOSED
             fill = GRID if gone else KIND["forward"] if entry is None or entry.done else waits
+            fill = PAPER if gone and not known else fill
             x = 1.5 + wide * column
             pen.rectangle(ax, x + 0.02, y + 0.02, wide - 0.04, ROW - 0.04, fc=fill, ec=PAPER)
-            word = "" if entry is None else entry.verb.replace("_", "-").strip("-")
+            word = entry.verb.replace("_", "-").strip("-") if entry else "" if known else "?"
             style = {"ha": "center", "size": 7, "color": pen.ink_on(fill)}
             pen.text(ax, x + wide / 2, y + ROW / 2, word[: int(13 * wide)], **style)
