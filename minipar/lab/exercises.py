@@ -293,8 +293,9 @@ def _only_raises(answer: Callable, error: str) -> bool:
 
 
 def _waiting(asked: Exercise) -> CheckFailed:
+    end = "" if asked.title.endswith("?") else "."
     return CheckFailed(
-        f"Exercise {asked.id} is waiting for you: {asked.title}\n"
+        f"Exercise {asked.id} is waiting for you: {asked.title}{end}\n"
         f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
         "run its cell, then this one again.",
         "written",

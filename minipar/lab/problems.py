@@ -103,8 +103,9 @@ def check_number(number: str, answer: Any) -> None:
     """Say that `answer` is right, or raise `CheckFailed`, which says how far off it is, and why."""
     asked = _named(number)
     if answer is ...:
+        end = "" if asked.title.endswith("?") else "."
         raise CheckFailed(
-            f"Problem {number} is waiting for you: {asked.title}\n"
+            f"Problem {number} is waiting for you: {asked.title}{end}\n"
             f"Put your number ({asked.unit}) in the place of the dots, and run this cell again.",
         )
     try:
