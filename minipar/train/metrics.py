@@ -86,6 +86,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
             if type(line["step"]) is not int or type(line.get("loss", 0.0)) not in _NUMBERS:
                 raise TypeError("step or loss is no number")
+            _one_line(line)  # it can be written again
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is no line of metrics: {error}") from None
         lines.append(line)

@@ -491,9 +491,10 @@ def test_metrics_survive_what_a_kill_leaves(tmp_path):
     metrics.write({"step": 3, "loss": 0.25})
     metrics.close()
     assert [line["loss"] for line in read(path)] == [1.0, 0.5, 0.25]
-    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
-        read(path)
+    for odd in ("nonsense", '{"step": 2, "tokens_per_expert": [NaN]}'):
+        path.write_text(f'{{"step": 1}}\n{odd}\n{{"step": 3}}\n', encoding="utf-8")
+        with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no line of metrics"):
+            read(path)
 
 
 # ---------------------------------------------------------------------- T10
