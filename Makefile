@@ -28,7 +28,7 @@ test-fast: $(READY) ## the tests without the slow ones and the notebooks; some m
 	$(BIN)/python -m tests.side_by_side -m "not slow and not notebook and not exhaustive" $(ARGS)
 
 test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
-	$(BIN)/python -m tests.side_by_side -m "" $(ARGS)
+	$(BIN)/python -m tests.side_by_side -m "" --hypothesis-profile default $(ARGS)
 
 test-elsewhere: $(READY) ## what trains, rounded as other processors would; ARGS="--settings avx2"; hours
 	$(BIN)/python -m tests.elsewhere $(ARGS)

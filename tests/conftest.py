@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from minipar.comm import launch
 from minipar.comm.launch import Ranks
@@ -20,6 +21,11 @@ FOREIGN += "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "RO
 for name in list(os.environ):
     if name.startswith(FOREIGN) or name.lower().endswith("_proxy"):
         del os.environ[name]
+
+
+# Inputs that are drawn are the same each time, but in `make test-all`, which looks for new ones.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(tryfirst=True)
