@@ -52,10 +52,10 @@ def tune(
     """
     if axis.size == 1:
         return Tuning(1, 0.0, 0.0)
-    if dist.get_backend(axis.group) == "nccl":
-        raise ValueError("tune: NCCL chooses its algorithms by itself; use gloo or link")
     if len(set(sizes)) < 2 or min(sizes) < 1 or rounds < 1:
         raise ValueError(f"tune: sizes={tuple(sizes)} needs two sizes above 0; rounds={rounds}, 1")
+    if dist.get_backend(axis.group) == "nccl":
+        raise ValueError("tune: NCCL chooses its algorithms by itself; use gloo or link")
     left, right = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
     others = [peer for peer in range(axis.size) if peer != axis.rank]
     ring = [_measure(axis, [right], [left], size, rounds) for size in sizes]

@@ -69,6 +69,7 @@ def test_every_copy_is_a_span_of_the_timeline():
     assert recorded.bytes_by_axis() == {"host": 1_004_000}
 
 
+@pytest.mark.timed
 def test_waiting_is_not_computing():
     copies = HostCopy(pcie=SLOW)
     with timeline.record() as recorded, timeline.span("compute", "work"):
