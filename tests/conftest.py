@@ -1,6 +1,7 @@
 """One standing pool of ranks per size, shared by all tests: a start per size, not per test."""
 
 import os
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -21,6 +22,9 @@ FOREIGN += "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "RO
 for name in list(os.environ):
     if name.startswith(FOREIGN) or name.lower().endswith("_proxy"):
         del os.environ[name]
+
+# What a shell runs in the background ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Inputs that are drawn are the same each time, but in `make test-all`, which looks for new ones.

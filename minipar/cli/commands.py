@@ -185,7 +185,7 @@ EXAMPLES = {
     "train": (
         "--mesh dp=2,tp=2 --steps 100",
         "--preset small --data ~/texts --zero 3 --recompute full",
-        "--backend link --link 10gbe*4 --ddp naive",
+        "--backend link --link '10gbe*4' --ddp naive",
     ),
     "generate": (
         "runs/tiny-dp4 --prompt 'def main('",
@@ -221,8 +221,8 @@ EXAMPLES = {
     "bench mixture": ("", "--steps 50", "--json rows.json"),
     "calibrate": ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
     "bench ddp": ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
-    "bench collectives": ("", "--ranks 8", "--algorithms ring tree"),
-    "bench compression": ("", "--methods int8 powersgd", "--out compression.png"),
+    "bench collectives": ("", "--ranks 8", "--algorithms ring double_tree"),
+    "bench compression": ("", "--methods int8 'PowerSGD rank 4'", "--out compression.png"),
     "bench fsdp": ("", "--preset tiny --ranks 2", "--json rows.json"),
     "bench tensor": ("", "--ranks 2 --seq-len 128", "--json rows.json"),
     "bench context": ("", "--ranks 2", "--json rows.json"),

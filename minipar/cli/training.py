@@ -21,7 +21,7 @@ from minipar.lab import draw
 from minipar.sim import remedy
 from minipar.train import checkpoint, out_of_memory, trainer
 from minipar.train.config import TrainConfig
-from minipar.train.folder import find_job, forget_job, how_to_go_on, note_job
+from minipar.train.folder import find_job, forget_job, how_to_go_on, newest, note_job
 from minipar.train.metrics import read
 from minipar.train.report import Report
 from minipar.train.stop import pass_on
@@ -36,7 +36,7 @@ def train(config: TrainConfig) -> None:
         folder = run_of(config.resume)
         start = str(checkpoint_of(Path(config.resume)))
         checkpoint.verify(Path(start))
-    config.check_text()
+    config.check_text(reads=not backends.under_torchrun())  # whose ranks are here, and read it
     if not backends.under_torchrun():
         check_fits_here(config.num_ranks, config.weight_bytes())
     if backends.under_torchrun():
@@ -108,9 +108,9 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
                 error.add_note(f"\n{again}{how_to_go_on(folder)}")
             raise
     if rank == 0:
+        conclude(report, folder)
         if report is not None:
             forget_job(folder)
-        conclude(report, folder)
 
 
 def _place_under_torchrun(
@@ -178,10 +178,10 @@ def checkpoint_of(path: Path, asked: str = "--resume") -> Path:
     """Return `path` if it is a checkpoint, else the newest one of the run."""
     if path.parent.name == "checkpoints":
         return path
-    saved = checkpoint.available(path / "checkpoints")
-    if not saved:
+    saved = newest(path)
+    if saved is None:
         raise ValueError(f"{asked} {path}: the run has no checkpoint; start it again instead")
-    return saved[-1]
+    return saved
 
 
 class Progress:

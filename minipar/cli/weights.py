@@ -62,6 +62,8 @@ def export(command: Export) -> None:
     machine, if the run is a stranger's.
     """
     run, folder = run_of(command.run, "export"), Path(command.folder)
+    if (folder / "checkpoints").is_dir():
+        raise ValueError(f"export: {folder} is a run, and would lose its config.json; name another")
     start = checkpoint_of(Path(command.run), "export")
     tokenizer = _tokenizer_of(run, "export")
     checkpoint.export(start, folder)
@@ -90,13 +92,16 @@ def generate(command: Generate) -> None:
     if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
         tokenizer = _tokenizer_of(run_of(command.model, "generate"), "generate")
         weights, shape = checkpoint.model_of(checkpoint_of(path, "generate"))
-        model = Llama(shape)
-        checkpoint.load_weights(model, weights, f"checkpoint {path}")
+        with torch.device("meta"):
+            model = Llama(shape)
+        checkpoint.check_weights(model, weights, f"checkpoint {path}")
+        model = hf.fill(model, weights).float()
     else:
         if not path.is_dir():
             raise ValueError(f"generate {path} does not exist; name a run, or what export wrote")
         own = path / "tokenizer.json"
-        own = None if ByteTokenizer.wrote(own) else own
+        vocab_size = hf.load_config(path).vocab_size
+        own = None if ByteTokenizer.wrote(own, vocab_size) else own
         if own:
             try_out(own)
         tokenizer, model = load_tokenizer(own), hf.load(path)

@@ -62,6 +62,7 @@ class LinkWork(dist.Work):
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
         self.t_issue, self.t_start, self.t_end = device.clock(), None, None
+        self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
         self._inner, self._hold = inner, hold

@@ -21,7 +21,7 @@ from uuid import uuid4
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from minipar.model.hf_config import CONFIG, config_json, load_config, read_json, short
 from minipar.model.llama import Llama, LlamaConfig
@@ -47,13 +47,23 @@ def load(
     weights = read_tensors(path, names, dtype, device)  # refuses sizes that no file bears out
     with torch.device("meta"):
         model = Llama(load_config(path))
-    for name, tensor in weights.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor))
+    return fill(model, weights, device)
+
+
+def fill(
+    model: Llama, weights: Mapping[str, Tensor], device: torch.device | str | None = None
+) -> Llama:
+    """Make `weights` those of `model`, which is on the meta device: none is drawn, none is copied.
+
+    Parameters that `weights` lack stay on meta; buffers become zeros, on the CPU unless `device`
+    says otherwise. Returns the model.
+    """
+    model.load_state_dict(weights, strict=False, assign=True)
     for name, buffer in model.named_buffers():  # of routers: counts
-        owner, _, attribute = name.rpartition(".")
-        zeros = torch.zeros_like(buffer, device=device or "cpu")
-        setattr(model.get_submodule(owner), attribute, zeros)
+        if buffer.is_meta:
+            owner, _, attribute = name.rpartition(".")
+            zeros = torch.zeros_like(buffer, device=device or "cpu")
+            setattr(model.get_submodule(owner), attribute, zeros)
     model.tie_weights()
     return model
 
@@ -71,53 +81,79 @@ def read_tensors(
     shapes and types are held against `config.json` before any reading. Without `dtype`, all
     parameters have to be of one type.
     """
-    path = Path(path)
-    config, files = load_config(path), _files_of(path)
-    if config.num_layers > len(files):
-        raise ValueError(
-            f"{path / CONFIG}: num_hidden_layers={config.num_layers}, but there are no weights for "
-            f"so many: {len(files)} tensors in all"
-        )
-    shapes = _expected_shapes(config, path / CONFIG)
-    stored = {name: _stored_as(config, name, shapes[name], files) for name in shapes}
-    expected = {part: shape for parts in stored.values() for part, (_, shape) in parts.items()}
-    asked = [name for name in shapes if names is None or names(name)]
-    wanted = {part for name in asked for part in stored[name]}
-    missing = sorted(wanted - files.keys())
-    if missing:
-        raise ValueError(f"{path}: no weights for {_some(missing)}, which {CONFIG} asks for")
-    # Old files store the rotary frequencies; tied ones may repeat the embedding as the head.
-    known = expected.keys() | {HEAD}
-    foreign = sorted(n for n in files.keys() - known if not n.endswith("rotary_emb.inv_freq"))
-    if foreign:
-        raise ValueError(f"{path}: weights for {_some(foreign)}, which {CONFIG} knows nothing of")
+    return Folder(path).read(names, dtype, device)
 
-    tensors: dict[str, Tensor] = {}
-    first: tuple[str, torch.dtype] | None = None
-    if config.tie_embeddings and HEAD in files and EMBEDDING in wanted:
-        expected[HEAD] = expected[EMBEDDING]
-        wanted.add(HEAD)
-    for file in sorted({files[name] for name in wanted}):
-        with _open(file) as contents:
-            there = set(contents.keys())
-            for name in sorted(name for name in wanted if files[name] == file):
-                if name not in there:
-                    raise ValueError(f"{file}: no {name}, although {INDEX} says that it is here")
-                tensor = _read(file, contents, name, expected[name])
-                first, found = first or (name, tensor.dtype), tensor.dtype
-                if dtype is None and found != first[1]:
-                    raise ValueError(
-                        f"{file}: {name} is {short(found)}, but {first[0]} is {short(first[1])}; "
-                        "say which `dtype` all shall have"
-                    )
-                tensors[name] = tensor.to(device=device or "cpu", dtype=dtype)
-    head = tensors.pop(HEAD) if HEAD in wanted and config.tie_embeddings else None
-    if head is not None and not torch.equal(head, tensors[EMBEDDING]):
-        raise ValueError(
-            f"{files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they are tied; "
-            "write tie_word_embeddings: false if the head is one of its own"
-        )
-    return {name: _assembled(stored[name], tensors, shapes[name]) for name in asked}
+
+class Folder:
+    """A checkpoint folder of which tensors are read time after time: what it has is read once."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        self.config, self.files = load_config(path), _files_of(path)
+        if self.config.num_layers > len(self.files):
+            raise ValueError(
+                f"{path / CONFIG}: num_hidden_layers={self.config.num_layers}, but there are no "
+                f"weights for so many: {len(self.files)} tensors in all"
+            )
+        self.shapes = _expected_shapes(self.config, path / CONFIG)
+        self.stored = {
+            name: _stored_as(self.config, name, shape, self.files)
+            for name, shape in self.shapes.items()
+        }
+        expected = {p: shape for parts in self.stored.values() for p, (_, shape) in parts.items()}
+        # Old files store the rotary frequencies; tied ones may repeat the embedding as the head.
+        unknown = self.files.keys() - expected.keys() - {HEAD}
+        self.foreign = sorted(n for n in unknown if not n.endswith("rotary_emb.inv_freq"))
+        if self.config.tie_embeddings and EMBEDDING in expected:
+            expected[HEAD] = expected[EMBEDDING]
+        self.expected = expected  # shapes by name, as in the files
+
+    def read(
+        self,
+        names: Callable[[str], bool] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        """As `read_tensors`."""
+        config, files = self.config, self.files
+        asked = [name for name in self.shapes if names is None or names(name)]
+        wanted = {part for name in asked for part in self.stored[name]}
+        missing = sorted(wanted - files.keys())
+        if missing:
+            raise ValueError(
+                f"{self.path}: no weights for {_some(missing)}, which {CONFIG} asks for"
+            )
+        if self.foreign:
+            some = _some(self.foreign)
+            raise ValueError(f"{self.path}: weights for {some}, which {CONFIG} knows nothing of")
+
+        tensors: dict[str, Tensor] = {}
+        first: tuple[str, torch.dtype] | None = None
+        if config.tie_embeddings and HEAD in files and EMBEDDING in wanted:
+            wanted.add(HEAD)
+        for file in sorted({files[name] for name in wanted}):
+            with _open(file) as contents:
+                there = set(contents.keys())
+                for name in sorted(name for name in wanted if files[name] == file):
+                    if name not in there:
+                        raise ValueError(
+                            f"{file}: no {name}, although {INDEX} says that it is here"
+                        )
+                    tensor = _read(file, contents, name, self.expected[name])
+                    first, found = first or (name, tensor.dtype), tensor.dtype
+                    if dtype is None and found != first[1]:
+                        raise ValueError(
+                            f"{file}: {name} is {short(found)}, but {first[0]} is "
+                            f"{short(first[1])}; say which `dtype` all shall have"
+                        )
+                    tensors[name] = tensor.to(device=device or "cpu", dtype=dtype)
+        head = tensors.pop(HEAD) if HEAD in wanted and config.tie_embeddings else None
+        if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+            raise ValueError(
+                f"{files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they are "
+                "tied; write tie_word_embeddings: false if the head is one of its own"
+            )
+        return {name: _assembled(self.stored[name], tensors, self.shapes[name]) for name in asked}
 
 
 Parts = dict[str, tuple[tuple, tuple[int, ...]]]  # name in a file -> where in the tensor, its shape
@@ -242,7 +278,7 @@ def save(
         raise ValueError("a state dict does not say what model it belongs to: pass config as well")
     tensors = _checked(source, config)
     shards = _split(tensors, max_shard_bytes)
-    path = Path(path)
+    path = Path(path).resolve()  # of "." there would be no name
     path.parent.mkdir(parents=True, exist_ok=True)
     workshop = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")  # beside: the same file system
     workshop.mkdir()

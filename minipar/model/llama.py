@@ -146,9 +146,21 @@ def dense_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     if q.is_meta and mask is None:  # torch would spell it out; what counts is one kernel
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     grouped = q.shape[1] != k.shape[1]
+    if grouped and _no_fused_groups(q, mask):
+        k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
+
+
+def _no_fused_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether a GPU's only fused kernel for this wants as many heads of keys as of queries.
+
+    Flash attention takes groups, but 16 bits alone and no mask.
+    """
+    in_float32 = q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
+    return q.is_cuda and (in_float32 or mask is not None)
 
 
 class Attention(nn.Module):

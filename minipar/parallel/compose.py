@@ -51,17 +51,19 @@ from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import context, ddp, expert, fsdp, guard, tensor, ulysses, zero
+from minipar.parallel import context, ddp, expert, fsdp, guard, masters, tensor, ulysses, zero
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.optimizer_state import pack, unpack
-from minipar.parallel.pieces import Interval
+from minipar.parallel.pieces import Region
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
 from minipar.parallel.strategy import Strategy
 
 Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions and mask if any
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # (model, make=class) -> optimizer
-COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORKING_DTYPES = {"bf16": torch.bfloat16}
+"""By `Plan.precision`: of weights that compute, where others, their masters, learn; of all other
+precisions, weights stay as they are, and autocast casts for matrix products."""
 
 
 def apply(
@@ -142,8 +144,13 @@ def apply(
         )
     # 5. Data last: it sums gradients of the parameters that are left, and may cut them once more.
     #    Ranks of cp hold other tokens, as those of dp do: to gradients, both are one axis.
+    #    Only now are weights cast, so that masters begin with all digits.
+    dtype = WORKING_DTYPES.get(plan.precision)
+    if parts.pipeline is not None:
+        parts.pipeline.dtype = dtype  # of what stages send
     if plan.zero == 3:
-        dtype = COMPUTE_DTYPES[plan.precision] if plan.pp == 1 else None  # stages send their dtype
+        if plan.precision == "fp16" and plan.pp == 1:  # its stages would send the dtype of shards
+            dtype = torch.float16
         parts.data = fsdp.apply(
             model,
             data_axis,
@@ -163,7 +170,12 @@ def apply(
         )
         optimizer = make_optimizer(model, make=sharded)
         parts.data = zero.apply(
-            model, data_axis, optimizer=optimizer, stage=plan.zero, average=False
+            model,
+            data_axis,
+            optimizer=optimizer,
+            stage=plan.zero,
+            average=False,
+            working_dtype=dtype,
         )
     else:
         if plan.compression != "none":
@@ -177,6 +189,8 @@ def apply(
             reduce=parts.compressed or reduce,
         )
         optimizer = make_optimizer(model, make=optimizer_class)
+        if dtype is not None:
+            masters.keep(model, optimizer, dtype)
     return Composed(model, mesh, data_axis, plan, parts, optimizer)
 
 
@@ -198,6 +212,17 @@ class Parts:
             if part is not None and isinstance(whole, Tensor) and whole.ndim:
                 own = part.own(own)
         return own[name]
+
+    def region(self, name: str, shape: tuple[int, ...]) -> Region:
+        """Return what of a weight of `shape` is this rank's, before the data axis cuts it."""
+        spans = list(Region.whole(shape).spans)
+        if self.expert is not None and name in self.expert.names:
+            own = self.expert.names[name]
+            spans[0] = ((own.start, own.stop),)
+        if self.tensor is not None and name in self.tensor.pieces:
+            pieces = self.tensor.pieces[name]
+            spans[pieces.dim] = pieces.ranges(shape[pieces.dim], self.tensor.axis.rank)
+        return Region(shape, tuple(spans))
 
 
 class Composed(Strategy):
@@ -354,58 +379,11 @@ class Composed(Strategy):
         self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
 
     def _own_entry(self, name: str, value: Any) -> Any:
-        """Of an entry of the state: this rank's piece, or what will read it."""
-        if callable(value):
-            return lambda: self.parts.own_piece(name, value())
-        return self.parts.own_piece(name, value)
-
-    # ------------------------------------------------------------------ in pieces, out and in
-    @property
-    def has_intervals(self) -> bool:
-        """Whether what a rank has of a weight is an interval of its numbers, under ZeRO 3."""
-        plan = self.plan
-        return plan.zero == 3 and plan.tp == plan.ep == 1 and not plan.experts_over_cp
-
-    def intervals(self) -> tuple[dict[str, Interval], dict[str, Any], dict[str, Interval]]:
-        """Return this rank's part of weights and optimizer state by serial names; gathers neither.
-
-        Needs `has_intervals`. The second is the state dict of `full_optimizer_state`, alike on all
-        ranks, with meta tensors in the place of all that is cut: the third, by "NAME/ENTRY". A
-        collective, of names and numbers.
-        """
-        row_of = {p: row for row in self.rows for p in row.pieces}
-        weights, state, kinds = {}, {}, {}
-        for name, t in self.model.state_dict(keep_vars=True).items():
-            if t in row_of:
-                weights[self.serial_name(name)] = row_of[t].interval(t, t)
-            elif self.axis.rank == 0:
-                weights[name] = Interval(t.flatten(), 0, tuple(t.shape))
-        for name, p in itertools.chain(
-            *(g.items() for g in self.parts.data.members(self.optimizer))
-        ):
-            name, entries = self.serial_name(name), self.optimizer.state.get(p, {})
-            kinds[name] = {}
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and value.shape == p.shape:
-                    state[f"{name}/{key}"] = row_of[p].interval(p, value)
-                    value = value.dtype
-                kinds[name][key] = to_host(value) if isinstance(value, Tensor) else value
-        told: dict[str, dict[str, Any]] = defaultdict(dict)
-        for theirs in all_gather_object(kinds, self.mesh.world)[::-1]:  # the first counts
-            for name, entries in theirs.items():
-                told[name] |= entries
-        for name, entries in told.items():
-            for key, kind in entries.items():
-                if isinstance(kind, torch.dtype):
-                    told[name][key] = torch.empty(self.shapes[name], dtype=kind, device="meta")
-        return weights, pack(told, self.names, self.optimizer.param_groups), state
-
-    def fill(self, read: Callable[[str], Tensor]) -> None:
-        """Take this rank's part of the weights, under ZeRO 3: ``read(name)`` returns a whole one.
-
-        One at a time, by serial names.
-        """
-        self.parts.data.fill(lambda name: self.parts.own_piece(name, read(self.serial_name(name))))
+        """Of an entry of the state: this rank's piece, or what will read a part of that."""
+        shape = self.shapes[self.serial_name(name)]
+        if callable(value) and value.shape == shape:
+            return lambda flat: value(self.parts.region(name, shape)._replace(flat=flat))
+        return self.parts.own_piece(name, value() if callable(value) else value)
 
     def _own_names(self) -> list[list[str]]:
         """What this rank's parameters are called, by the groups of the optimizer."""

@@ -34,7 +34,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard
-from minipar.parallel.pieces import copies_axis
+from minipar.parallel.pieces import copies_axis, gradient_bytes
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -79,7 +79,7 @@ def apply(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
-    kinds = {(p.dtype, p.device, copies_axis(p, axis)) for p in trainable}
+    kinds = {(p.grad_dtype, p.device, copies_axis(p, axis)) for p in trainable}
     if version == "tuned" and len(kinds) > 1:
         raise ValueError(
             f"version='tuned' needs gradients of one dtype and device, with copies on all of "
@@ -119,11 +119,12 @@ class Naive(Strategy):
         # A rank that skips a parameter it did not use would leave the others waiting: all ranks
         # reduce all parameters, and a count tells "unused everywhere" from "zero".
         used = torch.tensor([float(p.grad is not None) for p in self.parameters])
-        used = all_reduce(used.to(self.parameters[0]), self.axis)
+        first = self.parameters[0]
+        used = all_reduce(used.to(first.device, first.grad_dtype), self.axis)
         for p, users in zip(self.parameters, used, strict=True):
             unused_here = p.grad is None
             if unused_here:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             axis = copies_axis(p, self.axis)
             if self.op == "avg":  # over all ranks, also where few have copies
                 p.grad.mul_(axis.size / self.axis.size)
@@ -149,7 +150,8 @@ class Bucket:
         self.parameters = parameters
         self.reduce = reduce or all_reduce_bucket
         sizes = [p.numel() for p in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters))
+        like = parameters[0]
+        self.flat = like.new_zeros(sum(sizes) + len(parameters), dtype=like.grad_dtype)
         *pieces, self.users = self.flat.split([*sizes, len(parameters)])
         self.gradients = self.flat[: sum(sizes)]
         self.views = {p: v.view_as(p) for p, v in zip(parameters, pieces, strict=True)}
@@ -208,17 +210,17 @@ def fill_buckets(
     groups: list[list[nn.Parameter]] = []
     room: dict[tuple, tuple[list[nn.Parameter] | None, float]] = {}
     for p in parameters:
-        key = p.dtype, p.device, copies_axis(p, None)
+        key = p.grad_dtype, p.device, copies_axis(p, None)
         group, left = room.get(key, (None, 0.0))
-        if group is None or p.nbytes > left:
+        if group is None or gradient_bytes(p) > left:
             group, left = [], capacity * min(1, 2 ** len(groups) / 4)
             groups.append(group)
         group.append(p)
-        room[key] = group, left - p.nbytes
+        room[key] = group, left - gradient_bytes(p)
     last, left = [], capacity / 4
-    if groups and sum(p.nbytes for p in groups[-1]) > left:
-        while groups[-1][-1].nbytes <= left:
-            left -= groups[-1][-1].nbytes
+    if groups and sum(map(gradient_bytes, groups[-1])) > left:
+        while gradient_bytes(groups[-1][-1]) <= left:
+            left -= gradient_bytes(groups[-1][-1])
             last.insert(0, groups[-1].pop())
     return [Bucket(group, reduce) for group in [*groups, last] if group]
 
@@ -236,7 +238,7 @@ class Bucketed(Naive):
     ) -> None:
         super().__init__(model, axis, average)
         self.reduce = reduce
-        num_bytes = sum(p.nbytes for p in self.parameters)
+        num_bytes = sum(map(gradient_bytes, self.parameters))
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         # Gradients come into being from the last layer to the first.
         order = self.parameters[::-1]
@@ -359,8 +361,8 @@ class Tuned(Overlapped):
         if not most:
             return False
         # The slowest rank's; a gradient that comes before its turn waits for those before it.
-        ready, sizes = list(accumulate(slowest, max)), [p.nbytes for p in self.order]
-        costs = bucket_sizes.measure(self.axis, self.order[0], int(self.capacity))
+        ready, sizes = list(accumulate(slowest, max)), [gradient_bytes(p) for p in self.order]
+        costs = bucket_sizes.measure(self.axis, self.buckets[0].flat, int(self.capacity))
         cut = bucket_sizes.best_cut(ready, sizes, costs)
         by_rule = [len(bucket.parameters) for bucket in self.buckets]
         self.said = bucket_sizes.compare(ready, sizes, costs, chosen=cut, rule=by_rule)

@@ -72,7 +72,14 @@ class Explanation:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        return "\n".join([f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *table])
+        lines = [f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *table]
+        precision = self.plan.precision.removeprefix("autocast-")
+        if self.plan.precision == "bf16":
+            where = "the shards" if self.plan.zero == 3 else "in the optimizer"
+            lines.insert(1, f"{_WORKING}{where}")
+        elif precision != "float32":
+            lines.insert(1, _CAST.format(precision))
+        return "\n".join(lines)
 
 
 def _runs(numbers: list[str]) -> str:
@@ -87,6 +94,11 @@ def _runs(numbers: list[str]) -> str:
 
 
 _STATE = ("weights", "gradients", "optimizer")
+_CAST = "  autocast: matrix products in {}; weights and what is between products as they are"
+_WORKING = (
+    "  bf16: weights that compute, activations, what stages send; float32: gradients as they are "
+    "summed, and master weights, "
+)
 
 
 def rows_of(plan: "Plan", config: LlamaConfig, dtype: torch.dtype) -> Iterator[Row]:
@@ -161,10 +173,9 @@ def _row(
     if len(stage_ranks) > 1:
         summed["pp"] = "exchange"
         sent["pp"] = num_bytes * (len(stage_ranks) - 1)
-    parts_of = {"weights": 3, "gradients": 2, "optimizer": 1}
-    state = {
-        kind: num_bytes * (2 if kind == "optimizer" else 1) // (n if plan.zero >= stage else 1)
-        for kind, stage in parts_of.items()
-    }
+    held = {"weights": (num_bytes, 3), "gradients": (num_bytes, 2), "optimizer": (2 * num_bytes, 1)}
+    if plan.precision == "bf16" and plan.zero < 3:  # under 3 shards are the masters
+        held |= {"weights": (2 * p.numel(), 3), "optimizer": (3 * num_bytes, 1)}
+    state = {kind: own // (n if plan.zero >= stage else 1) for kind, (own, stage) in held.items()}
     full = tuple(full_shape(p))
     return Row(name, full, tuple(p.shape), stage_ranks, tuple(cut), summed, sent, state)

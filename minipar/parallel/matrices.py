@@ -31,6 +31,11 @@ class Pieces:
         rows = whole.movedim(self.dim, 0).unflatten(0, (self.blocks, -1))[:, start:stop]
         return rows.flatten(0, 1).movedim(0, self.dim).clone(memory_format=torch.contiguous_format)
 
+    def ranges(self, length: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return where along `dim`, of `length`, the piece of `rank` comes from: once per block."""
+        (start, stop), block = self.spans[rank], length // self.blocks
+        return tuple((at + start, at + stop) for at in range(0, length, block))
+
     def join(self, piece: Tensor, axis: Axis) -> Tensor:
         """Put the pieces of all ranks together, V -> I; they may be of different width."""
         if self.blocks > 1:

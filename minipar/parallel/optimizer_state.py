@@ -146,8 +146,9 @@ def cut_state(
         piece = piece_of(parameters[label])
         row, own[label] = row_of.get(piece), {}
         for key, value in entries.items():
-            value = value() if callable(value) else value  # which reads it from a file
-            if isinstance(value, Tensor):
+            if callable(value):  # it reads this rank's part from a file
+                value = value(row.cuts[piece] if row else None).view_as(piece)
+            elif isinstance(value, Tensor):
                 is_cut = row and key != "step" and value.shape == row.shapes[piece]
                 value = row.part_of(piece, value) if is_cut else value
                 value = value.clone()  # not a view of the whole, nor a number that others count

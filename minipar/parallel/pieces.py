@@ -18,8 +18,9 @@ S = 6::
     cut, what part of the parameter it is                [0:0]       [2:5]        [0:2]
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,11 @@ def full_shape(p: Tensor) -> torch.Size:
     return getattr(p, "full_shape", p.shape)
 
 
+def gradient_bytes(p: Tensor) -> int:
+    """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
+    return p.numel() * p.grad_dtype.itemsize
+
+
 def is_copy(p: Tensor) -> bool:
     """Whether another rank of an axis of `p` counts these numbers."""
     return getattr(p, "is_copy", False)
@@ -67,12 +73,86 @@ def piece_of(p: nn.Parameter) -> nn.Parameter:
     return getattr(p, "piece", p)
 
 
-class Interval(NamedTuple):
-    """What a rank has of a tensor of `shape`, laid out flat: `numbers` [k], from `start` on."""
+class Region(NamedTuple):
+    """Which numbers of a tensor of `shape` a rank has.
+
+    Tensor and expert parallelism leave it a slice: of each dim the `spans` (start, stop), one after
+    the other. zero and fsdp leave it, of that slice laid out flat, the numbers of `flat`. Both in
+    one: columns 2 to 4 of a [3, 4] matrix, and of these the numbers 1 to 5::
+
+        . . a b        spans ((0, 3),), ((2, 4),)
+        . . c d        flat  slice(1, 5): b, c, d, e
+        . . e f        boxes [0:1, 3:4], [1:2, 2:4], [2:3, 2:3]
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    flat: slice | None = None  # all of them
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Region":
+        """All of a tensor."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        if self.flat is not None:
+            return self.flat.stop - self.flat.start
+        return math.prod(self._slice)
+
+    @property
+    def _slice(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
+
+    def boxes(self, numbers: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield `numbers` [k] of the region as boxes of the whole: offset of each, and a view."""
+        first = 0 if self.flat is None else self.flat.start
+        for offset, size in boxes_of(self._slice, first, first + self.numel):
+            box, numbers = numbers[: math.prod(size)].view(size), numbers[math.prod(size) :]
+            for cut in itertools.product(*map(_along, self.spans, offset, size)):
+                yield tuple(place for place, _ in cut), box[tuple(own for _, own in cut)]
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor: `numbers` [k], which are those of `region`."""
 
     numbers: Tensor
-    start: int
-    shape: tuple[int, ...]
+    region: Region
+
+
+def boxes_of(
+    shape: tuple[int, ...], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the numbers `start` to `stop` of what is laid out flat into boxes: offsets and sizes.
+
+    In order, and few: of a matrix the rest of a row, rows, and the beginning of one.
+    """
+    if not shape:
+        return [((), ())][start:stop]
+    row, found = math.prod(shape[1:]), []
+    while start < stop:
+        i, at = divmod(start, row)
+        rows = 0 if at else (stop - start) // row
+        end = min(stop, start + rows * row if rows else (i + 1) * row)
+        if rows:
+            found.append(((i, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+        else:
+            inner = boxes_of(shape[1:], at, at + end - start)
+            found += [((i, *offset), (1, *size)) for offset, size in inner]
+        start = end
+    return found
+
+
+def _along(spans: Sequence[tuple[int, int]], offset: int, size: int) -> list[tuple[int, slice]]:
+    """Along one dim, where a box of a slice is in the whole: places, and the part of the box."""
+    found, at = [], -offset  # where a span begins, as seen from the box
+    for start, stop in spans:
+        first, last = max(at, 0), min(at + stop - start, size)
+        if first < last:
+            found.append((start + first - at, slice(first, last)))
+        at += stop - start
+    return found
 
 
 class Layout:
@@ -127,11 +207,6 @@ class Row:
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
         """Return what of `whole`, shaped as the parameter, belongs to `piece`."""
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
-
-    def interval(self, piece: nn.Parameter, own: Tensor) -> Interval:
-        """Return `own`, shaped as `piece`, as a part of what is shaped as the parameter."""
-        numbers = own.detach().flatten()
-        return Interval(numbers, self.cuts[piece].start, tuple(self.shapes[piece]))
 
     @torch.no_grad()
     def join(

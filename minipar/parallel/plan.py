@@ -78,8 +78,9 @@ class Plan:
     """Per step, of every rank of dp."""
     compression: str = "none"
     """Over dp and cp, how gradients are sent: see `compression/`."""
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
-    """Of matrix products."""
+    precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] = "float32"
+    """Of matrix products. bf16: weights and activations, too, beside master weights that learn; the
+    others cast by autocast, which leaves weights and what is between products as they are."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in backward."""
 
@@ -127,6 +128,11 @@ class Plan:
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold different tokens: over them, gradients are summed."""
         return tuple(a for a in ("dp", "cp", "ep") if a == "dp" or getattr(self, a) > 1)
+
+    @property
+    def autocast(self) -> str:
+        """The precision that is left to autocast: weights of bf16 need none."""
+        return "float32" if self.precision == "bf16" else self.precision
 
     def make_schedule(self) -> Schedule:
         """The schedule of the pipeline. Raises `ValueError` where there is none."""

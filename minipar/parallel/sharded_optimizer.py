@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import memory
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
@@ -30,7 +31,8 @@ from minipar.parallel.pieces import Layout, Row, copies_axis
 class Bucket(Row):
     """Parameters one after the other in a flat buffer, of which this rank owns a slice.
 
-    The buffer holds the parameters themselves: they become views of it.
+    The buffer holds the parameters themselves: they become views of it. The slice is a view of it,
+    too, until `work_in` parts them.
     """
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
@@ -47,11 +49,29 @@ class Bucket(Row):
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
         self.is_sent = False  # in this round
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
+        self.has_masters = False  # in the slice, beside weights that compute
         self.can_leave = all(map(guard.can_leave, parameters))
-        self.views = dict(zip(parameters, self.split(self.weights), strict=True))
-        for (p, view), piece in zip(self.views.items(), self.pieces, strict=True):
+        for p, piece in zip(parameters, self.pieces, strict=True):
             p.on_use, p.piece = self.arrive, piece
+        self._put(self.weights)
+
+    def _put(self, weights: Tensor) -> None:
+        """Let the parameters be views of `weights` [N], with the values they have."""
+        self.weights = weights
+        self.views = dict(zip(self.parameters, self.split(weights), strict=True))
+        for p, view in self.views.items():
             p.data = view.copy_(p.data)
+
+    def work_in(self, dtype: torch.dtype) -> None:
+        """Keep the slice as master weights; from now on parameters, and what is gathered, have
+        `dtype`. Gradients have that of the slice."""
+        self.has_masters = True
+        self.move(self.shard.clone())
+        memory.tag("optimizer", self.shard)
+        for p, piece in zip(self.parameters, self.pieces, strict=True):
+            p.data = p.data.to(dtype)
+            p.grad_dtype, p.master = piece.dtype, piece
+        self._put(torch.zeros_like(self.weights, dtype=dtype))
 
     def gather(self) -> None:
         """Start to collect the slices of all ranks, where they belong."""
@@ -61,7 +81,8 @@ class Bucket(Row):
                     f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
                     f"was made; move or cast the model first"
                 )
-        self.arriving = all_gather(self.shard, self.axis, out=self.weights, async_op=True)
+        shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
+        self.arriving = all_gather(shard, self.axis, out=self.weights, async_op=True)
         if self.can_leave:
             guard.leave(self.parameters)
         else:
@@ -78,7 +99,7 @@ class Bucket(Row):
     def take(self, p: nn.Parameter) -> None:
         """Move the gradient of `p` into the flat buffer; from now on it accumulates there."""
         if self.whole is None:
-            self.whole = torch.empty_like(self.weights)
+            self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.gradients = dict(zip(self.parameters, self.split(self.whole), strict=True))
         view = self.gradients[p]
         if p.grad is not view:
@@ -93,7 +114,7 @@ class Bucket(Row):
             self.take(p)
             p.grad = None
         if not used:
-            self.whole = torch.zeros_like(self.weights)
+            self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
         elif len(used) < len(self.parameters):
             for p in set(self.parameters) - set(used):
                 self.gradients[p].zero_()
@@ -200,6 +221,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The names of its parameters are those by which states are paired.
         """
         self.attached, self.names = True, {p: name for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def work_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Compute in `dtype`: slices become master weights, and parameters are cast copies."""
+        self.synchronize()
+        for bucket in self.buckets:
+            bucket.work_in(dtype)
+        for p in model.parameters():
+            if p not in self.bucket_of:  # frozen, or without numbers
+                p.data = p.data.to(dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -72,9 +72,13 @@ class Strategy:
 
         Tied weights stay one tensor. A collective wherever the strategy shards: all ranks call it.
         """
-        state = self.model.state_dict(keep_vars=True)
-        copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
-        return {name: copies[id(tensor)] for name, tensor in state.items()}
+        state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
+        copies = {t: masters.get(t, t).detach().clone() for t in state.values()}
+        return {name: copies[tensor] for name, tensor in state.items()}
+
+    def full_masters(self) -> dict[nn.Parameter, Tensor]:
+        """Return the master weights, whole, of all parameters that have one; see masters.py."""
+        return {p: p.master for p in self.model.parameters() if hasattr(p, "master")}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
@@ -92,6 +96,14 @@ class Strategy:
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what `full_state_dict` returned, on any number of ranks. All ranks call it."""
         self.model.load_state_dict(state)
+        with torch.no_grad():
+            self.load_masters({p: state[name] for name, p in self.model.named_parameters()})
+
+    def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give each parameter's master, if it has one, what is of it here of `whole`."""
+        for p, values in whole.items():
+            if hasattr(p, "master"):
+                p.master.copy_(values)
 
     def members(self, optimizer: Optimizer) -> Members:
         """Return the parameters that `optimizer` steps, by group, each by its name in the model.

@@ -307,6 +307,13 @@ class TensorParallel(Strategy):
         for grad, total in zip(grads, sums.split([g.numel() for g in grads]), strict=True):
             grad.copy_(total.view_as(grad))
 
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that have the same of a parameter as this one."""
+        if name not in self.pieces:
+            return tuple(range(self.axis.size))
+        spans = self.pieces[name].spans
+        return tuple(r for r, span in enumerate(spans) if span == spans[self.axis.rank])
+
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()
     def join(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -14,7 +14,8 @@ Shapes. A bucket of N numbers, one flat buffer: weights R@dp; gradients P@dp, re
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
         during the next forward, 2 (n-1)/n P in all: not more than `ddp`. Besides, one byte for each
         of N parameters (did any rank use it?): 2 (n-1)/n N. Stage 1 reduces the sum of the
-        microbatches; stage 2 each of m, which makes m (n-1)/n (P + 2 N) + (n-1)/n P.
+        microbatches; stage 2 each of m, which makes m (n-1)/n (P + 2 N) + (n-1)/n P. If weights
+        work in bf16 and the slices are float32 masters, the all-gather is half: (n-1)/n P / 2.
 Memory. Bytes per rank at the highest point, for gradients G and optimizer state O (Adam: 2 P):
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
@@ -58,6 +59,7 @@ def apply(
     optimizer: ShardedOptimizer,
     stage: int = 1,
     average: bool = True,
+    working_dtype: torch.dtype | None = None,
 ) -> Strategy:
     """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
 
@@ -65,6 +67,9 @@ def apply(
         optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
         stage: 1: gradients are whole until the end of backward; 2: they never are.
         average: divide the sum of the gradients by the number of ranks.
+        working_dtype: compute in this dtype, and gather weights in it. The slices stay as they are,
+            and are the master weights of masters.py; gradients are added up and sent in their
+            dtype. Frozen parameters are cast and have no master.
 
     After `finish_backward` the gradients of the batch lie in the pieces that the optimizer's
     `param_groups` list, cut over `axis`, and ``p.grad`` is None. A piece that no rank used has no
@@ -98,6 +103,8 @@ def apply(
         )
     guard.claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
+    if working_dtype is not None:
+        optimizer.work_in(model, working_dtype)
     return STAGES[stage](model, axis, optimizer, average)
 
 
@@ -132,6 +139,19 @@ class Naive(Strategy):
 
     def members(self, optimizer: torch.optim.Optimizer) -> Members:
         return self.optimizer.members()
+
+    def full_masters(self) -> dict[nn.Parameter, Tensor]:
+        found: dict[nn.Parameter, Tensor] = {}
+        for row in self.rows:
+            if row.has_masters:
+                joined = row.join({piece: piece.data for piece in row.pieces}, row.shard.dtype)
+                found |= {p: joined[p.piece] for p in row.parameters}
+        return found
+
+    def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
+        for row in self.rows:
+            for p in row.parameters if row.has_masters else ():
+                p.piece.copy_(row.part_of(p.piece, whole[p]))
 
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]

@@ -233,7 +233,9 @@ def _notebooks() -> list[Line]:
     with suppress(OSError):  # an installed package has none
         page = Path(minipar.__file__).parents[1] / "notebooks/README.md"
         text = page.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(\d\d [^\]]+)\]\([^)]*\.ipynb\) \|.*\| (\d+) \|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[(\d\d\w? [^\]]+)\]\([^)]*\.ipynb\) \|.*\| (\d+) \|$", text, re.MULTILINE
+    )
     minutes = ", ".join(f"{name} {number}" for name, number in rows)
     label = f"minutes of reading, guessing and running, without exercises: {minutes}"
     if is_busy := _cores() < 2 or os.getloadavg()[0] > _cores():

@@ -358,8 +358,6 @@ def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     else:
         share = 0.7 if plan.checkpointing == "selective" else 1
         held["activations"] = in_flight(job, stage) * layers * stored * share
-        if plan.zero < 3:  # which gathers weights in 16 bits, and frees them
-            held["weights"] += software.cast * in_flight(job, stage) * layers * layer
     held["logits"] = LOGITS * job.tokens * c.vocab_size / plan.tp * last
     return held
 

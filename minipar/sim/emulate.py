@@ -6,15 +6,20 @@ found out twice: which operations and calls there are, who waits for whom, what 
 replays a trace of a rank without values; the other lets all ranks run.
 """
 
+import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from minipar.comm import device as devices
 from minipar.comm import link as links
 from minipar.comm import timeline
-from minipar.comm.collectives import barrier
+from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import clipped
 from minipar.comm.timeline import Timeline
 from minipar.model.llama import LlamaConfig
@@ -99,3 +104,35 @@ def _step(config: LlamaConfig, plan: Plan, sequences: int, seq_len: int) -> tupl
         with devices.paused():
             actor.step()  # what the second has left in flight arrives, and is recorded
     return *ends, late, recorded.gather(mesh.world)
+
+
+def film(
+    work: Callable[[], Any],
+    model: nn.Module,
+    axis: Axis,
+    *,
+    device: devices.Device | None = None,
+    wire: Any = None,
+) -> Timeline:
+    """Return the timeline of `work`, say a step of `model`, on all ranks of `axis`; all call this.
+
+    `device`, `wire`: what to compute on and to talk over; None: as it is. No warning is given of
+    a machine too busy for its device: the clocks, and with them the timeline, are reckoned as ever.
+    """
+    before = devices.current(), links.current()
+    if device is not None:
+        devices.use(device)
+    links.use(links.current() if wire is None else wire)
+    try:
+        with devices.running(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            start = max(all_gather_object(time.monotonic(), axis)) + 0.5
+            with timeline.record(model, devices.label(links.current().label)) as recorded:
+                with timeline.active().blocked():  # all ranks begin at one moment of their clocks
+                    devices.reach(start)
+                work()
+            return recorded.gather(axis)
+    finally:
+        if device is not None:
+            devices.use(before[0])
+        links.use(before[1])

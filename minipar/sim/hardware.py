@@ -256,7 +256,6 @@ class Software:
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
-    cast: float  # bytes per parameter that a microbatch keeps for its backward: copies in 16 bits
     weights: float  # bytes per parameter; with those of
     gradients: float
     optimizer: float

@@ -41,8 +41,12 @@ class Recipe:
 
 MIXED_ADAM = Recipe("mixed-precision Adam", 2, 2, 12)
 """Half-precision weights and gradients; in fp32 a copy of the weights and Adam's two moments."""
+MASTER_ADAM = Recipe("bf16 weights, fp32 masters", 2, 4, 12)
+"""What `minipar train --precision bf16` does, up to ZeRO 2; gradients are summed in fp32. Under
+ZeRO 3 shards are the masters, with no weights beside them: `FP32_ADAM`, with blocks in use in bf16.
+"""
 FP32_ADAM = Recipe("fp32 Adam", 4, 4, 8)
-"""What `minipar train` does, also with ``--precision bf16``, which casts during a forward only."""
+"""What `minipar train` does otherwise, also under autocast, which casts during a forward only."""
 OFFLOADED_ADAM = Recipe("fp32 Adam on the host", 4, 4, 12)
 """The same with its state on the host, where the optimizer needs a copy of the weights as well."""
 

@@ -56,7 +56,7 @@ def _refused_by_torchtitan(job: Job) -> Iterator[str]:
 def _torchtitan(job: Job, batch: int) -> str:
     plan, p = job.plan, "--parallelism."
     cut = ("shard", "replicate") if plan.zero else ("replicate", "shard")
-    precision = {"bf16": "bfloat16"}.get(plan.precision, plan.precision)
+    precision = plan.precision.removeprefix("autocast-").replace("bf16", "bfloat16")
     text = (
         f"--training.seq_len {job.seq_len} --training.global_batch_size {batch} "
         f"--training.local_batch_size {job.microbatch * (plan.microbatches if plan.pp > 1 else 1)} "
@@ -107,7 +107,7 @@ def _megatron(job: Job, batch: int) -> str:
         f"--context-parallel-size {plan.cp} --micro-batch-size {job.microbatch} "
         f"--global-batch-size {batch} --seq-length {job.seq_len}"
     )
-    text += "" if plan.precision == "float32" else f" --{plan.precision}"
+    text += "" if plan.precision == "float32" else f" --{plan.precision.removeprefix('autocast-')}"
     if plan.ep > 1:
         text += f" --expert-model-parallel-size {plan.ep}"
     if job.config.moe is not None and plan.tp > 1:

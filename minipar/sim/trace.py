@@ -137,7 +137,7 @@ class Actor:
             self.model = Llama(config)
         make = partial(make_optimizer, lr=1e-4, weight_decay=0.1)
         self.strategy = compose.apply(self.model, mesh, plan, make)
-        self.precision = Precision(plan.precision, device)
+        self.precision = Precision(plan.autocast, device)
         tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=device)
         self.microbatch = self.strategy.shard((tokens, tokens))
         self.plan = plan
@@ -360,7 +360,8 @@ REFINEMENTS: dict[str, tuple[str, int]] = {  # the plan, and tokens whose logits
     "ddp in float32": ("dp=8", 0),
     "  the loss in chunks": ("dp=8", 512),
     "  recompute full": ("dp=8,checkpointing=full", 0),
-    "ddp, autocast to bf16": ("dp=8,precision=bf16", 0),
+    "ddp, autocast to bf16": ("dp=8,precision=autocast-bf16", 0),
+    "ddp, bf16 and masters": ("dp=8,precision=bf16", 0),
     "ZeRO 3 in float32": ("dp=8,zero=3", 0),
     "  bf16 working weights": ("dp=8,zero=3,precision=bf16", 0),
     "  and the loss in chunks": ("dp=8,zero=3,precision=bf16", 512),

@@ -224,6 +224,8 @@ class Tracer(TorchDispatchMode):
             for p in (*model.parameters(), *stepped):
                 self.label("parameters", p, *getattr(p, "homes", ()))
                 self.label("gradients", p.grad)
+            for p in model.parameters():
+                self.label("optimizer", getattr(p, "master", None))
         state = _on_meta([list(entries.values()) for entries in optimizer.state.values()])
         self.label("optimizer", *state)
         self.stepped = operations.bytes_of_step(stepped, state)

@@ -7,9 +7,12 @@ Layout. One folder per checkpoint, `checkpoints/step_000120/`:
     state.pt                    the rest of the state: numbers, and where those tensors belong
     manifest.json               length and CRC-32 of the other files; written last
 
-Every tensor is whole, as one device would have it, in the file of whichever rank wrote it; or each
-rank's file has an interval of its numbers, laid out flat, and the manifest says where it begins. So
-a run can go on by another plan or on another number of ranks, and one process can read it all.
+A tensor is whole, as one device would have it, in the file of whichever rank wrote it; or files
+have boxes of it, of which a file keeps the second under the key "NAME#1". What a box is of, the
+file tells in its metadata, by key: `["NAME", [whole shape], [offset along each dim]]`. So a run can
+go on by another plan or on another number of ranks, each of which reads what it needs, and one
+process can read it all. In files of format 3, there are intervals of tensors laid out flat; the
+manifest says where they begin.
 
 A folder of this name is complete. Its files are held against the manifest, so that one that is cut
 short or changed later is noticed: `verify` looks at their lengths, `load` also into them.
@@ -21,11 +24,12 @@ import json
 import math
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -36,13 +40,27 @@ from minipar.comm.mesh import Axis
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
-from minipar.parallel.pieces import full_shape
+from minipar.parallel.pieces import Region, boxes_of, full_shape
 
-FORMATS = 2, 3  # of the layout above: without intervals, and with some
+FORMATS = 2, 3, 4  # of the layout above: whole tensors; some in intervals; some in boxes
 ALONE = Axis("world", 0, 1, (0,))
-# Name of a file: {"num_bytes": ..., "crc32": ...}; "intervals": {name: [start, *shape]}, if any.
+# Name of a file: {"num_bytes": ..., "crc32": ...}; "boxes": how many, if any; in format 3,
+# "intervals": {name: [start, *shape]}.
 Files = dict[str, dict[str, Any]]
 CHUNK = 1 << 22  # bytes of a file that are looked into at once
+DTYPES = {  # in safetensors' words
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPE_OF = {word: dtype for dtype, word in DTYPES.items()}
 _NAME = re.compile(r"step_([0-9]{6,18})")
 _FILE = re.compile(r"(weights|state)_[0-9]{1,9}\.safetensors|state\.pt")  # in this folder, always
 _NOT_JSON = (ValueError, TypeError, OverflowError, RecursionError)
@@ -64,37 +82,78 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+class Box(NamedTuple):
+    """A part of a tensor, in a file under `key`: of `size` along each dim, from `offset` on."""
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int | None = None  # what `key` has is laid out flat, and the box begins here
+
+    def meets(self, offset: tuple[int, ...], size: tuple[int, ...]) -> list[slice] | None:
+        """Return what it has in common with another box, in terms of the whole; None: nothing."""
+        found = [
+            slice(max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(self.offset, self.size, offset, size, strict=True)
+        ]
+        return found if all(part.start < part.stop for part in found) else None
+
+    def read(self, contents: safe_open, where: list[slice]) -> Tensor:
+        """Return the numbers at `where` of the whole, reading no others."""
+        own = tuple(_seen_from(self.offset, where))
+        if self.start is not None:
+            flat = contents.get_slice(self.key)[self.start : self.start + math.prod(self.size)]
+            return flat.view(self.size)[own]
+        return contents.get_slice(self.key)[own] if own else contents.get_tensor(self.key)
+
+
+def _seen_from(offset: tuple[int, ...], where: list[slice]) -> Iterator[slice]:
+    return (slice(w.start - at, w.stop - at) for w, at in zip(where, offset, strict=True))
+
+
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of `shape` in the files of a checkpoint; a call reads it."""
+    """A tensor of `shape` in the files of a checkpoint; a call reads it, or a region of it."""
 
     folder: Path
     name: str
     shape: tuple[int, ...]
-    places: tuple[tuple[str, int | None, int], ...]  # file, where it begins, numbers; None: is all
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
 
-    def __call__(self) -> Tensor:
-        whole = None
-        for file, start, numel in self.places:
-            with reading(self.folder, file), _open(self.folder / file) as contents:
-                part = contents.get_tensor(self.name)
-                if start is None:
-                    return part
-                whole = part.new_empty(math.prod(self.shape)) if whole is None else whole
-                whole[start : start + numel] = part
-        return whole.view(self.shape)
+    def __call__(self, region: Region | None = None) -> Tensor:
+        """Return the whole, or the numbers [k] of `region`. Opens only files that have some."""
+        wanted = Region.whole(self.shape) if region is None else region
+        numbers = torch.empty(wanted.numel, dtype=self.dtype)
+        targets = list(wanted.boxes(numbers))
+        for box in self.boxes:
+            meetings = [(box.meets(at, tuple(part.shape)), at, part) for at, part in targets]
+            if not any(where is not None for where, *_ in meetings):
+                continue
+            with reading(self.folder, box.file), _open(self.folder / box.file) as contents:
+                for where, offset, part in meetings:
+                    if where is not None:
+                        part[tuple(_seen_from(offset, where))] = box.read(contents, where)
+        return numbers.view(self.shape) if region is None else numbers
 
     def check(self) -> "Stored":
-        """Raise `CheckpointError` unless the files have all of it."""
-        end = 0
-        for file, start, numel in sorted(self.places, key=lambda place: place[1] or 0):
-            with reading(self.folder, file):
-                if start is not None and start > end:
-                    raise ValueError(f"of {self.name}, no file has numbers {end:,} to {start:,}")
-                end = max(end, (start or 0) + numel)
-        with reading(self.folder, file):
-            if end != math.prod(self.shape):
-                raise ValueError(f"{self.name} of shape {self.shape} has {end:,} numbers")
+        """Raise `CheckpointError` unless the files have each number of it once."""
+        numel, open_boxes = 0, []  # those that go on along the first dim
+        for box in sorted(self.boxes, key=lambda box: box.offset):
+            with reading(self.folder, box.file):
+                ends = [at + size for at, size in zip(box.offset, box.size, strict=True)]
+                if any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                    raise ValueError(f"{box.key}, to {ends}, is not in {self.name} {self.shape}")
+                open_boxes = [b for b in open_boxes if b.offset[0] + b.size[0] > box.offset[0]]
+                for other in open_boxes:
+                    if other.meets(box.offset, box.size):
+                        raise ValueError(f"{box.key} at {box.offset} is in {other.file}, too")
+                numel += math.prod(box.size)
+                open_boxes += [box] if box.size else []
+        with reading(self.folder, self.boxes[-1].file if self.boxes else "manifest.json"):
+            if numel != math.prod(self.shape):
+                raise ValueError(f"{self.name} of shape {self.shape} has {numel:,} numbers")
         return self
 
 
@@ -104,7 +163,8 @@ def load(
     """Return (weights, state) of a checkpoint, as they were saved.
 
     With `axis`, a collective: its ranks share out the check of the contents, and read them all; but
-    `lazily`, there is a `Stored` in the place of every weight, and of what is of an optimizer.
+    `lazily`, there is a `Stored` in the place of every weight, and of what is of an optimizer or of
+    compression, for each rank to read its part of.
     Raises `CheckpointError` if it is damaged, on all ranks of `axis` alike.
     """
     manifest = verify(folder)
@@ -119,10 +179,9 @@ def load(
     weights, tensors = (find(folder, manifest["files"], k) for k in ("weights_", "state_"))
     if not lazily:
         weights = {name: stored() for name, stored in weights.items()}
-    is_left = "optimizer/state/" if lazily else None
+    left = ("optimizer/state/", "compression/") if lazily else ()  # of which a rank needs a part
     tensors = {
-        name: stored if is_left and name.startswith(is_left) else stored()
-        for name, stored in tensors.items()
+        name: stored if name.startswith(left) else stored() for name, stored in tensors.items()
     }
     with reading(folder, "state.pt"):
         skeleton = torch.load(folder / "state.pt", weights_only=True)
@@ -153,19 +212,49 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
 
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     """Where the tensors of a kind are, in the files of all ranks; reads their heads alone."""
-    found: dict[str, Stored] = {}
+    facts: dict[str, tuple] = {}
+    boxes: dict[str, list[Box]] = defaultdict(list)
     for file in sorted(name for name in files if name.startswith(kind)):
+        intervals = files[file].get("intervals", {})
         with reading(folder, file), _open(folder / file) as contents:
-            for name in list(contents.keys()):
-                shape = tuple(contents.get_slice(name).get_shape())
-                start, *whole = files[file].get("intervals", {}).get(name, (None, *shape))
-                stored = found.get(name, Stored(folder, name, tuple(whole), ()))
-                if tuple(whole) != stored.shape or (start is not None and len(shape) != 1):
-                    raise ValueError(f"{name} has another shape here than {stored.shape}")
-                place = file, start, math.prod(shape)
-                found[name] = replace(stored, places=(*stored.places, place))
+            told = contents.metadata() or {}
+            for key in list(contents.keys()):
+                head = contents.get_slice(key)
+                size, start = tuple(head.get_shape()), None
+                name, shape, offset = key, size, (0,) * len(size)
+                if key in told:
+                    name, *place = json.loads(told[key])
+                    shape, offset = (tuple(_whole_numbers(numbers)) for numbers in place)
+                elif key in intervals:
+                    start, *shape = intervals[key]
+                    offset, shape = (start,), tuple(shape)
+                fact = shape, _DTYPE_OF[head.get_dtype()], start is None
+                dims = len(shape) if start is None else 1
+                if facts.setdefault(name, fact) != fact or not len(size) == len(offset) == dims:
+                    raise ValueError(f"{name} has another shape here than {facts[name][0]}")
+                boxes[name].append(Box(file, key, offset, size, start))
     # In an order that does not tell who wrote what.
-    return {name: found[name].check() for name in sorted(found)}
+    return {
+        name: Stored(folder, name, shape, dtype, _in_boxes(folder, shape, boxes[name])).check()
+        for name, (shape, dtype, _) in sorted(facts.items())
+    }
+
+
+def _in_boxes(folder: Path, shape: tuple[int, ...], own: list[Box]) -> tuple[Box, ...]:
+    """Of a tensor in intervals, which may overlap, the boxes that are all of it."""
+    if own[0].start is None:
+        return tuple(own)
+    found, end = [], 0
+    for file, key, _, (numel,), start in sorted(own, key=lambda box: (box.start, box.file)):
+        if start > end:
+            with reading(folder, file):
+                raise ValueError(f"of {key}, no file has numbers {end:,} to {start:,}")
+        at = max(start, end) - start
+        for offset, size in boxes_of(shape, start + at, start + numel):
+            found.append(Box(file, key, offset, size, at))
+            at += math.prod(size)
+        end = max(end, start + numel)
+    return tuple(found)
 
 
 def _open(path: Path) -> safe_open:
@@ -191,7 +280,10 @@ def verify(folder: Path) -> dict[str, Any]:
         files = {
             name: {
                 **{key: int(digest[key]) for key in ("num_bytes", "crc32")},
-                "intervals": {k: _place(v) for k, v in digest.get("intervals", {}).items()},
+                "intervals": {
+                    key: _whole_numbers(place, at_least=1)
+                    for key, place in digest.get("intervals", {}).items()
+                },
             }
             for name, digest in manifest["files"].items()
         }
@@ -206,7 +298,7 @@ def verify(folder: Path) -> dict[str, Any]:
     if layout not in FORMATS:
         raise CheckpointError(
             f"checkpoint {folder} has format {layout}, and this version of minipar reads "
-            f"{' and '.join(map(str, FORMATS))}; go on with the version that wrote it"
+            f"{FORMATS[0]} to {FORMATS[-1]}; go on with the version that wrote it"
         )
     for name, digest in files.items():
         path, num_bytes = folder / name, digest["num_bytes"]
@@ -220,10 +312,11 @@ def verify(folder: Path) -> dict[str, Any]:
     return {"files": files, "tied": tied}
 
 
-def _place(told: Any) -> list[int]:
-    """Where an interval begins, and the shape of what it is of."""
-    if not (isinstance(told, list) and told and all(type(n) is int and n >= 0 for n in told)):
-        raise TypeError(f"{str(told)[:80]} is no place of an interval")
+def _whole_numbers(told: Any, at_least: int = 0) -> list[int]:
+    """Offsets, or a shape; of an interval where it begins, and the shape of what it is of."""
+    is_list = isinstance(told, list) and len(told) >= at_least
+    if not (is_list and all(type(n) is int and n >= 0 for n in told)):
+        raise TypeError(f"{str(told)[:80]} is no place of an interval or a box")
     return told
 
 

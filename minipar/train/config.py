@@ -21,10 +21,10 @@ from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
 from minipar.train import compiled
-from minipar.train.batch_size import LARGEST_BATCH, parse_ramp
+from minipar.train.batch_size import LARGEST_BATCH, microbatches_of, parse_ramp
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.flags import CLASHES, Batch, Model, Optimizer, Parallel, Run, Saving
-from minipar.train.metrics import summary_writer
+from minipar.train.metrics import summary_writer, write_whole
 from minipar.train.straggler import parse_slow
 from minipar.train.tokenizer import ByteTokenizer, try_out
 
@@ -92,14 +92,16 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
         self._check_batch()
         if self.strict and self.backend != "link":
             raise ValueError(f"--strict watches --backend link, not {self.backend}")
-        longest = self.model_config().max_seq_len
+        model = self.model_config()
+        longest = model.max_seq_len
         if self.seq_len > longest:
             raise ValueError(
                 f"--seq-len {self.seq_len} is longer than {self.init or self.preset} can see; "
                 f"use up to {longest}"
             )
         own_tokenizer = Path(self.init) / "tokenizer.json"
-        if self.init and not self.tokenizer and not ByteTokenizer.wrote(own_tokenizer):
+        is_for_us_to_find = self.init and not self.tokenizer
+        if is_for_us_to_find and not ByteTokenizer.wrote(own_tokenizer, model.vocab_size):
             raise ValueError(
                 f"--init {self.init} knows text as its own tokens, not as bytes; "
                 f"add --tokenizer {own_tokenizer}"
@@ -125,7 +127,9 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
                 f"--loss-chunk {self.loss_chunk} needs the whole head and the last hidden states "
                 f"on each rank, and --mesh {self.mesh} cuts them up; use tp=1 and pp=1"
             )
-        plan.check(self.model_config())
+        plan.check(model)
+        if plan.pp > 1:
+            self._check_batches_of_a_pipeline()
 
     def _check_data_parallel_alone(self, plan: Plan) -> None:
         """What looks at the gradients or at the time of a rank as if it had a whole model."""
@@ -170,6 +174,21 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
                 f"--rebalance-every {self.rebalance_every} has nothing to move with --microbatches "
                 f"{self.microbatches}; use 2 or more"
             )
+
+    def _check_batches_of_a_pipeline(self) -> None:
+        """Its schedule is for --microbatches of them, in every step."""
+        how = self.batch_size, self.microbatches, self.data_ranks()
+        least = self.microbatches * self.data_ranks()
+        for size in (self.batch_size, *(size for _, size in parse_ramp(self.batch_ramp))):
+            if (made := microbatches_of(size, *how)) != self.microbatches:
+                better = f"a --batch-size that {least} divides"
+                if size != self.batch_size:
+                    better = f"pp=1, or no {self._typed('batch_ramp')}"
+                raise ValueError(
+                    f"a batch of {size} sequences makes {made} microbatches, and the schedule of a "
+                    f"pipeline (--mesh {self.mesh}) is for --microbatches {self.microbatches}; use "
+                    f"{better}"
+                )
 
     def _check_clashes(self) -> None:
         """Raise `ValueError` for two flags of which one leaves no sense to the other."""
@@ -216,15 +235,15 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
         whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
         return whole // self.num_ranks if self.zero == 3 else whole
 
-    def check_text(self) -> None:
-        """Raise `ValueError` where the tokenizer or the text cannot be used; reads all of it.
+    def check_text(self, reads: bool = True) -> None:
+        """Raise `ValueError` where the tokenizer or the text, which it `reads`, cannot be used.
 
         A stream is left alone, and how many tokens a tokenizer makes of a text is not tried: both
         take long, and the ranks will find out.
         """
         if self.tokenizer:
             try_out(self.tokenizer)
-        if not self.data.startswith("hf:"):
+        if reads and not self.data.startswith("hf:"):
             corpus = load_corpus(self.data, ByteTokenizer())
             if not self.tokenizer:
                 self.check_length(corpus)
@@ -266,7 +285,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
 
     def save(self, path: Path) -> None:
         """Write all values as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
@@ -280,6 +299,8 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
             for name, value in known.items():
                 if not _is_a(value, kinds[name]):
                     raise ValueError(f"{name}={shortened(repr(value))}")
+            if "mesh" not in known:  # such as the config.json of a Hugging Face model
+                raise ValueError("it has no mesh")
             return cls(**known)
         except (OSError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}") from None

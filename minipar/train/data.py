@@ -15,12 +15,16 @@ repeating or dropping samples instead.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from minipar.comm.collectives import all_gather_object
+from minipar.comm.mesh import Axis
 
 IGNORE = -100  # the target that torch's cross-entropy leaves out by default
 
@@ -66,6 +70,22 @@ class Sequences:
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with any token."""
         return hashlib.sha256(self.tokens.contiguous().numpy()).hexdigest()[:16]
+
+
+def check_same(source: str, texts: Mapping[str, Sequences], axis: Axis) -> None:
+    """Raise `ValueError` on all ranks of `axis` where some have another text than rank 0.
+
+    `texts` are parts of `source` by name. A collective.
+    """
+    own = {part: text.fingerprint for part, text in texts.items()}
+    (first, theirs), *others = all_gather_object((platform.node(), own), axis)
+    for part in texts:
+        hosts = dict.fromkeys(host for host, prints in others if prints[part] != theirs[part])
+        if hosts:
+            raise ValueError(
+                f"the {part} text of {source} on {', '.join([*hosts][:8])} is not that of rank 0 "
+                f"on {first}; copy the files, and the tokenizer.json if any, from there"
+            )
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

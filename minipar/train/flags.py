@@ -117,9 +117,11 @@ class Parallel:
     Slow."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of parameters, gradients and optimizer state."""
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
-    """Of matrix products: as --dtype says, or in 16 bits while parameters stay in float32. fp16
-    scales the loss so that small gradients survive, and leaves out steps that overflow."""
+    precision: Literal["float32", "bf16", "fp16", "autocast-bf16"] = "float32"
+    """Of matrix products: as --dtype says, or in 16 bits. bf16: of weights and activations, too,
+    beside master weights in float32. The others cast from float32 weights, and so does every
+    --local-method; fp16 scales the loss so that small gradients survive, and leaves out steps that
+    overflow."""
     tf32: bool = False
     """On GPUs, multiply float32 matrices by the first 10 bits of their fractions: several times as
     fast. Otherwise by all 23."""

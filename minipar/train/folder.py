@@ -29,10 +29,12 @@ from typing import Any
 
 import psutil
 
+from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
+from minipar.train.metrics import write_whole
 
 RUNNING, JOB = "running.json", "job.json"
 PATIENCE = 5.0  # seconds until a file system that is shared shows what another host has written
@@ -89,7 +91,7 @@ def _lock(path: Path, word: str) -> int:
         except OSError:  # no locks here
             if _may_live(_read(path)):
                 os.close(fd)
-                raise _busy(path) from None
+                raise ValueError(f"{_busy(path)}; if it has ended, remove {path}") from None
         with suppress(FileNotFoundError):  # the holder before may just have removed it
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 break
@@ -136,7 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
 def note_job(folder: Path, job: str, config: TrainConfig, start: str | None) -> None:
     """Note down in the folder of a run which job has it, and where that has started from."""
     content = {"job": job, "config": asdict(config), "start": start, "before": _saved(folder)}
-    (folder / JOB).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    write_whole(folder / JOB, json.dumps(content) + "\n")
 
 
 def find_job(folder: Path | None, job: str, config: TrainConfig) -> tuple[Path, str | None] | None:
@@ -168,10 +170,26 @@ def _saved(folder: Path) -> list[list]:
     return [[str(path), path.stat().st_mtime_ns] for path in saved]
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the checkpoint of a run that was written last; None if it has none.
+
+    One of a higher step may be of another story: that of a run which then went back.
+    """
+
+    def written(saved: Path) -> tuple[int, int]:
+        manifest = saved / "manifest.json"  # a damaged one is for `checkpoint.verify` to refuse
+        at = (manifest if manifest.exists() else saved).stat().st_mtime_ns
+        return at, checkpoint.step_of(saved)
+
+    return max(checkpoint.available(folder / "checkpoints"), key=written, default=None)
+
+
 def how_to_go_on(folder: Path) -> str:
     """Say how a run that has stopped is taken up again."""
-    saved = checkpoint.available(folder / "checkpoints")
-    if not saved:
+    saved = newest(folder)
+    if saved is None:
         return "Stopped before the first checkpoint."
-    step = checkpoint.step_of(saved[-1])
-    return f"Stopped. Go on from step {step} with: minipar train --resume {folder}"
+    how = f"minipar train --resume {folder}"
+    if backends.under_torchrun():
+        how = f"the same line of torchrun, and in it --resume {folder}"
+    return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"

@@ -30,9 +30,7 @@ class Metrics:
 
     def __init__(self, path: Path, step: int = 0, tensorboard: Path | None = None) -> None:
         kept = [line for line in read(path) if line["step"] <= step] if path.exists() else []
-        fresh = path.with_name(path.name + ".new")  # a kill while copying must not cost any line
-        fresh.write_text("".join(map(_one_line, kept)), encoding="utf-8")
-        os.replace(fresh, path)
+        write_whole(path, "".join(map(_one_line, kept)))
         self._file = path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard is not None:
@@ -57,6 +55,13 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`; after a kill there is what was before, or all of it."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def summary_writer() -> type:

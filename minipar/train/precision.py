@@ -2,7 +2,11 @@
 
 Idea.   Half the bits is half the memory traffic and at least twice the speed of a matrix product;
         but what a step *adds* to a weight is thousands of times smaller than the weight itself.
-        So the optimizer keeps float32 *master weights*, and each forward casts them down.
+        So the optimizer keeps float32 *master weights*. They are cast down
+          once a step       bf16            weights and activations are in bf16, see
+                                            parallel/masters.py; nothing else is cast
+          in each forward   autocast-bf16   the model has the masters, and autocast, here, casts
+                                            for each product what it multiplies
 Formats (bits of exponent, of fraction; largest; smallest above zero; relative step).
         float32  8, 23   3e38     1e-45    2^-23
         bf16     8, 7    3e38     9e-41    2^-7     the range of float32, few digits
@@ -11,14 +15,20 @@ Formats (bits of exponent, of fraction; largest; smallest above zero; relative s
         e5m2     5, 2    57344    1.5e-5   2^-2     fp8 for gradients
 Three remedies, one section each below: master weights (bf16 needs no more), loss scaling (fp16),
         and a scale per tensor (fp8).
-Memory. Bytes per parameter: 4 weight + 4 gradient + 8 AdamW, and 2 for the cast during a forward;
-        without master weights (``--dtype bfloat16``) 2 + 2 + 4.
+Memory. Bytes per parameter, of weight + gradient + optimizer: once a step 2 + 4 + 12 (masters, and
+        AdamW's 8); in each forward 4 + 4 + 8, and 2 for the casts; without master weights
+        (``--dtype bfloat16``) 2 + 2 + 4. Of activations, autocast keeps the residual stream and
+        what norms see in float32.
+Which.  `minipar train --precision bf16` is the first, for every plan, on CPUs too. All weights are
+        cast, also those of norms and routers, which compute in float32 as before. With
+        ``--local-method`` it is autocast: ranks average their weights, which must be the masters.
+        fp16 is autocast alone.
 Comms.  One all-reduce of 4 bytes over each axis that shards gradients, for the loss scaler;
         `reduce_in` halves the bytes of gradients.
 Source. Micikevicius et al. 1710.03740, sections 3.1 (master weights) and 3.2 (loss scaling);
         Micikevicius et al. 2209.05433, sections 2 and 3 (fp8).
 In torch: `torch.autocast` (used here), `torch.amp.GradScaler`.
-Proved by tests/train/test_precision.py.
+Proved by tests/train/test_precision.py, and tests/parity/test_masters.py.
 """
 
 from collections import defaultdict
@@ -40,6 +50,7 @@ from minipar.parallel import ddp
 from minipar.parallel.strategy import in_order
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more
 """Names of precisions, and what matrix products are cast to; None: nothing is cast."""
 
 
@@ -54,7 +65,8 @@ class Precision:
         precision.unscale(model.parameters(), axes)
         precision.step(optimizer)
 
-    "bf16" and "fp16" want a model in float32: its parameters are the master weights. Autocast
+    "bf16" and "fp16" want a model in float32: its parameters are the master weights. (With masters
+    in the optimizer, `parallel.masters.keep`, nothing is left to do: use "float32".) Autocast
     casts them for matrix products and attention, once per forward, and leaves norms, softmax and
     sums in float32; gradients of parameters are float32. "fp16" has a `LossScaler`, its own or the
     one given. Besides ranks that cut a gradient, those of `axes` leave out the same steps, too.

@@ -1,12 +1,15 @@
 """What a run tells at its end, and what it notes down meanwhile to be able to."""
 
+import json
+import math
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from minipar.comm.recorder import Recorder
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
 from minipar.model.moe import load_of
+
+MOST_PICTURES = 32  # timelines of steps that are kept, of which one is shown at the end
 
 
 @dataclass
@@ -48,13 +53,22 @@ class Report:
     experts: dict[str, Any]  # of the last step: `expert_figures`, if there are experts
     peak_memory: list[int]  # bytes, per rank
     prompt: str  # of the sample
-    sample: str
+    sample: str  # or why there is none
+
+    def write(self, folder: Path) -> None:
+        """Write report.json, and sample.txt."""
+        text = f"Prompt:\n{self.prompt}\n\nThe model goes on:\n{self.sample}\n"
+        text = text if self.prompt else f"{self.sample}\n" if self.sample else ""
+        (folder / "sample.txt").write_text(text, encoding="utf-8")
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / "report.json").write_text(content, encoding="utf-8")
 
 
 class StepRecorder:
     """Records the timelines of some of the steps from `first` to before `last`: of one at least.
 
-    One step of every `every` is recorded, and the recorded ones stand for all.
+    One step of every `every` is recorded, and the recorded ones stand for all. Where only one step
+    of `period` talks, whole periods are: one of every `every`.
 
     A communication belongs to the step in which it ends. Where it `crosses_steps`, the step before
     is recorded, too, and what it leaves in flight shows where it is hidden, or waited for.
@@ -67,6 +81,7 @@ class StepRecorder:
         last: int,
         every: int,
         crosses_steps: bool = False,
+        period: int = 1,
     ) -> None:
         self.model, self.num_steps = model, last - first
         # A GPU's kernels are seen only if they end while they are recorded: see `step`.
@@ -75,7 +90,8 @@ class StepRecorder:
         # The first step has none before it, whose communication would stand for that of others.
         is_typical = not crosses_steps or every == 1 or self.num_steps <= 1
         self.choice = range(first if is_typical else first + 1, last)
-        self.every = max(1, min(every, len(self.choice)))
+        self.period = period
+        self.every = max(1, min(every, math.ceil(len(self.choice) / period)))
         self.recorded: dict[int, Timeline] = {}  # those worth a picture, by the number of the step
         self.num_recorded = self.most_bytes = 0
         self.before: tuple[Recorder, int] | None = None  # of the last step, and its finished spans
@@ -101,7 +117,8 @@ class StepRecorder:
             self._take(number, recorded)
 
     def _is_chosen(self, number: int) -> bool:
-        return number in self.choice and number % self.every == self.every // 2
+        turn = number // self.period % self.every
+        return number in self.choice and turn == self.every // 2
 
     def _late(self, start: float) -> list[Span]:
         """What the last step left in flight and has arrived since: its part after `start`."""
@@ -123,6 +140,8 @@ class StepRecorder:
         self.most_bytes = max(self.most_bytes, num_bytes)
         if 2 * num_bytes >= self.most_bytes:  # where few steps talk, the others would only fill up
             self.recorded[number] = recorded
+            if len(self.recorded) > MOST_PICTURES:
+                del self.recorded[next(iter(self.recorded))]  # the oldest; the sums have it
 
     def figures(self, number: int) -> dict[str, float]:
         """Return what belongs into the metrics of step `number`: nothing unless it was recorded."""

@@ -1,9 +1,9 @@
 """Saving: all ranks write a part of a checkpoint at once, in the background if they are asked to.
 
-Shares. Every rank writes some of the tensors, dealt out by their bytes, and each tensor whole, as
-one device would have it. Where a rank has but intervals of the tensors (ZeRO 3), it writes these,
-and gathers nothing. What a file holds is said in terms of whole tensors: so any other plan can read
-it, and one process.
+Shares. Of tensors that all ranks have, every rank writes some, dealt out by their bytes. Of tensors
+that are cut, over tp, experts, stages or by ZeRO, a rank writes what it has, as boxes: parts of the
+whole with an offset and a size along each dim. Nothing is gathered. What a file holds is said in
+terms of whole tensors: so any other plan can read it, and one process.
 
 Atomic. The files are written into a folder of another name and forced to disk. Only when all ranks
 know that all have succeeded does rank 0 write the manifest and rename the folder; a checkpoint that
@@ -35,9 +35,10 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.parallel.pieces import Interval
+from minipar.parallel.pieces import Part
 from minipar.train.checkpoint import (
     ALONE,
+    DTYPES,
     FORMATS,
     Files,
     available,
@@ -46,22 +47,10 @@ from minipar.train.checkpoint import (
     step_of,
 )
 
-Intervals = Mapping[str, Mapping[str, Interval]]  # by kind and name
+Parts = Mapping[str, Mapping[str, Part]]  # by kind and name
 # "weights" and "state": the tensors of one rank, by name, or what it has of them
-Share = dict[str, dict[str, Tensor | Interval]]
+Share = dict[str, dict[str, Tensor | Part]]
 _CANNOT_WRITE = (OSError, RuntimeError)  # torch wraps OSError
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _T = TypeVar("_T")
 
 
@@ -98,7 +87,7 @@ class Saver:
         step: int,
         weights: dict[str, Tensor],
         state: dict[str, Any],
-        own: Intervals | None = None,
+        own: Parts | None = None,
         tied: dict[str, str] | None = None,
     ) -> None:
         """Write checkpoint `step`; in the background, begin to, after the save before is finished.
@@ -106,8 +95,9 @@ class Saver:
         `weights` are full tensors; `state` is what `torch.load(weights_only=True)` can read back,
         in nested dicts, lists and tuples. Both are equal on all ranks. A collective.
 
-        `own` is what this rank alone has: of "weights", and of "state", where meta tensors are in
-        the place of what is cut. `tied` says which weights are stored under another name.
+        `own` is what this rank alone writes: of "weights", and of "state", where meta tensors are
+        in the place of that; over all ranks, each number once. `tied` says which weights are stored
+        under another name.
 
         Raises `OSError` on every rank where one cannot write, such as on a full disk; the
         checkpoints before are then as they were.
@@ -122,10 +112,10 @@ class Saver:
         share: Share = {"weights": {}, "state": {}}
         for kind, name in mine:
             share[kind][name] = _copy_on_host(tensors[kind, name])
-        for kind, intervals in (own or {}).items():
-            for name, interval in intervals.items():
-                if interval.numbers.numel():
-                    share[kind][name] = self._still(interval)
+        for kind, parts in (own or {}).items():
+            for name, part in parts.items():
+                if part.numbers.numel():
+                    share[kind][name] = self._still(part)
         work = _write_share, self._unfinished(step), self.axis.rank, share
         executor = ThreadPoolExecutor(1)
         files = executor.submit(*work, skeleton if self.axis.rank == 0 else None)
@@ -171,7 +161,7 @@ class Saver:
             self._writing.files.exception()
             self._writing = None
 
-    def _still(self, own: Interval) -> Interval:
+    def _still(self, own: Part) -> Part:
         """What training leaves as it is until it is written: a copy, if need be."""
         if own.numbers.device.type == "cpu" and not self.in_background:
             return own
@@ -209,8 +199,7 @@ class Saver:
             path = unfinished / name
             if not path.is_file() or path.stat().st_size != digest["num_bytes"]:
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
-        has_intervals = any("intervals" in digest for digest in files.values())
-        layout = FORMATS[has_intervals]
+        layout = FORMATS[-1 if any("boxes" in digest for digest in files.values()) else 0]
         manifest = {"format": layout, "step": step, "tied": tied, "files": files}
         (unfinished / "manifest.json").write_text(
             json.dumps(manifest, indent=2) + "\n", encoding="utf-8"
@@ -285,15 +274,14 @@ def _copy_on_host(tensor: Tensor) -> Tensor:
 def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
     """Write the files of one rank, down to the disk; return their digests."""
     folder.mkdir(exist_ok=True)
-    written, intervals = [], {}
+    written, boxes = [], {}
     for kind, own in share.items():
         if own:
             written.append(folder / f"{kind}_{rank:05d}.safetensors")
-            cut = {name: part for name, part in own.items() if isinstance(part, Interval)}
-            save_file(own | {name: part.numbers for name, part in cut.items()}, written[-1])
-            if cut:
-                places = {name: [part.start, *part.shape] for name, part in cut.items()}
-                intervals[written[-1]] = {"intervals": places}
+            tensors, told = _boxes(own)
+            save_file(tensors, written[-1], told)
+            if told:
+                boxes[written[-1]] = {"boxes": len(told)}
     if skeleton is not None:
         written.append(folder / "state.pt")
         content = io.BytesIO()  # torch's own writer does not say why it could not write
@@ -301,16 +289,38 @@ def _write_share(folder: Path, rank: int, share: Share, skeleton: Any) -> Files:
         written[-1].write_bytes(content.getbuffer())
     for path in written:
         _force_to_disk(path)
-    return {path.name: digest_of(path) | intervals.get(path, {}) for path in written}
+    return {path.name: digest_of(path) | boxes.get(path, {}) for path in written}
 
 
-def save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, as the library does, which holds all of it twice meanwhile."""
-    header, start = {}, 0
+def _boxes(own: Mapping[str, Tensor | Part]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, and what it tells of those that are not whole.
+
+    By key: JSON of the name, the whole shape and the offset.
+    """
+    tensors, told = {}, {}
+    for name, part in own.items():
+        if isinstance(part, Tensor):
+            tensors[name] = part
+            continue
+        shape = part.region.shape
+        for i, (offset, box) in enumerate(part.region.boxes(part.numbers)):
+            key = f"{name}#{i}" if i else name
+            tensors[key] = box
+            if tuple(box.shape) != shape:
+                told[key] = json.dumps([name, shape, offset])
+    return tensors, told
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str] = {}) -> None:
+    """Write a safetensors file, as the library does, which holds all of it twice meanwhile.
+
+    `told` are its metadata.
+    """
+    header, start = {"__metadata__": dict(told)} if told else {}, 0
     in_order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # all aligned
     for name, tensor in in_order:
         place = [start, start := start + tensor.nbytes]
-        kind = _DTYPES[tensor.dtype]
+        kind = DTYPES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.model.llama import loss_of, loss_on
+from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import Strategy, device_of, in_order
@@ -138,7 +138,7 @@ def evaluate(
     """
 
     def one_by_one(batch: Sequence[Microbatch]) -> Tensor:
-        return sum(loss_of(model)(model(x, *rest), y).double() for x, y, *rest in batch)
+        return sum(loss_on(model, x, y, rest).double() for x, y, *rest in batch)
 
     totals = None
     for batch in batches:

@@ -23,8 +23,10 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import Llama
 from minipar.parallel import compose, local_sgd
+from minipar.parallel.pieces import Part, Region
 from minipar.parallel.strategy import Strategy
-from minipar.train import checkpoint
+from minipar.train import checkpoint, shards
+from minipar.train.checkpoint import Stored
 from minipar.train.config import TrainConfig
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import reduce_in
@@ -66,6 +68,7 @@ class Setup:
 
     def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
         self.config, self.model, self.mesh, self.data_axis = config, model, mesh, mesh.dp
+        self.autocast = config.precision  # what weights do not do by themselves
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model of the run as one device would hold it; a collective."""
@@ -134,6 +137,7 @@ class Planned(Setup):
     ) -> None:
         super().__init__(config, model, mesh)
         plan, reduce, reduce_dtype = config.as_plan(), None, None
+        self.autocast = plan.autocast
         if config.reduce_dtype != "same":
             reduce_dtype = getattr(torch, config.reduce_dtype)
             reduce = reduce_in(reduce_dtype)
@@ -154,32 +158,32 @@ class Planned(Setup):
         self.crosses_steps = plan.zero in (1, 2)  # weights arrive in the next forward
 
     def save(self, saver: Saver, step: int, state: dict[str, Any], names: Sequence[str]) -> None:
-        """Where ranks have intervals of tensors, each writes its own, and nothing is gathered."""
-        strategy = self.strategy
-        if not strategy.has_intervals:
-            super().save(saver, step, state, names)
-            return
-        weights, optimizer, entries = strategy.intervals()
-        own = {f"optimizer/state/{name}": part for name, part in entries.items()}
-        tied = {n: strategy.serial_name(n) for n in strategy.shapes if n != strategy.serial_name(n)}
-        state = state | {"optimizer": checkpoint.by_name(optimizer, names)}
-        saver.save(step, {}, state, {"weights": weights, "state": own}, tied)
+        """Each rank writes what it has; weights, optimizer state and residues are not gathered."""
+        own: dict[str, Part] = {}
+        if self.compressed is not None:
+            state = state | {"compression": self._kept_back(own), "mesh": self._mesh}
+        shards.save(self.strategy, saver, step, state, names, own)
 
     def load_weights(self, weights: dict[str, Any], where: str) -> None:
-        """Take this rank's part of them. Raises `CheckpointError` naming `where`."""
+        """Read this rank's part of them. Raises `CheckpointError` naming `where`."""
         checkpoint.check_shapes(self.strategy.shapes, weights, where)
-        if is_in_parts(self.config):
-            self.strategy.fill(lambda name: weights[name]())
-        else:
-            self.strategy.load_full_state_dict(weights)
+        shards.fill(self.strategy, weights)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as of one device; what each rank has kept back of its gradients."""
-        state: dict[str, Any] = {"optimizer": self.strategy.full_optimizer_state()}
-        if self.compressed is not None:
-            state["compression"] = self._gather(self.compressed.state_dict(self.model))
-            state["mesh"] = self._mesh
-        return state
+    def _kept_back(self, own: dict[str, Part]) -> list[dict[str, Any]]:
+        """Put what this rank has kept back of its gradients into `own`; return what all have.
+
+        There, meta tensors are in the place of tensors. A collective.
+        """
+
+        def take(path: str, tensor: Tensor) -> Tensor:
+            if not (tensor.ndim and tensor.numel()):
+                return tensor.cpu()
+            region = Region.whole(tensor.shape)
+            own[f"compression/{self.mesh.rank}/{path}"] = Part(tensor.flatten(), region)
+            return torch.empty_like(tensor, device="meta")
+
+        kept_back = checkpoint.map_tensors(self.compressed.state_dict(self.model), take)
+        return all_gather_object(kept_back, self.mesh.world)
 
     @property
     def _mesh(self) -> str:
@@ -197,7 +201,8 @@ class Planned(Setup):
             return
         kept_back, theirs = state.get("compression", []), state.get("mesh")
         if kept_back and theirs == self._mesh:
-            self.compressed.load_state_dict(kept_back[self.mesh.rank], self.model)
+            own = tree_map_only(Stored, lambda stored: stored(), kept_back[self.mesh.rank])
+            self.compressed.load_state_dict(own, self.model)
         else:
             saved = f"of {len(kept_back)} ranks, {theirs}" if kept_back else "of no compression"
             self._say(

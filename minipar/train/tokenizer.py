@@ -11,6 +11,8 @@ from typing import Protocol
 import tokenizers
 from torch import Tensor
 
+from minipar.train.metrics import write_whole
+
 MOST_TOKENIZER_BYTES = 256_000_000  # ten times the largest of the field
 
 MOST_WORDS = 1 << 22
@@ -47,17 +49,30 @@ class ByteTokenizer:
         return text.encode("utf-8", errors="replace")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no UTF-8 (a young model writes many) become U+FFFD."""
-        return bytes(_plain(ids)).decode("utf-8", errors="replace")
+        """Bytes that are no UTF-8 (a young model writes many) become U+FFFD.
+
+        So do ids from 256 up, which a model with more words may write: as 0xFF, never in UTF-8.
+        """
+        return bytes(min(i, 0xFF) for i in _plain(ids)).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
         """Write it as a vocabulary in which no character is known, only its bytes are."""
-        path.write_text(self._as_file(), encoding="utf-8")
+        write_whole(path, self._as_file())
 
     @classmethod
-    def wrote(cls, path: Path) -> bool:
-        """Whether the file at `path` means the same as no file: bytes."""
-        return not path.is_file() or path.read_bytes() == cls._as_file().encode()
+    def wrote(cls, path: Path, vocab_size: int = vocab_size) -> bool:
+        """Whether the tokenizer of a model of `vocab_size` at `path` is this one: bytes.
+
+        So does no file. Raises `ValueError` where there is none, and the model has more words.
+        """
+        if path.is_file():
+            return path.read_bytes() == cls._as_file().encode()
+        if vocab_size > cls.vocab_size:
+            raise ValueError(
+                f"no tokenizer.json in {path.parent}, and a model of {vocab_size:,} words knows no "
+                "bytes; copy it there, or to train add --tokenizer"
+            )
+        return True
 
     @staticmethod
     def _as_file() -> str:
@@ -114,7 +129,7 @@ class FileTokenizer:
 
     def save(self, path: Path) -> None:
         """Write the file as it was."""
-        path.write_text(self._text, encoding="utf-8")
+        write_whole(path, self._text)
 
     @contextmanager
     def _says_its_name(self) -> Iterator[None]:
@@ -144,9 +159,13 @@ def tokenizer_file(path: str | Path) -> Path:
 
 _TRY_OUT = r"""
 import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+def limit(which, most):
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
+limit(resource.RLIMIT_CPU, 60)
 if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    limit(resource.RLIMIT_AS, 8 << 30)
 import tokenizers
 try:
     tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])

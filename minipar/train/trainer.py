@@ -1,6 +1,5 @@
 """A whole run: around the training step of step.py, all that a real one needs."""
 
-import json
 import math
 import random
 import time
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from minipar.comm import link, strict, watchdog
 from minipar.comm.backends import compute_device
-from minipar.comm.collectives import all_gather_object, all_reduce
+from minipar.comm.collectives import all_gather_object, all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
@@ -26,7 +25,7 @@ from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
-from minipar.train.data import Batches, Sequences
+from minipar.train.data import Batches, Sequences, check_same
 from minipar.train.folder import held
 from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
@@ -62,6 +61,9 @@ class Trainer:
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
         config.check_length(self.corpus)
         self.batches = self._batches(self.corpus.train, config.seed, config.microbatches)
+        judged = Sequences(self.corpus.validation, config.seq_len)
+        texts = {"training": self.batches.sequences, "validation": judged}
+        check_same(config.data, texts, self.mesh.world)
 
         shape = config.model_config(self.tokenizer.vocab_size)
         in_parts = strategies.is_in_parts(config)
@@ -78,12 +80,13 @@ class Trainer:
         self.model.loss_chunk = config.loss_chunk
         self.workload = Workload(config, self.model, self.mesh)
         shapes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
-        init = partial(self._first_value, shapes) if in_parts else None
+        source = hf.Folder(config.init) if config.init and in_parts else None
+        init = partial(self._first_value, shapes, source) if in_parts else None
         self.setup = strategies.make(config, self.model, self.mesh, self.workload, init)
         if config.compile != "none":
             compiled.compile_blocks(self.model, config.compile)
         self.optimizer = self.setup.optimizer
-        self.precision = Precision(config.precision, self.device, self.setup.overflow_axes)
+        self.precision = Precision(self.setup.autocast, self.device, self.setup.overflow_axes)
         compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
         self.products = peak.kind_of_product(self.device, compute_dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
@@ -99,15 +102,17 @@ class Trainer:
         model = Llama(model_config, seed=self.config.seed)
         return model.to(self.device, getattr(torch, self.config.dtype))
 
-    def _first_value(self, shapes: dict[str, tuple[int, ...]], name: str) -> Tensor:
+    def _first_value(
+        self, shapes: dict[str, tuple[int, ...]], source: hf.Folder | None, name: str
+    ) -> Tensor:
         """Return one weight of the serial model as it begins, or a buffer."""
         config, dtype, shape = self.config, getattr(torch, self.config.dtype), self.model.config
         if name == hf.HEAD and shape.tie_embeddings:
             name = hf.EMBEDDING
         if name not in self.parameter_names:
             return torch.zeros(shapes[name], device=self.device)
-        if config.init:
-            return hf.read_tensors(config.init, {name}.__contains__, dtype, self.device)[name]
+        if source is not None:
+            return source.read({name}.__contains__, dtype, self.device)[name]
         return initial_weight(shape, name, shapes[name], config.seed).to(self.device, dtype)
 
     def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
@@ -137,12 +142,16 @@ class Trainer:
     ) -> Report | None:
         config, first_step, lines = self.config, self.step, []
         of_blocks = None if self.setup.strategy.run else self.model  # a pipeline tells by itself
+        every = config.record_every
+        if self.setup.period and self.device.type != "cuda":
+            every = 1  # few of the steps talk: miss none, where it costs little to record
         recorder = StepRecorder(
             of_blocks,
             first_step,
             config.steps,
-            1 if self.setup.period else config.record_every,  # few of the steps talk: miss none
+            every,
             self.setup.crosses_steps,
+            self.setup.period or 1,
         )
         board = self.folder / "tensorboard" if config.tensorboard else None
         path = self.folder / "metrics.jsonl"
@@ -187,13 +196,16 @@ class Trainer:
             self._check_finite(line, saves)
             if is_last:
                 self.setup.finish()
+                self.save()  # what comes now may fail, and the training is done
             if is_last or (config.eval_every and self.step % config.eval_every == 0):
                 line["validation_loss"] = self.validate()
-            lines.append(line)
+            if lines:
+                lines[-1].pop("tokens_per_expert", None)  # long, and only told of the last
+            lines.append(dict(line))
             if metrics is not None:
                 metrics.write(line)
             progress(line)
-            if saves:
+            if saves and not is_last:
                 self.save()
             is_to_stop = self._agree(request.came)
             if is_to_stop and not is_last:
@@ -265,7 +277,8 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the loss of the model of the run on the same sample of text every time."""
-        batches = self._batches(self.corpus.validation, seed=0, microbatches=1)
+        parts = self.config.microbatches  # as in training, so that validation needs no more memory
+        batches = self._batches(self.corpus.validation, seed=0, microbatches=parts)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
         with self.setup.agreed_model(), self.precision.autocast():
             few = self._on_device(few)
@@ -311,9 +324,7 @@ class Trainer:
 
         A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit.
         """
-        weights, state = checkpoint.load(
-            folder, self.mesh.world, lazily=strategies.is_in_parts(self.config)
-        )
+        weights, state = checkpoint.load(folder, self.mesh.world, lazily=not self.setup.is_local)
         self.setup.load_weights(weights, f"checkpoint {folder}")
         with checkpoint.reading(folder):
             if state["step"] != checkpoint.step_of(folder):
@@ -321,7 +332,10 @@ class Trainer:
             if "optimizer" in state:
                 state["optimizer"] = checkpoint.by_number(state["optimizer"], self.parameter_names)
             self.batches.load_state_dict(state["data"])
+            decays = [group["weight_decay"] for group in self.optimizer.param_groups]
             self.setup.load_state_dict(state)
+            for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay  # as the flags of this run say
             self.precision.load_state_dict(state.get("precision", {}))
             self.workload.load_state_dict(state.get("workload", {}))
             random_states = state["random"]
@@ -367,28 +381,37 @@ class Trainer:
     def sample(self) -> tuple[str, str]:
         """Return a prompt, and the text that the model writes, on the first rank; a collective.
 
-        The prompt is the beginning of the validation text.
+        The prompt is the beginning of the validation text. Where a model in parts is cut along more
+        than dp, no rank could have it whole, and a word on that takes the place of the text.
         """
-        if not self.config.sample_tokens:
+        total, start = self.config.sample_tokens, self.corpus.validation[:32]
+        if not total:
             return "", ""
         model = self.model
-        if not (strategies.is_in_parts(self.config) and self.mesh.size == self.mesh.dp.size):
+        if strategies.is_in_parts(self.config):
+            if self.mesh.size > self.mesh.dp.size:
+                return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
+        else:
             # With whole weights on one rank, or all would have to gather them for each token.
             weights = self.setup.full_state_dict()
             if not self.is_first:
+                for _ in range(0, total, 8):  # as the first rank writes: see `told`
+                    barrier(self.mesh.world)
                 return "", ""
-            model = self._whole_model(self.model.config)
-            model.load_state_dict(weights)
+            with torch.device("meta"):
+                model = Llama(self.model.config)
+            dtype = getattr(torch, self.config.dtype)
+            model = hf.fill(model, weights).to(self.device, dtype)
         self._tell(f"writing a sample of {self.config.sample_tokens:,} tokens ...")
-        total, last = self.config.sample_tokens, time.monotonic()
+        last = time.monotonic()
 
         def told(done: int) -> None:
             nonlocal last
+            barrier(self.mesh.world)  # so that none waits for all of it, longer than --timeout
             if time.monotonic() - last > TELL_SECONDS:
                 self._tell(f"Writing the sample: {done:,} of {total:,} tokens ...")
                 last = time.monotonic()
 
-        start = self.corpus.validation[:32]
         return write(model, self.tokenizer, start, total, self.config.seed, told=told)
 
     def _tell(self, line: str) -> None:
@@ -421,22 +444,19 @@ def train(
             config.save(place / "config.json")
             if config.tokenizer:
                 trainer.tokenizer.save(place / "tokenizer.json")
+        first_step = trainer.step
         tell = progress(trainer) if progress and trainer.is_first else lambda _: None
         report = trainer.run(tell, request)
+        # A run that was done already has told more than the report of no step could.
+        has_news = trainer.step > first_step or not (place / "report.json").exists()
         if trainer.is_first and report is not None:
             if trainer.timeline.spans:
                 trainer.timeline.save(place / "timeline.json")
-            _write_report(report, place)
+            if has_news:
+                report.write(place)
         if report is not None:
             # May fail, or take long: what there is, is written.
             report.prompt, report.sample = trainer.sample()
-            if trainer.is_first and report.sample:
-                _write_report(report, place)
+            if trainer.is_first and report.sample and has_news:
+                report.write(place)
         return report
-
-
-def _write_report(report: Report, folder: Path) -> None:
-    text = f"Prompt:\n{report.prompt}\n\nThe model goes on:\n{report.sample}\n"
-    (folder / "sample.txt").write_text(text if report.sample else "", encoding="utf-8")
-    content = json.dumps(asdict(report), indent=2) + "\n"
-    (folder / "report.json").write_text(content, encoding="utf-8")

@@ -33,6 +33,12 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
 
 
 @pytest.mark.slow
+def test_restarts_are_counted(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert backends.restarts() == 2 and backends.restarts_left() == 1
+
+
 def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")

@@ -41,6 +41,7 @@ def test_takes_as_long_as_pcie_would():
     assert 4 * 0.035 <= took < 4 * 0.035 + 0.3
 
 
+@pytest.mark.timed
 def test_both_directions_work_at_once():
     copies = HostCopy(pcie=SLOW)
     tensor = torch.zeros(500_000)  # 2 MB: 210 ms
@@ -99,7 +100,9 @@ def test_memory_of_the_host_is_told_apart():
     try:
         assert not memory.is_on_host()
         with memory.on_host():
-            memory.tag("gradients", torch.zeros(1))
+            with memory.on_host():
+                assert memory.is_on_host()
+            memory.tag("gradients", torch.zeros(1))  # still inside of the outer one
             assert memory.is_on_host()
         memory.tag("gathered", torch.zeros(1))
     finally:

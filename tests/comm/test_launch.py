@@ -26,9 +26,11 @@ import torch.distributed as dist
 
 from minipar.comm import collectives as comm
 from minipar.comm import launch, worker
+from minipar.comm.jobs import Job
 from minipar.comm.launch import RankError, Ranks, spawn
 from minipar.comm.mesh import Mesh
 from minipar.comm.processes import Nursery
+from minipar.comm.worker import Failure
 from tests.patience import busy, is_alive, within
 
 pytestmark = pytest.mark.slow  # many processes come and go here
@@ -433,6 +435,27 @@ RAISES = [
     raises_while_another_holds_the_interpreter,
     raises_in_backward,
 ]
+
+
+def test_alike_are_those_that_all_failed_and_kept_their_connections():
+    """Else the group is mended. Mutants: one is as good as all; a lost connection is none."""
+    one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
+    for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
+        job = Job(1, {0, 1}, None)
+        for rank, failure in enumerate(failures):
+            job.failed(rank, failure)
+        assert job.all_alike == is_alike
+
+
+def a_runtime_error_of_my_own() -> None:
+    Mesh(dp=4)
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_an_error_of_the_code_is_none_of_the_connection(pool):
+    with pytest.raises(RankError) as error:
+        pool.run(a_runtime_error_of_my_own)
+    assert not any(failure.broken for failure in error.value.failures.values())
 
 
 @pytest.mark.parametrize("fault", RAISES, ids=lambda fault: fault.__name__)

@@ -858,7 +858,7 @@ def disagree(what):
 def test_mismatch_says_who_called_what(ranks, what, others, one):
     """On gloo these hang, end the process, or (the shape) give wrong sums in silence."""
     for took, message in ranks(4).run(disagree, what):
-        assert took < 1.0
+        assert took < 10  # and not until gloo's own time is up
         assert message == (
             f"the ranks do not agree: ranks 0, 2, 3 called {others}; rank 1 called {one}"
         )

@@ -45,6 +45,9 @@ def test_beyond_the_last_line_there_is_only_a_count():
     print("again", file=heard.out)
     heard.output.end()
     assert heard.text.endswith("rank 3\nagain\n")
+    heard.out.write("a\nb\nc\nd\ne\n")  # three have room, two are left out at once
+    heard.output.end()
+    assert heard.text.endswith("again\na\nb\nc\n... 2 more lines of rank 3\n")
 
 
 def test_a_long_line_is_cut():

@@ -278,6 +278,12 @@ def test_messages_to_oneself_cost_nothing():
     assert plans.seconds([[step]], 2, 0.0, 1.0) == 2 * 4
 
 
+def test_who_receives_most_may_be_the_busiest():
+    to_two = [Round((Message(2, 0, 5),), ()) for _ in range(2)]
+    both = Round((), (Message(0, 0, 5), Message(1, 0, 5)))
+    assert plans.seconds([[to_two[0]], [to_two[1]], [both]], 1, 0.0, 1.0) == 10
+
+
 def _seconds_on(every: Sequence[Plan], itemsize: int, topology: link.Topology) -> float:
     """Return how long the plans of global ranks 0 .. n-1 take on two levels, round by round.
 

@@ -486,6 +486,23 @@ def test_gather_merges_all_ranks_on_one_clock(ranks):
         assert max(starts[a], starts[b]) < min(ends[a], ends[b])
 
 
+def _on_machines_with_clocks_of_their_own():
+    mesh = Mesh(dp=2)
+    ahead = 1000.0 * mesh.rank
+    clock = time.monotonic
+    start = clock() + ahead
+    mine = Timeline([Span("compute", "x", mesh.rank, start, start + 1)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline, "_machine", lambda: f"machine {mesh.rank}")
+        patch.setattr(time, "monotonic", lambda: clock() + ahead)
+        return mine.gather(mesh.dp)
+
+
+def test_gather_moves_the_spans_of_other_machines_to_the_clock_of_the_first(ranks):
+    for everyone in ranks(2).run(_on_machines_with_clocks_of_their_own):
+        assert abs(everyone.spans[0].start - everyone.spans[1].start) < 100  # they were 1,000 apart
+
+
 def _late(seconds):
     mesh = Mesh(dp=2)
     collectives.barrier(mesh.world)

@@ -95,6 +95,18 @@ def test_who_is_further_on_is_not_missing():
     assert text.splitlines()[1].startswith("rank 2 of 4 (dp=2) has not reached all_reduce #3 on dp")
 
 
+def test_messages_count_apart_from_collectives():
+    """Rank 1 has sent five messages, and begun no collective: the first is what it misses."""
+    message = call(5, "send", peers=(0,))
+    text = explain(
+        [waiting(0, call(1)), state(1, [message]), *(waiting(r, call(1)) for r in (2, 3))]
+    )
+    assert "rank 1 of 4 (dp=1) has not reached all_reduce #1 on dp" in text
+    late = state(1, [call(1), call(1, "send", peers=(0,))])
+    text = explain([waiting(0, call(1)), late, *(waiting(r, call(1)) for r in (2, 3))])
+    assert "which all have reached" in text and "called send" not in text
+
+
 def test_many_ranks_are_counted():
     ranks = tuple(range(100))
     states = [waiting(rank, call(1, ranks=ranks)) for rank in ranks[:99]] + [state(99)]

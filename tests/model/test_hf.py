@@ -197,6 +197,17 @@ def test_a_head_that_is_not_the_embedding_is_no_tied_one(where, folder):
         assert torch.equal(back.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
+def test_a_folder_read_tensor_by_tensor_is_looked_through_once(folder, monkeypatch):
+    """Mutant: its whole table of contents, and a model on meta, for each of them."""
+    saved(folder, "tied")
+    expected, shapes, times = hf.read_tensors(folder), hf._expected_shapes, []
+    monkeypatch.setattr(hf, "_expected_shapes", lambda *args: times.append(1) or shapes(*args))
+    source = hf.Folder(folder)
+    for name, tensor in expected.items():
+        assert source.read({name}.__contains__)[name].equal(tensor)
+    assert len(expected) > 9 and len(times) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float8_e4m3fn])
 def test_weights_of_several_types_are_refused_or_made_one(dtype, folder):
     saved(folder)
@@ -280,6 +291,21 @@ def test_a_failing_save_leaves_the_old_checkpoint_as_it_was(folder, monkeypatch)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
     assert same_weights(hf.load(folder), old)
     assert os.listdir(folder.parent) == [folder.name], "nothing is left lying around"
+
+
+def test_weights_come_before_the_index_that_names_them(folder, monkeypatch):
+    """A reader that comes in between must not find an index whose files are not there yet."""
+    saved(folder, "mqa", max_shard_bytes=SHARD_BYTES)
+    moved = []
+    monkeypatch.setattr(os, "replace", lambda new, _: moved.append(new.suffix))
+    saved(folder, "gqa", max_shard_bytes=SHARD_BYTES)
+    assert moved.index(".json") > max(i for i, s in enumerate(moved) if s == ".safetensors")
+
+
+def test_a_shard_may_be_full():
+    one, two = torch.zeros(2, 5)
+    assert [list(s) for s in hf._split({"a": one, "b": two}, 40)] == [["a", "b"]]
+    assert [list(s) for s in hf._split({"a": one, "b": two}, 39)] == [["a"], ["b"]]
 
 
 def test_files_have_ordinary_permissions(folder):

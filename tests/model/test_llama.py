@@ -1,6 +1,7 @@
 """The model is the published one, starts from the seed alone, and can be split from outside."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minipar.lab.memory import LiveBytes
+from minipar.model import llama
 from minipar.model.init import init_weights, initial_weight
 from minipar.model.llama import (
     IGNORE_INDEX,
@@ -18,6 +20,7 @@ from minipar.model.llama import (
     LlamaConfig,
     RopeScaling,
     chunked_loss,
+    dense_core,
     generate,
     loss_on,
     rope_frequencies,
@@ -319,6 +322,34 @@ def test_the_core_of_attention_may_be_replaced(name):
         layer.self_attn.core = core
     torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-10)
     assert len(calls) == model.config.num_layers
+
+
+def test_groups_that_no_kernel_of_a_gpu_takes_are_spelled_out(monkeypatch):
+    """With the same result. Mutant: repeated in another order, head after head."""
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    plain, grouped = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*args, enable_gqa, **options):
+        grouped.append(enable_gqa)
+        return plain(*args, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for given in (None, mask):
+        expected = dense_core(q, k, v, given)
+        with monkeypatch.context() as patch:
+            patch.setattr(llama, "_no_fused_groups", lambda *_: True)
+            torch.testing.assert_close(dense_core(q, k, v, given), expected, rtol=0, atol=1e-14)
+    assert grouped == [True, False] * 2
+
+    on_gpu = {"is_cuda": True, "device": torch.device("cuda")}
+    for dtype, given, spelled_out in (
+        (torch.float32, None, True),
+        (torch.bfloat16, None, False),
+        (torch.bfloat16, mask, True),
+    ):
+        assert llama._no_fused_groups(SimpleNamespace(dtype=dtype, **on_gpu), given) is spelled_out
+    assert not llama._no_fused_groups(q.float(), mask)
 
 
 def test_trap_19_a_shard_rotates_by_its_own_positions():

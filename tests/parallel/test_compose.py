@@ -109,6 +109,11 @@ def test_what_can_be_is_not_refused(text):
     Plan.parse(text).check(TIED)
 
 
+def test_a_key_head_for_each_rank_is_not_shared():
+    """Then no gradient is added up piece by piece, and any vocabulary can be cut."""
+    Plan.parse("tp=2,zero=1").check(ODD)
+
+
 def test_large_plans_are_checked_in_no_time():
     config = PRESETS["llama-3-8b"]
     plan = Plan.parse("dp=64,tp=8,pp=8,schedule=interleaved_1f1b,microbatches=32,zero=3")

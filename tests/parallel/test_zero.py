@@ -293,11 +293,13 @@ def test_gradients_of_an_earlier_step_are_noticed(ranks):
 
 
 # ---------------------------------------------------------------------- gradients
-def _trains(stage, size, uses, microbatches=1, make=Layers, average=False, steps=4):
+def _trains(
+    stage, size, uses, microbatches=1, make=Layers, average=False, steps=4, bucket_mb=3.5e-4
+):
     """Train beside a plain copy that sees the data of all ranks; `uses(step, rank, m)`."""
     mesh = Mesh(dp=size)
     model, twin = make(seed=mesh.rank), make(seed=0)
-    strategy, optimizer = attach(model, mesh.dp, stage, average=average, bucket_mb=3.5e-4)
+    strategy, optimizer = attach(model, mesh.dp, stage, average=average, bucket_mb=bucket_mb)
     assert len(optimizer.buckets) >= 3
     plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(steps):
@@ -378,7 +380,16 @@ def test_ranks_may_have_different_numbers_of_microbatches(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_trap_16_unused_parameters(ranks, stage, name):
     """Mutants: a hang; a step (decay, momentum) for what no rank used."""
-    ranks(2).run(_trains, stage, 2, lambda step, rank, m: USED[name](step, rank))
+    ranks(2).run(_trains_in_used_memory, stage, 2, lambda step, rank, m: USED[name](step, rank))
+
+
+def _trains_in_used_memory(*given) -> None:
+    """What nobody has written to is NaN, as it may be where memory is used again."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        _trains(*given)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -386,6 +397,8 @@ def test_trap_16_reentrant_checkpoints_that_share_a_weight(ranks, stage):
     """Mutant: the second part of a gradient is lost, or waits for the next step."""
     ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant)
     ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant, microbatches=2)
+    alone = 1e-6  # a bucket for each parameter: the shared one is not kept waiting by others
+    ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant, bucket_mb=alone)
 
 
 class Tied(nn.Module):

@@ -229,7 +229,8 @@ def in_short_numbers(model, batch):
     x = checkpoint(model.embed, batch[0], use_reentrant=False).to(torch.bfloat16)
     x = checkpoint(lambda x: model.norm(x.float()).type_as(x), x, use_reentrant=False)
     logits = model.head(model.down(model.act(model.up(x))))
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+    chances = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
+    return F.nll_loss(chances, batch[1].flatten())
 
 
 def fsdp_in_bfloat16(model, mesh):

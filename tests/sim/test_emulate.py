@@ -6,9 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from minipar.comm import device as devices
 from minipar.comm import link
+from minipar.comm.collectives import all_reduce
+from minipar.comm.mesh import Mesh
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
@@ -203,3 +206,25 @@ def test_a_simulator_that_is_wrong_is_found_out(both):
     """The control: on a link half as fast, the same comparison fails."""
     with pytest.raises(AssertionError):
         both(Plan.parse("tp=4"), "100gbe", slower=2).check()
+
+
+def _filmed():
+    mesh, model = Mesh(dp=2), torch.nn.Linear(64, 64)
+
+    def step():
+        if mesh.rank:
+            time.sleep(0.3)  # a busy machine
+        all_reduce(model(torch.ones(64, 64)), mesh.dp)
+
+    film = emulate.film(step, model, mesh.dp, device=DEVICE, wire="ib-ndr")
+    return film, devices.current(), link.current().name
+
+
+def test_a_film_is_reckoned_and_leaves_devices_and_links_as_they_were(ranks):
+    """However late a rank is: its clock stands still while it is not the device that works."""
+    (film, device, wire), _ = ranks(2, "link").run(_filmed)
+    assert device is None and wire == link.LINKS["none"].name
+    begins = [min(s.start for s in film.select(rank=rank)) for rank in range(2)]
+    assert begins[0] == begins[1] and film.ranks == [0, 1]
+    (sent,) = film.select(rank=0, kind="comm")
+    assert 0 < film.duration < 0.01 and sent.duration > 0

@@ -118,6 +118,11 @@ def test_small_products_are_far_from_the_ceiling():
     assert rate(8192, 8192, 8192) == pytest.approx(0.95 * 794.5e12, rel=0.05)
 
 
+def test_bytes_travel_at_a_share_of_the_data_sheet_s_rate():
+    device = replace(load("a100").device, memory_bandwidth=1e12, memory_efficiency=0.5, launch=0.0)
+    assert device.seconds_of_bytes(1e12) == pytest.approx(2.0)
+
+
 def test_attention_reaches_what_was_published():
     """FlashAttention-3 on H100, head width 128, 16k tokens in all: TFLOP/s, causal forward."""
     for length, published in {512: 292, 1024: 423, 2048: 521, 4096: 579, 16384: 616}.items():

@@ -32,6 +32,7 @@ def test_the_table_ends_with_the_median_and_the_worst():
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_steps_of_this_computer_are_measured_and_predicted():
     """Mutants: a link that stays as it was; a prediction without the link."""
     machine = hardware.load("this-cpu")

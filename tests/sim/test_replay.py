@@ -100,6 +100,14 @@ def test_a_slower_network_only_adds_what_it_exposes(text):
     assert step.seconds == pytest.approx(sum(s.duration for s in spans), rel=0.1)
 
 
+def test_who_waits_goes_on_when_the_call_has_ended():
+    """Mutant: as soon as it has begun. Calls of tp, of a second each, which nothing hides."""
+    found = traced("tp=2")
+    step = replay(found, Round(bytes_per_second=1e18, latency=1.0))
+    calls = len(step.timeline.select(rank=0, kind="comm"))
+    assert step.waited["tp"] == pytest.approx(calls, rel=0.1) and step.seconds > 0.9 * calls
+
+
 def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():
     """Parameters arrive in the next forward. Mutant: one step played instead of two."""
     slow = Round(bytes_per_second=1e6)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from minipar.cli import training
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import Plan
+from minipar.train import config as configs
 from minipar.train import flags
 from minipar.train.config import TrainConfig
 
@@ -56,6 +58,14 @@ def test_a_wrong_mesh_is_refused(mesh):
         (dict(plan="pp=2,microbatches=20000", batch_size=30000), "must be at most 10,000"),
         (dict(plan="dp=9999999999"), "cannot read 'dp=9999999999'; try dp=2"),
         (dict(plan="dp=٣"), "cannot read 'dp=٣'; try dp=2"),
+        (
+            dict(mesh="pp=2", microbatches=2, batch_ramp="64@3"),
+            "makes 4 micro.* no --batch-ramp 64",
+        ),
+        (
+            dict(mesh="pp=2", microbatches=4, batch_size=5),
+            "makes 3 .* a --batch-size that 4 divides",
+        ),
         (
             dict(mesh="pp=2", pipeline_schedule="interleaved_1f1b", stages_per_rank=10**9),
             "2000000000 stages",
@@ -221,6 +231,16 @@ def test_the_text_is_checked_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match="is no tokenizer.json"):
         replace(config, tokenizer=str(text)).check_text()
     replace(config, data="hf:nobody/nothing").check_text()  # not fetched here
+
+
+def test_ranks_of_torchrun_read_the_text_once(tmp_path, monkeypatch):
+    """In the trainer. Mutant: each of them before, too."""
+    monkeypatch.setattr(configs, "load_corpus", lambda *_: pytest.fail("the text was read"))
+    monkeypatch.setattr(training, "_train_under_torchrun", lambda *_: None)
+    monkeypatch.setattr(training.backends, "under_torchrun", lambda: True)
+    training.train(TrainConfig())
+    with pytest.raises(ValueError, match="no tokenizer at"):
+        training.train(TrainConfig(tokenizer=str(tmp_path / "none.json")))
 
 
 def test_growing_batches_need_ranks_and_buckets_to_compare():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import types
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from minipar.train import corpus as corpora
 from minipar.train.corpus import load_corpus
-from minipar.train.tokenizer import ByteTokenizer, load_tokenizer
+from minipar.train.tokenizer import _TRY_OUT, ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -82,6 +83,20 @@ def test_bytes_as_a_file_are_the_same_bytes(tmp_path_factory, text):
     assert tokenizer.encode(text) == list(BYTES.encode(text)) and tokenizer.vocab_size == 256
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.separator is None
     assert ByteTokenizer.wrote(path) and not ByteTokenizer.wrote(word_tokenizer(path.parent))
+
+
+def test_what_is_no_byte_is_no_text():
+    """A model with more than 256 words may write them. Mutant: ValueError at the end of a run."""
+    assert BYTES.decode([104, 256, 32_000, 105]) == "h\ufffd\ufffdi"
+
+
+def test_a_tokenizer_is_tried_out_within_limits_that_are_there_already(tmp_path):
+    """Of a cluster's job. Mutant: more is asked for, which is refused, and so is the file."""
+    program = f"import resource, sys\nresource.setrlimit(resource.RLIMIT_CPU, (30, 30))\n{_TRY_OUT}"
+    program += "print(resource.getrlimit(resource.RLIMIT_CPU))"
+    path = word_tokenizer(tmp_path)
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"(30, 30)\n"), done.stderr
 
 
 def test_large_vocabulary_is_int32(tmp_path):

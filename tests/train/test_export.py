@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from minipar.cli import weights
 from minipar.model import hf
+from minipar.model import init as initial
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, RopeScaling
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -31,6 +33,36 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text("".join(f"word {i * i % 97} of many, " for i in range(400)), encoding="utf-8")
     return str(path)
+
+
+def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch):
+    """Mutants: config.json of the run becomes that of the model; a folder "." has no name."""
+    run, state = tmp_path / "run", {"step": 1, "model": asdict(SHAPE)}
+    save(run / "checkpoints", 1, Llama(SHAPE).state_dict(), state)
+    CONFIG.save(run / "config.json")
+    with pytest.raises(ValueError, match=f"export: {run} is a run, and would lose its config.json"):
+        weights.export(weights.Export(str(run), str(run)))
+    assert TrainConfig.load(run / "config.json") == CONFIG
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    weights.export(weights.Export(str(run), "."))
+    assert hf.load(tmp_path / "here").config == SHAPE
+    with pytest.raises(ValueError, match="is not the configuration of a run: it has no mesh"):
+        TrainConfig.load(tmp_path / "here/config.json")
+
+
+def test_what_is_written_with_draws_no_weights(tmp_path, monkeypatch, capsys):
+    """Mutant: a whole model of random numbers first, in minutes, for a large one."""
+    save(
+        tmp_path / "checkpoints",
+        1,
+        Llama(SHAPE, seed=3).state_dict(),
+        {"step": 1, "model": asdict(SHAPE)},
+    )
+    CONFIG.save(tmp_path / "config.json")
+    monkeypatch.setattr(initial, "initial_weight", lambda *_: pytest.fail("a weight was drawn"))
+    weights.generate(weights.Generate(str(tmp_path), tokens=2, temperature=0, prompt="a"))
+    assert capsys.readouterr().out.startswith("a")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -88,6 +120,11 @@ def test_what_init_cannot_start_from_is_refused(tmp_path, text):
         config.model_config(vocab_size=300)
     assert config.model_config(vocab_size=20) == SHAPE
     assert replace(config, init="").model_config(300) == replace(PRESETS["tiny"], vocab_size=300)
+    hf.save(Llama(replace(SHAPE, vocab_size=300)), tmp_path / "words")
+    with pytest.raises(ValueError, match=r"no tokenizer.json in .*, and a model of 300 words"):
+        replace(config, init=str(tmp_path / "words")).check()
+    with pytest.raises(ValueError, match=r"no tokenizer.json in .*, and a model of 300 words"):
+        weights.generate(weights.Generate(str(tmp_path / "words")))
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"not as bytes; add --tokenizer .*/tokenizer.json"):
         config.check()

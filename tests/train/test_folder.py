@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from minipar.train import folder as folders
 from minipar.train import saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import RUNNING, held
+from minipar.train.tokenizer import ByteTokenizer
 
 ALONE = Axis("world", 0, 1, (0,))
 HOLD = """
@@ -59,6 +62,42 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeyp
     with held(tmp_path / "run", ALONE):
         assert json.loads((tmp_path / "run" / RUNNING).read_text(encoding="utf-8"))["pid"]
     assert not (tmp_path / "run").exists()  # nothing was put there
+
+
+def test_where_nothing_is_locked_one_is_told_what_to_remove(tmp_path, monkeypatch):
+    """A run that was killed on another host, which cannot be asked."""
+
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    (tmp_path / RUNNING).write_text('{"host": "elsewhere", "pid": 7}', encoding="utf-8")
+    says = f"process 7 on host elsewhere; wait .*; if it has ended, remove {tmp_path / RUNNING}$"
+    with pytest.raises(ValueError, match=says), held(tmp_path, ALONE):
+        pass
+
+
+def test_a_small_file_is_never_half_written(tmp_path, monkeypatch):
+    """Mutant: it is opened to be written in place, and a kill leaves nothing of it."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    config = TrainConfig(steps=7)
+    writes = {
+        "config.json": config.save,
+        folders.JOB: lambda path: folders.note_job(path.parent, "a", config, None),
+        "tokenizer.json": ByteTokenizer().save,
+    }
+    for name, write in writes.items():
+        (tmp_path / name).write_text("before", encoding="utf-8")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", killed)
+            write(tmp_path / name)
+        assert (tmp_path / name).read_text(encoding="utf-8") == "before"
+        write(tmp_path / name)
+        assert len((tmp_path / name).read_text(encoding="utf-8")) > 9
+    assert {path.name for path in tmp_path.iterdir()} == set(writes)
 
 
 def test_what_is_in_the_folder_stays(tmp_path):
@@ -125,6 +164,25 @@ def test_a_copy_of_a_run_on_each_host_is_refused_and_untouched(ranks, run_config
         caught.value
     )
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_another_text_on_another_host_is_refused(ranks, run_config, tmp_path, part):
+    """Such as of a copy that was cut short. Mutant: the run learns from both, without a word."""
+    text = Path(run_config.data).read_text(encoding="utf-8")
+    for host in "01":
+        (tmp_path / host).mkdir()
+    (tmp_path / "0/a.txt").write_text(text, encoding="utf-8")
+    other = {"training": text[:-9], "validation": text[:-9] + "*" * 9}[part]
+    (tmp_path / "1/a.txt").write_text(other, encoding="utf-8")
+    config, folder = replace(run_config, data="a.txt"), tmp_path / "run"
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(on_a_host_of_its_own, trainer.train, str(tmp_path), config, str(folder))
+    assert [failure.kind for failure in caught.value.failures.values()] == ["ValueError"] * 2
+    node = platform.node()
+    says = f"the {part} text of a.txt on {node} is not that of rank 0 on {node}"
+    assert all(says in failure.message for failure in caught.value.failures.values())
+    assert not folder.exists()
 
 
 def save_apart(step: int) -> str:
@@ -194,6 +252,40 @@ def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
     assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, newer)
     again = save(tmp_path, 9)
     assert training._place_under_torchrun(TrainConfig(), tmp_path, start) == (tmp_path, again)
+
+
+def test_a_run_that_went_back_goes_on_from_what_it_wrote_last(tmp_path, monkeypatch):
+    """Not from the highest step, which the story before it has left. Mutant: by the number."""
+    for seconds, step in enumerate((3, 9, 6)):
+        os.utime(Path(save(tmp_path, step)) / "manifest.json", (seconds, seconds))
+    assert training.checkpoint_of(tmp_path) == tmp_path / "checkpoints/step_000006"
+    says = f"Stopped. Go on from step 6 with: minipar train --resume {tmp_path}"
+    assert folders.how_to_go_on(tmp_path) == says
+    monkeypatch.setattr(folders.backends, "under_torchrun", lambda: True)
+    assert f"with: the same line of torchrun, and in it --resume {tmp_path}" in (
+        folders.how_to_go_on(tmp_path)
+    )
+
+
+def test_a_job_is_not_forgotten_before_its_pictures_are_drawn(job, tmp_path, monkeypatch):
+    """Or a node that fails meanwhile would begin the whole run again, under another name."""
+
+    def fails(*_):
+        assert (tmp_path / "mine" / folders.JOB).exists()
+        raise ZeroDivisionError
+
+    job("a")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(training.backends, "joined", lambda *_: nullcontext())
+    monkeypatch.setattr(training.trainer, "train", lambda *_: "a report")
+    monkeypatch.setattr(training, "conclude", fails)
+    config = TrainConfig(out=str(tmp_path), name="mine", mesh="dp=1")
+    with pytest.raises(ZeroDivisionError):
+        training._train_under_torchrun(config, None, None)
+    monkeypatch.setattr(training, "conclude", lambda *_: None)
+    training._train_under_torchrun(config, None, None)
+    assert not (tmp_path / "mine" / folders.JOB).exists()
 
 
 def test_another_job_or_other_flags_find_nothing_of_ours(job, tmp_path):

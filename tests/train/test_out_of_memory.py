@@ -30,6 +30,7 @@ def test_a_failed_allocation_is_noted_down_by_the_first_rank_alone(tmp_path, err
     assert first.value.speaks and first.value.folder == tmp_path
     content = json.loads((tmp_path / out_of_memory.FILE).read_text(encoding="utf-8"))
     assert content["held"].keys() == {"all else"} and content["free"] > 0
+    assert content["held"]["all else"] < 50e6  # what was there before the run is not held by it
     with pytest.raises(OutOfMemory) as second, noted(tmp_path):
         (tmp_path / out_of_memory.FILE).write_text("another rank's", encoding="utf-8")
         raise error

@@ -15,7 +15,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Head, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import ddp
-from minipar.train import precision, trainer
+from minipar.train import checkpoint, precision, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.data import IGNORE
 from minipar.train.metrics import MEASURED, read
@@ -676,12 +676,32 @@ def test_precision_of_a_run(run, monkeypatch):
         lambda *a: validated.append(torch.is_autocast_enabled("cpu")) or real(*a),
     )
     lines = {name: run(name, precision=name) for name in COMPUTE_DTYPES}
-    assert validated == [False, True, True]  # in the precision of training
-    for name in ("bf16", "fp16"):
+    # In the precision of training; in bf16, weights and activations are so by themselves.
+    expected = dict.fromkeys(("float32", "bf16"), False) | dict.fromkeys(
+        ("fp16", "autocast-bf16"), True
+    )
+    assert dict(zip(lines, validated, strict=True)) == expected
+    assert lines["bf16"] != lines["autocast-bf16"]
+    for name in ("bf16", "fp16", "autocast-bf16"):
         for key in ("loss", "validation_loss"):
             last = lines[name][-1][key], lines["float32"][-1][key]
             assert last[0] != last[1] and last[0] == pytest.approx(last[1], rel=0.02)
-    assert [("loss_scale" in lines[name][0]) for name in COMPUTE_DTYPES] == [False, False, True]
+    assert [name for name in lines if "loss_scale" in lines[name][0]] == ["fp16"]
+
+
+@pytest.mark.parametrize("changes", [{"mesh": "dp=1"}, {"mesh": "dp=2", "zero": 2}])
+def test_a_run_in_bf16_resumes_exactly_from_its_masters(run, ranks, changes):
+    """They are what a checkpoint has. Mutant: weights as they compute, which have lost digits."""
+    config = replace(RUN, data=str(run.folder / "a.txt"), precision="bf16", **changes)
+    size, whole, rest = config.num_ranks, run.folder / "whole", run.folder / "rest"
+    ranks(size).run(trainer.train, config, str(whole))
+    folder = whole / "checkpoints/step_000005"
+    ranks(size).run(trainer.train, config, str(rest), str(folder))
+    lines = read(whole / "metrics.jsonl"), read(rest / "metrics.jsonl")
+    assert without_times(lines[1]) == without_times(lines[0][5:])
+    for name, weight in checkpoint.load(folder)[0].items():
+        assert weight.dtype == torch.float32, name
+        assert not torch.equal(weight, weight.bfloat16().float()), name
 
 
 def test_an_overflow_that_no_scale_can_cure_ends_the_run(run, monkeypatch):

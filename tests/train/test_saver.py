@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.parallel.pieces import Interval
+from minipar.parallel.pieces import Part, Region
 from minipar.train import checkpoint, saver
 from minipar.train.checkpoint import CheckpointError, available, load, step_of
 from minipar.train.saver import Saver, deal
@@ -146,32 +146,69 @@ def test_a_rank_that_cannot_write_tells_all(ranks, tmp_path, in_background):
     assert_is(tmp_path / "step_000002", 2, 20)
 
 
-# ---------------------------------------------------------------------- intervals
-def save_intervals(folder: Path, in_background: bool) -> None:
-    """Each rank a part of 10 numbers [2, 5]: of ranks 0 and 1 the same ones, of rank 2 the rest."""
+# ---------------------------------------------------------------------- parts
+def save_parts(folder: Path, in_background: bool) -> None:
+    """Each rank a part of 10 numbers [2, 5]: rank 0 numbers 0 to 6, rank 2 the rest."""
     axis, whole = world(), torch.arange(10.0)
-    start, stop = ((0, 6), (0, 6), (6, 10))[axis.rank]
-    own = Interval(whole[start:stop], start, (2, 5))
-    nothing = Interval(whole[:0], 0, (3,))  # of which rank 1 has all
-    more = Interval(torch.ones(3), 0, (3,)) if axis.rank == 1 else nothing
+    start, stop = ((0, 6), (6, 6), (6, 10))[axis.rank]
+    own = Part(whole[start:stop], Region.whole((2, 5))._replace(flat=slice(start, stop)))
+    all_of_it = Part(torch.ones(3), Region.whole((3,)))
     state = {"step": 1, "optimizer": {"w": {"m": torch.empty(2, 5, device="meta"), "n": 7}}}
-    intervals = {"weights": {"w": own, "v": more}, "state": {"optimizer/w/m": own}}
+    weights = {"w": own, "v": all_of_it} if axis.rank == 1 else {"w": own}
     saver = Saver(folder, axis, in_background=in_background)
-    saver.save(1, {}, state, intervals, {"tied": "w"})
+    saver.save(1, {}, state, {"weights": weights, "state": {"optimizer/w/m": own}}, {"tied": "w"})
     saver.finish()
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_intervals_of_all_ranks_are_one_tensor(ranks, tmp_path, in_background):
-    """Mutants: put together in the order of the files; the first of them taken for the whole."""
-    ranks(3).run(save_intervals, tmp_path, in_background)
-    folder, whole = tmp_path / "step_000001", torch.arange(10.0).view(2, 5)
+def assert_are_parts(folder: Path) -> None:
+    whole = torch.arange(10.0).view(2, 5)
     weights, state = load(folder)
     assert weights["w"].equal(whole) and weights["tied"] is weights["w"]
     assert weights["v"].equal(torch.ones(3))
     assert state["optimizer"]["w"]["m"].equal(whole) and state["optimizer"]["w"]["n"] == 7
     lazy, _ = load(folder, lazily=True)
     assert lazy["w"].shape == (2, 5) and lazy["w"]().equal(whole)
+    columns = Region((2, 5), (((0, 2),), ((1, 3),)))
+    assert lazy["w"](columns).tolist() == [1, 2, 6, 7]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_parts_of_all_ranks_are_one_tensor(ranks, tmp_path, in_background):
+    """Mutants: put together in the order of the files; the first of them taken for the whole."""
+    ranks(3).run(save_parts, tmp_path, in_background)
+    folder = tmp_path / "step_000001"
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["format"] == 4
+    boxes = {name: facts.get("boxes", 0) for name, facts in manifest["files"].items()}
+    assert boxes["weights_00000.safetensors"] == 2 and boxes["weights_00001.safetensors"] == 0
+    assert_are_parts(folder)
+
+
+# ---------------------------------------------------------------------- intervals of format 3
+@pytest.fixture
+def in_intervals(tmp_path):
+    """As it was written before there were boxes: numbers 0 to 6 by ranks 0 and 1, 6 to 10 by 2."""
+    folder, whole, files = tmp_path / "step_000001", torch.arange(10.0), {}
+    folder.mkdir()
+    for rank, (start, stop) in enumerate([(0, 6), (0, 6), (6, 10)]):
+        own, place = whole[start:stop], [start, 2, 5]
+        for kind, name in ("weights", "w"), ("state", "optimizer/w/m"):
+            path = folder / f"{kind}_{rank:05d}.safetensors"
+            more = {"v": torch.ones(3)} if (kind, rank) == ("weights", 1) else {}
+            saver.save_file({name: own} | more, path)
+            intervals = {name: place} | dict.fromkeys(more, [0, 3])
+            files[path.name] = checkpoint.digest_of(path) | {"intervals": intervals}
+    state = {"step": 1, "optimizer": {"w": {"m": torch.empty(2, 5, device="meta"), "n": 7}}}
+    torch.save(state, folder / "state.pt")
+    files["state.pt"] = checkpoint.digest_of(folder / "state.pt")
+    manifest = {"format": 3, "step": 1, "tied": {"tied": "w"}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def test_intervals_of_all_ranks_are_one_tensor(in_intervals):
+    """Mutant: of intervals that two ranks have, the second is laid behind the first."""
+    assert_are_parts(in_intervals)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +218,14 @@ def test_intervals_of_all_ranks_are_one_tensor(ranks, tmp_path, in_background):
         ([5, 2, 5], "9 numbers"),
         ([6, 5, 2], "another shape"),
         ([-1, 2, 5], "no place of an interval"),
+        ([], "no place of an interval"),
         (None, "another shape"),
     ],
 )
-def test_intervals_that_leave_a_gap_are_refused(ranks, tmp_path, place, says):
+def test_intervals_that_leave_a_gap_are_refused(in_intervals, place, says):
     """And by the name of the file. Mutant: what no file has is left as memory happens to be."""
-    ranks(3).run(save_intervals, tmp_path, False)
-    path = tmp_path / "step_000001/manifest.json"
+    path = in_intervals / "manifest.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    assert manifest["format"] == 3
     intervals = manifest["files"]["weights_00002.safetensors"]["intervals"]
     intervals["w"] = place
     if place is None:

@@ -56,6 +56,17 @@ def one_step(factor: float):
     return recorded.gather(mesh.world), pace.seconds, result.loss.item()
 
 
+def test_a_rank_takes_as_many_times_as_long_as_was_asked(monkeypatch):
+    """By a clock that only sleeping moves on. Mutant: one time too many is slept."""
+    clock = [0.0]
+    monkeypatch.setattr(Pace, "_now", lambda self: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    model = Worker()
+    with Pace(model, 5.0) as pace:
+        model(torch.arange(6)).sum().backward()
+    assert pace.seconds == pytest.approx(5 * 2 * WORK)
+
+
 def test_the_others_wait_for_a_slow_rank(ranks):
     """Their communication is exposed, as it takes until the slow rank joins in.
 

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
+from minipar.model import llama
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import ddp
 from minipar.train import checkpoint, metrics, saver, trainer
@@ -27,7 +28,7 @@ from minipar.train.config import TrainConfig
 from minipar.train.corpus import load_corpus
 from minipar.train.data import IGNORE, Sequences
 from minipar.train.metrics import Metrics, read
-from minipar.train.report import StepRecorder, training_figures
+from minipar.train.report import MOST_PICTURES, StepRecorder, training_figures
 from minipar.train.step import StepResult, train_step
 from minipar.train.tokenizer import ByteTokenizer
 
@@ -187,17 +188,53 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
     assert "nothing kept back: the checkpoint is of no compression" in capfd.readouterr().out
 
 
+def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
+    run, tmp_path, monkeypatch
+):
+    """Mutants: the whole share of a rank at once; all logits; the last save after it."""
+    forward, seen = Llama.forward, []
+
+    def watched(self, tokens, *rest, targets=None):
+        seen.append((torch.is_grad_enabled(), tuple(tokens.shape), targets is not None))
+        return forward(self, tokens, *rest, targets=targets)
+
+    monkeypatch.setattr(Llama, "forward", watched)
+    run(1, "small", steps=1, microbatches=3, loss_chunk=7)
+    assert set(seen) == {(True, (2, 32), True), (False, (2, 32), True)}
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(trainer, "evaluate", fails)
+    with pytest.raises(MemoryError):
+        run(1, "fails", steps=2)
+    assert weights_of(tmp_path / "fails", 2)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_resumed_run_has_the_weight_decay_of_its_flags(run, zero):
+    """And norms have none, as before. Mutant: that of the checkpoint."""
+    size = 1 + zero
+    start = run(size, "one", steps=1, zero=zero) / "checkpoints/step_000001"
+    folder = run(size, "two", start=start, steps=2, zero=zero, weight_decay=0.7, lr=0.0125)
+    groups = checkpoint.load(folder / "checkpoints/step_000002")[1]["optimizer"]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.7}
+
+
 def test_a_run_that_is_done_only_reports(run):
     folder = run(1, "one")
     before = lines_of(folder, "step", "loss", "seconds")
     first = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     recorded = (folder / "timeline.json").read_bytes()
     run(1, "one", start=folder / "checkpoints/step_000006")
+    assert lines_of(folder, "step", "loss", "seconds") == before
+    assert (folder / "timeline.json").read_bytes() == recorded
+    assert json.loads((folder / "report.json").read_text(encoding="utf-8")) == first
+    (folder / "report.json").unlink()  # as if it was killed before
+    run(1, "one", start=folder / "checkpoints/step_000006")
     again = json.loads(
         (folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
     )
-    assert lines_of(folder, "step", "loss", "seconds") == before
-    assert (folder / "timeline.json").read_bytes() == recorded
     assert again["validation_loss"] == first["validation_loss"]
     assert again["first_loss"] is again["step_seconds"] is None and again["steps"] == 6
 
@@ -305,7 +342,8 @@ def test_at_least_one_step_is_recorded(first, last, every):
 def test_speed_and_memory_are_in_every_line(run):
     """And the share of the peak follows from them. Mutants: seconds of the save counted as the
     step's; the share of one rank's peak."""
-    folder = run(2, "speed", dtype="float32", record_every=2, save_every=2)
+    longer = PLAIN.steps + 1  # a warm-up ends with the run
+    folder = run(2, "speed", dtype="float32", record_every=2, save_every=2, warmup_steps=longer)
     report, steps = (
         json.loads((folder / "report.json").read_text(encoding="utf-8")),
         read(folder / "metrics.jsonl"),
@@ -467,6 +505,86 @@ def test_a_long_end_says_what_it_does(run, monkeypatch, capsys):
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def count_barriers(config: TrainConfig, folder: str) -> int:
+    """Train; return how often this rank has met the others while the sample was written."""
+    barrier, count = trainer.barrier, 0
+
+    def counted(axis):
+        nonlocal count
+        count += 1
+        barrier(axis)
+
+    trainer.barrier = counted
+    try:
+        trainer.train(config, folder)
+    finally:
+        trainer.barrier = barrier
+    return count
+
+
+def test_a_sample_keeps_no_rank_waiting_and_draws_no_weights(ranks, text, tmp_path, monkeypatch):
+    """Mutants: the others wait for all of it; a model of random weights to write them over."""
+    config = replace(PLAIN, data=str(text), steps=1, sample_tokens=20)
+    assert ranks(2).run(count_barriers, replace(config, mesh="dp=2"), str(tmp_path / "two")) == [
+        3,
+        3,
+    ]
+    drawn, init_weights = [], llama.init_weights
+    monkeypatch.setattr(
+        llama,
+        "init_weights",
+        lambda model, seed: (
+            drawn.append(not model.lm_head.weight.is_meta),
+            init_weights(model, seed),
+        ),
+    )
+    trainer.train(replace(config, mesh="dp=1"), str(tmp_path / "one"))
+    assert drawn.count(True) == 1  # the model that is trained
+    ours, theirs = (tmp_path / name / "sample.txt" for name in ("one", "two"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_model_in_parts_on_more_than_dp_has_a_word_in_place_of_its_sample(run):
+    """Mutant: every rank gathers the whole model at the end, which none could hold."""
+    folder = run(2, "parts", mesh="tp=2", zero=3, steps=1, sample_tokens=9)
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert told["prompt"] == "" and told["sample"].startswith("(none: no rank has the whole model")
+    assert (folder / "sample.txt").read_text(encoding="utf-8") == told["sample"] + "\n"
+
+
+def test_what_a_run_remembers_does_not_grow(run, monkeypatch):
+    """Mutants: the timeline of each recorded step; the tokens of each expert in each step."""
+    recorder = StepRecorder(torch.nn.Linear(2, 2), 0, 40, 1)
+    for number in range(40):
+        with recorder.step(number):
+            recorder.model(torch.ones(1, 2))
+    assert list(recorder.recorded) == [*range(40 - MOST_PICTURES, 40)]
+    assert recorder.num_recorded == 40
+
+    kept = []
+    monkeypatch.setattr(
+        trainer, "training_figures", lambda lines: kept.extend(lines) or training_figures(lines)
+    )
+    folder = run(1, "moe", steps=3, preset="tiny-moe", batch_size=2)
+    assert ["tokens_per_expert" in line for line in kept] == [False, False, True]
+    assert len(lines_of(folder, "tokens_per_expert")) == 3
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert (
+        told["experts"]["tokens_per_expert"]
+        == read(folder / "metrics.jsonl")[-1]["tokens_per_expert"]
+    )
+
+
+def test_where_few_steps_talk_whole_periods_are_recorded():
+    """So that those that talk have their share. Mutant: always the same silent step of each."""
+    recorder = StepRecorder(None, 0, 80, 5, period=4)
+    chosen = [number for number in range(80) if recorder._is_chosen(number)]
+    assert chosen == [*range(8, 12), *range(28, 32), *range(48, 52), *range(68, 72)]
+    for first, last in ((0, 3), (7, 12), (15, 45)):  # few steps, from the middle on
+        recorder = StepRecorder(None, first, last, 20, period=20)
+        assert any(map(recorder._is_chosen, range(first, last)))
+
+
 def test_figures_of_no_step_are_none():
     assert set(training_figures([]).values()) == {None}
     lines = [{"loss": 3.0, "tokens": 10, "seconds": s} for s in (1.0, 3.0, 2.0)]
@@ -513,13 +631,18 @@ def uneven_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def one_step(size: int, microbatches: int):
-    """Take a step on `size` ranks; return what was reported, the gradients, the new weights."""
+def one_step(size: int, microbatches: int, in_turns: bool = False):
+    """Take a step on `size` ranks; return what was reported, the gradients, the new weights.
+
+    With `in_turns` rows are dealt out one by one, and both of two ranks have targets: 10 and 7.
+    """
     mesh = Mesh(dp=size)
     torch.manual_seed(mesh.rank)
     model = Llama(SHAPE, seed=mesh.rank).double()
     strategies = [ddp.apply(model, mesh.dp, average=False)] if size > 1 else []
-    inputs, targets = (t.chunk(size)[mesh.rank] for t in uneven_batch())
+    inputs, targets = (
+        t[mesh.rank :: size] if in_turns else t.chunk(size)[mesh.rank] for t in uneven_batch()
+    )
     batch = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = train_step(model, strategies, optimizer, batch, mesh.dp, max_norm=0.5)
@@ -536,7 +659,7 @@ def test_trap_10_uneven_tokens_are_weighed_by_their_number(ranks):
     serial, gradients, weights = one_step(1, 1)
     assert serial[1] == 17 and serial[2] > 0.5  # clipped
     assert one_step(1, 3)[0] == pytest.approx(serial, rel=1e-12)
-    for numbers, ours, after in ranks(2).run(one_step, 2, 3):
+    for numbers, ours, after in ranks(2).run(one_step, 2, 3) + ranks(2).run(one_step, 2, 3, True):
         assert numbers == pytest.approx(serial, rel=1e-10)
         for name, expected in gradients.items():
             assert ours[name].isfinite().all()

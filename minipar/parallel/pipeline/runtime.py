@@ -170,6 +170,7 @@ class Pipeline(Strategy):
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
         self._adding: Pending | None = None
         self._agreed = False  # on the shapes of microbatches
+        self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """Tell the gradient norm what is where; return what other ranks have, too, and which."""
@@ -283,7 +284,7 @@ class Pipeline(Strategy):
     ) -> None:
         """Do what `schedule` has for this rank: `work(action, what it was handed)` and messages."""
         row = schedule.actions[self.axis.rank]
-        dtype, device = next(self.model.parameters()).dtype, self.device
+        dtype, device = self.dtype or next(self.model.parameters()).dtype, self.device
 
         def buffer(message: Action) -> Tensor:
             batch, seq_len = microbatches[message.microbatch][0].shape  # the same on all ranks
@@ -325,6 +326,8 @@ class Pipeline(Strategy):
         parallelism would send it. The parameter gets the sum at the end, as from one backward.
         """
         stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
+        for p, stand_in in stand_ins.items():
+            stand_in.grad_dtype = p.grad_dtype
         places = [
             (module._parameters, name, p)
             for module in self.model.modules()
@@ -345,8 +348,9 @@ class Pipeline(Strategy):
         own, theirs, sends, receives = [], [], [], []
         for p, ranks in self.twins.items():
             grad = stand_ins[p].grad
-            own.append(torch.zeros_like(p) if grad is None else grad)
-            theirs.append({rank: torch.empty_like(p) for rank in ranks if rank != self.axis.rank})
+            own.append(torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad)
+            others = (rank for rank in ranks if rank != self.axis.rank)
+            theirs.append({rank: torch.empty_like(own[-1]) for rank in others})
             sends += [(own[-1], rank) for rank in theirs[-1]]
             receives += [(buffer, rank) for rank, buffer in theirs[-1].items()]
         if receives:
@@ -375,7 +379,7 @@ class Pipeline(Strategy):
         if self.axis.rank == last:
             logits = found[0]
         else:
-            dtype = next(self.model.parameters()).dtype
+            dtype = self.dtype or next(self.model.parameters()).dtype
             logits = torch.empty(
                 (*tokens.shape, self.config.vocab_size), dtype=dtype, device=tokens.device
             )

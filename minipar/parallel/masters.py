@@ -1,0 +1,67 @@
+"""Master weights: a parameter computes in 16 bits, and learns in 32.
+
+Idea.   What a step adds to a weight is thousands of times smaller than the weight, and in bf16 it
+        would round to nothing. So there are two tensors: the *working weight*, which is what the
+        model has as its parameter, and its *master*, which the optimizer steps. After each step
+        the one is the other, rounded.
+Math.   m <- m - update(g, state);  w = bf16(m).  g = sum over microbatches and ranks of dL/dw, each
+        in bf16 as backward computes it, the sum in float32.
+Memory. Bytes per parameter: 2 working weight + 4 gradient + 4 master + 8 AdamW, 18 in all. Autocast
+        over float32 weights has 16, 2 more while its casts live, and wider activations.
+Costs you. Activations in bf16, the residual stream too, which autocast keeps in float32.
+Source. Micikevicius et al. 1710.03740, section 3.1; float32 sums of gradients as Megatron-LM's
+        `main_grad`.
+In torch: a mixed precision policy of `fully_shard`, which holds masters as shards.
+Proved by tests/parallel/test_masters.py and tests/parity/test_masters.py.
+
+`keep` is for whole masters: one device, ddp, and what tensor and pipeline parallelism cut. Under
+ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dtype=)``. Under ZeRO
+3 shards are the masters: ``fsdp.apply(compute_dtype=)``.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minipar.comm import memory
+
+
+@torch.no_grad()
+def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """From now on, parameters of `model` are in `dtype`, and what they were are their masters.
+
+    `p.master` has the values of `p` before; `optimizer` steps it, and its state has the dtype of
+    that. To the optimizer nothing changes: while it steps, or loads its state, ``p.data`` *is* the
+    master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none.
+
+    Raises `RuntimeError` for a step with a closure, which would compute with the masters.
+    """
+    lower(model, dtype)
+    working = {p: p.data for p in model.parameters() if p.requires_grad}
+
+    def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
+        if any(map(callable, (*args, *(kwargs or {}).values()))):
+            raise RuntimeError("step(closure) would run on master weights; backward, then step()")
+        for p in working:
+            p.data = p.master
+
+    @torch.no_grad()
+    def put_working(*_: Any) -> None:
+        for p, own in working.items():
+            own.copy_(p.master)
+            p.data = own
+
+    optimizer.register_step_pre_hook(put_masters)
+    optimizer.register_step_post_hook(put_working)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: put_masters(None))
+    optimizer.register_load_state_dict_post_hook(put_working)
+
+
+def lower(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all parameters of `model`; each that learns keeps what it was in `p.master`."""
+    for p in model.parameters():
+        before, p.data = p.data, p.data.to(dtype, copy=True)
+        if p.requires_grad:
+            p.master, p.grad_dtype = before, before.dtype
+            memory.tag("optimizer", before)

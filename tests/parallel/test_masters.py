@@ -1,0 +1,191 @@
+"""Master weights learn in 32 bits beside weights that compute in 16; and what forgets them."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm.mesh import Mesh
+from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.parallel import compose, masters
+from minipar.parallel.plan import Plan
+from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
+from minipar.sim.trace import Actor, pretend
+from minipar.sim.tracer import Tracer
+from minipar.train.optim import make_optimizer
+from minipar.train.precision import Precision
+from minipar.train.step import train_step
+
+SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+make = partial(make_optimizer, lr=1e-2, weight_decay=0.1)
+
+
+def batch(step: int):
+    """Sequences that can be learnt: each adds 7, 14 or 21 from token to token, modulo 64."""
+    first = torch.randint(64, (4, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (first + 7 * (1 + first % 3) * torch.arange(33)) % 64
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def learn(working: torch.dtype | None, *, lr: float, steps: int, name: str = "float32"):
+    """Train a small Llama, with masters in float32 if there are others that work."""
+    model = Llama(SHAPE, seed=0)
+    optimizer = make_optimizer(model, lr=lr, weight_decay=0.1)
+    if working is not None:
+        masters.keep(model, optimizer, working)
+    losses = []
+    for step in range(steps):
+        batches, how = [batch(2 * step), batch(2 * step + 1)], Precision(name)
+        result = train_step(model, [], optimizer, batches, Mesh().dp, max_norm=1.0, precision=how)
+        losses.append(result.loss.item())
+    return model, losses
+
+
+def test_small_updates_are_kept():
+    """2^-10 of a weight of 1 rounds to nothing in bf16. Mutant: a master that is made of the weight
+    in each step."""
+    model, step = nn.Linear(3, 1, bias=False), 2.0**-10
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters.keep(model, optimizer, torch.bfloat16)
+    alone = nn.Parameter(torch.ones(1, 3, dtype=torch.bfloat16))
+    forgets = torch.optim.SGD([alone], lr=1.0)
+    for i in range(1000):
+        for p in (model.weight, alone):
+            p.grad = torch.full_like(p, step, dtype=p.grad_dtype)
+        optimizer.step()
+        forgets.step()
+        exact = torch.full((1, 3), 1 - (i + 1) * step)
+        assert torch.equal(model.weight.master, exact)
+        assert torch.equal(model.weight, exact.bfloat16()) and model.weight.dtype == torch.bfloat16
+    assert torch.equal(alone, torch.ones_like(alone))
+
+
+def test_a_llama_learns_as_in_float32():
+    """At a low rate, at which bf16 alone stalls (tests/train/test_precision.py)."""
+    model, losses = learn(torch.bfloat16, lr=5e-5, steps=30)
+    _, wide = learn(None, lr=5e-5, steps=30)
+    first = Llama(SHAPE, seed=0)
+    for name, p in model.named_parameters():
+        assert (p.master != first.get_parameter(name)).float().mean() > 0.95, name
+    assert losses != wide and losses[-1] == pytest.approx(wide[-1], rel=0.002)
+    assert losses[0] - losses[-1] == pytest.approx(wide[0] - wide[-1], rel=0.1)
+
+
+def test_if_both_have_the_same_dtype_nothing_changes():
+    """To the bit: masters in float32 of weights in float32."""
+    model, losses = learn(torch.float32, lr=1e-2, steps=4)
+    plain, expected = learn(None, lr=1e-2, steps=4)
+    assert losses == expected
+    for name, p in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).master, p), name
+        assert torch.equal(model.get_parameter(name), p), name
+        assert model.get_parameter(name).data_ptr() != model.get_parameter(name).master.data_ptr()
+
+
+def test_gradients_of_microbatches_add_up_in_float32():
+    """Each is rounded to bf16 once, by its backward. Mutant: sums that are rounded, too."""
+    model = Llama(SHAPE, seed=0)
+    masters.keep(model, make_optimizer(model, lr=0.1, weight_decay=0.0), torch.bfloat16)
+    weight, single = model.model.layers[0].mlp.down_proj.weight, []
+    for step in range(8):
+        token_loss(model(batch(step)[0]), batch(step)[1]).backward()
+        single.append(weight.grad)
+        weight.grad = None
+    assert all(torch.equal(g, g.bfloat16().float()) for g in single)
+    for step in range(8):
+        token_loss(model(batch(step)[0]), batch(step)[1]).backward()
+    wide, narrow = torch.zeros_like(single[0]), torch.zeros_like(single[0]).bfloat16()
+    for g in single:
+        wide, narrow = wide + g, narrow + g.bfloat16()
+    assert torch.equal(weight.grad, wide) and not torch.equal(narrow.float(), wide)
+
+
+def test_activations_are_in_bf16_where_autocast_leaves_them_wide():
+    """The residual stream above all; the loss is in float32 in either."""
+    seen = {}
+    for name in ("bf16", "autocast-bf16"):
+        model, plan = Llama(SHAPE, seed=0), Plan(precision=name)
+        compose.apply(model, Mesh(dp=1), plan, make)
+        model.model.layers[0].register_forward_hook(
+            lambda module, args, out, name=name: seen.update({name: out.dtype})
+        )
+        with Precision(plan.autocast).autocast():
+            loss = token_loss(model(batch(0)[0]), batch(0)[1])
+        assert loss.dtype == torch.float32
+    assert seen == {"bf16": torch.bfloat16, "autocast-bf16": torch.float32}
+
+
+def test_the_state_of_the_optimizer_is_as_wide_as_the_masters():
+    """Also when it is loaded, which torch casts to the dtype of the parameters. Mutant: moments
+    that were bf16 for a moment."""
+    model, state = Llama(SHAPE, seed=0), None
+    for _ in range(2):
+        optimizer = make(model)
+        masters.keep(model, optimizer, torch.bfloat16)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            for own, was in zip(optimizer.state.values(), state["state"].values(), strict=True):
+                assert own["exp_avg"].dtype == torch.float32
+                assert torch.equal(own["exp_avg"], was["exp_avg"])
+                assert not torch.equal(was["exp_avg"], was["exp_avg"].bfloat16().float())
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        train_step(model, [], optimizer, [batch(0)], Mesh().dp)
+        state, model = optimizer.state_dict(), Llama(SHAPE, seed=0)
+
+
+def test_what_is_frozen_is_cast_and_has_no_master():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    masters.keep(model, optimizer, torch.bfloat16)
+    assert not hasattr(model[0].weight, "master") and model[0].weight.dtype == torch.bfloat16
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, model[1].weight.master.bfloat16())
+
+
+def test_a_closure_is_refused():
+    """It would compute in float32, and nothing would say so."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters.keep(model, optimizer, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="on master weights"):
+        optimizer.step(lambda: 0.0)
+    assert model.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision, recipe", [("bf16", MASTER_ADAM), ("autocast-bf16", FP32_ADAM)])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_bytes_per_parameter_are_those_of_the_closed_form(zero, precision, recipe):
+    """Of a rank without values, of the formula, and of what a plan explains."""
+    config = replace(SHAPE, num_layers=4, hidden_size=64)
+    plan = Plan(dp=8, zero=zero, precision=precision)
+    with pretend(plan) as mesh, Tracer() as tracer:
+        actor = Actor(config, plan, mesh, 1, 32)
+        actor.step()
+        with tracer.watching(actor.model, actor.strategy.optimizer):
+            held = tracer.held()
+    formula = model_state(config.num_parameters, 8, f"zero{zero}" if zero else "ddp", recipe).device
+    explained = plan.explain(config).bytes_on()
+    for part, ours in {"parameters": "weights", "optimizer": "optimizer"}.items():
+        assert held[part] == pytest.approx(formula[part], rel=0.02), part
+        assert explained[ours] == pytest.approx(formula[part], rel=0.02), part
+    if zero != 1:  # which has whole ones in backward only
+        assert held["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
+    assert explained["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
+
+
+def test_a_plan_says_what_is_in_which_precision():
+    for text, says in (
+        ("dp=2,precision=bf16", "master weights, in the optimizer"),
+        ("dp=2,zero=3,precision=bf16", "master weights, the shards"),
+        ("dp=2,precision=autocast-bf16", "autocast: matrix products in bf16"),
+        ("dp=2,precision=fp16", "autocast: matrix products in fp16"),
+    ):
+        assert says in str(Plan.parse(text).explain(SHAPE)).splitlines()[1]
+    assert "float32" not in str(Plan(dp=2).explain(SHAPE))
