@@ -3,7 +3,7 @@
 
 # The first Python on the PATH that is new enough; python3 when none is, and the check below says so.
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && break; done; echo "$$p")
 BIN := .venv/bin
 READY := .venv/.installed

@@ -159,15 +159,18 @@ def measured_page() -> str:
     """All rows that `minipar bench` has written, a table for each bench."""
     parts = [
         "# What was measured",
-        "Written by `minipar bench`, on two cores of a shared machine: ratios of runs in turn, "
-        "with the quarter and three quarters of them in brackets. Above 1, minipar takes longer.",
+        "`minipar bench` ran on two cores of a shared machine. In brackets: quartiles of a ratio, "
+        "the least and the largest gap.",
         "![Published step times beside what the planner predicts for them]"
         "(notebooks/assets/predicted.png)",
     ]
     for path in sorted((ROOT / "notebooks/assets/measured").glob("*.json")):
-        bench = ROOT / "minipar/lab/bench" / path.name.replace(".json", ".py")
-        told = ast.get_docstring(ast.parse(bench.read_text(encoding="utf-8")))
-        parts += [f"## {path.stem}", paragraphs(told), rows_table(json.loads(path.read_text()))]
+        source = "gpu_check" if path.stem == "gpu" else f"bench/{path.stem}"
+        module = (ROOT / f"minipar/lab/{source}.py").read_text(encoding="utf-8")
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        checks = dict.fromkeys(row.get("check") for row in rows)  # one and the same for a bench
+        parts += [f"## {path.stem}", paragraphs(ast.get_docstring(ast.parse(module)))]
+        parts += [rows_table([row for row in rows if row.get("check") == c]) for c in checks]
     parts.append("## Idle time of each pipeline schedule: predicted above measured")
     for path in sorted((ROOT / "notebooks/assets/pipeline_idle").glob("*.png")):
         where = path.relative_to(ROOT).as_posix()
@@ -183,6 +186,8 @@ def rows_table(rows: list[dict]) -> str:
     same = {name: column[0] for name, column in values.items() if len(set(column)) == 1}
     shown = [name for name in names if name not in same]
     head = ", ".join(f"{_words(name)} {value}" for name, value in same.items() if value)
+    if not shown:
+        return f"{head[0].upper()}{head[1:]}."
     lines = [f"| {' | '.join(map(_words, shown))} |", "|" + " --- |" * len(shown)]
     lines += [f"| {' | '.join(row.get(name, '') for name in shown)} |" for row in merged]
     return f"In all rows: {head}.\n\n" + "\n".join(lines)
@@ -200,7 +205,9 @@ def _merged(row: dict) -> dict[str, str]:
 def _number(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.3g}"
+    return " ".join(str(value).split()).replace("|", "\\|")  # in one line, in one cell
 
 
 def _words(name: str) -> str:

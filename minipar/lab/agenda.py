@@ -16,7 +16,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell, new_notebook
 
-LINK = re.compile(r"(from |up to )?\[[^\]]*\]\((\d\d_\w+)\.ipynb(?:#([^)]*))?\)")
+LINK = re.compile(r"(from |up to )?\[[^\]]*\]\((\d\d\w+)\.ipynb(?:#([^)]*))?\)")
 
 
 @dataclass(frozen=True)

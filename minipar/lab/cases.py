@@ -1,6 +1,7 @@
 """What a check looks at: what each rank was given, returned and sent; and how it refuses."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,16 @@ class Case:
             for i, pair in enumerate(zip(got, want, strict=True)):
                 name = what if len(want) == 1 else f"{what} {i}"
                 _expect_close(*pair, f"{name} of rank {rank}")
+
+    def expect_accepted(self, refused: Callable, criterion: str) -> None:
+        """Raise what `refused(found, given)` says, (criterion, why) or None, of this criterion.
+
+        The result of each rank begins with a list of what it found, one for each of its inputs.
+        """
+        for rank, (found, *_) in enumerate(self.results):
+            for said in map(refused, found, self.given[rank][0]):
+                if said and said[0] == criterion:
+                    raise CheckFailed(f"rank {rank}: {said[1]}")
 
     def expect_sent(self, rank: int, expected: list[Sent]) -> None:
         """Compare what a rank sent with what it should have sent, in any order."""

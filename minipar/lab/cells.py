@@ -35,9 +35,10 @@ from IPython.display import display
 
 from minipar.comm import launch, worker
 from minipar.comm import link as links
+from minipar.comm.backends import check_backend
 from minipar.comm.device import Device
 from minipar.comm.launch import RankError
-from minipar.comm.mesh import check_sizes
+from minipar.comm.mesh import check_fits_here, check_sizes
 from minipar.comm.output import last_state
 from minipar.comm.processes import Nursery
 from minipar.lab import shell
@@ -117,11 +118,14 @@ class Ranks(launch.Ranks):
         self._mesh = {"dp": size} if mesh is None else dict(mesh)
         check_sizes(self._mesh, size)
         self._transcript: _Transcript | None = None
-        self._live = False
         self._stuck: dict[int, list[tuple[float, str, str]]] = {}  # per rank: when, verb, line
         self._num_done = 0
         if backend != "link" and link != "none":
             raise ValueError(f"link={link!r} needs backend='link', not {backend!r}")
+        if backend != "link" and device is not None:
+            raise ValueError(f"device={device!r} needs backend='link', not {backend!r}")
+        check_fits_here(size)  # now: what is refused must not end the ranks that run
+        check_backend(backend, size)
         # The notebook's own formulas use that link as well.
         self.backend, self.link = backend, links.use(link)
         preload = (shell.__name__, "minipar.lab.draw", "matplotlib_inline.backend_inline")
@@ -142,21 +146,14 @@ class Ranks(launch.Ranks):
         _current = self
         register_magic()
 
-    def cell(
-        self, code: str, on: Iterable[int] | None = None, *, live: bool = False, number: int = 1
-    ) -> None:
+    def cell(self, code: str, on: Iterable[int] | None = None, *, number: int = 1) -> None:
         """Run `code` in the namespaces of the ranks `on` (None: all), as ``%%ranks`` does.
 
-        With `live` all ranks may speak at any time. Raises `CellError`.
+        Raises `CellError`.
         """
         chosen = set(range(self.size) if on is None else on)
         args = [(code, number) if rank in chosen else None for rank in range(self.size)]
-        with self.lock:
-            self._live = live
-            try:
-                self.run_each(shell.run_cell, args)
-            finally:
-                self._live = False
+        self.run_each(shell.run_cell, args)
 
     def __getitem__(self, expression: str) -> list[Any]:
         """Evaluate an expression on every rank: ``ranks["loss"]``; tensors come to the CPU."""
@@ -179,7 +176,7 @@ class Ranks(launch.Ranks):
         with self.lock:
             remade, pids = self.remade, list(self._processes and self.pids)
             speakers = [rank for rank, args in enumerate(args_of) if args is not None]
-            self._transcript, self._stuck = _Transcript(speakers, self._live), {}
+            self._transcript, self._stuck = _Transcript(speakers), {}
             if source := Source.of(fn, cell_numbers()):
                 args_of = [None if args is None else (source, fn, *args) for args in args_of]
                 fn = shell.call_from
@@ -296,8 +293,8 @@ class Ranks(launch.Ranks):
 class _Transcript:
     """What ranks say during one call: the first one's at once, the others' in order at the end."""
 
-    def __init__(self, ranks: list[int], live: bool) -> None:
-        self._live = set(ranks if live else ranks[:1])
+    def __init__(self, ranks: list[int]) -> None:
+        self._live = set(ranks[:1])
         self._held: dict[int, list[tuple[str, Any]]] = {rank: [] for rank in ranks}
         self._line: tuple[int, str] | None = None  # rank and stream of a line that has not ended
 
@@ -358,7 +355,7 @@ def chosen_ranks(text: str, size: int) -> list[int]:
     chosen: set[int] = set()
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if not ends or int(ends[2] or ends[1]) >= size:
+        if not ends or not int(ends[1]) <= int(ends[2] or ends[1]) < size:
             raise ValueError(f"-r {text}: the ranks are 0 to {size - 1}; write 0,2 or 1-3")
         chosen.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
     return sorted(chosen)
@@ -373,7 +370,6 @@ class Misused(UsageError):
 
 @magic_arguments()
 @argument("-r", "--ranks", help="only these ranks, such as 0,2 or 1-3")
-@argument("--live", action="store_true", help="show what any rank prints at once, as it comes")
 @argument("--here", action="store_true", help="run the cell in the notebook's own process as well")
 def _ranks_magic(line: str, cell: str) -> None:
     """Run the cell on all ranks."""
@@ -388,7 +384,7 @@ def _ranks_magic(line: str, cell: str) -> None:
     head = "" if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + "\n"
     # Not here.execution_count: some versions of IPython count on before they run the cell.
     number = max(cell_numbers().values(), default=here.execution_count)
-    ranks.cell(head + cell, on, live=asked.live, number=number)
+    ranks.cell(head + cell, on, number=number)
     if asked.here:
         exec(compile(here.transform_cell(cell), "<cell>", "exec"), here.user_ns)
 

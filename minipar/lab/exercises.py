@@ -12,6 +12,7 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     PRAISE = "what the learner has just built"           # shown by a check that passes
     SIZES = (4, 3)                                       # numbers of ranks; (4,) if not given
     MESH = {"replica": 2, "node": 2}                     # or a mesh: then the answer gets its axes
+    SECONDS = 60                                         # for a run, where `TIME_LIMIT` is short
 
     def given(size, random): ...        # -> for each rank, the arguments of the learner's function
     def check_result(case): ...         # every check_* raises CheckFailed, in the order of the file
@@ -22,6 +23,8 @@ An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what
     @fails("traffic", "All is sent.")   # which check refuses it; what is said of answers like it
     def wrong_sends_everything(tensor, axis): ...
     def run(answer, axis, *given): ...  # optional: what surrounds the call of the answer on a rank
+    def drawn(case): ...                # optional: a figure of the answer at work, once it passes
+    BUGS = {"no overlap": "", "...": "What speaks against it."}  # optional, see `check`; "": it is
 
 The tests prove every file found there: the solution passes, each wrong answer fails as it says.
 """
@@ -43,7 +46,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from IPython.display import Code
+from IPython.display import Code, display
 
 from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
@@ -89,6 +92,9 @@ class Exercise:
         self.solution = getattr(module, "solution", None)  # a host may have left it out
         self.solution_bonus = getattr(module, "solution_bonus", None)
         self.run = getattr(module, "run", _run)
+        self.drawn = getattr(module, "drawn", None)
+        self.seconds: float | None = getattr(module, "SECONDS", None)
+        self.bugs: dict[str, str] = getattr(module, "BUGS", {})
         self.checks, self.bonuses = _named(module, "check_"), _named(module, "bonus_")
         self.wrongs = _named(module, "wrong_")
         self.slips: dict[str, Any] = slips.read(file.parent).get(self.id, {})
@@ -146,18 +152,24 @@ def exercise(number: str) -> Exercise:
 
 
 # ====================================================================== what a learner calls
-def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | None = None) -> None:
+def check(
+    number: str, answer: Callable | str, *, bonus: bool = False, seed: int | None = None
+) -> None:
     """Try `answer` on fresh random inputs; with `bonus` against the harder targets as well.
+
+    Where a bug is to be named before it is mended, `answer` may be its name.
 
     Raises `CheckFailed` with what was expected and what came; it names the `seed` to get the same
     inputs again. Raises `RuntimeError` where it is the check that has a bug.
     """
     asked = exercise(number)
+    if asked.bugs and isinstance(answer, str):
+        return _diagnose(asked, answer)
     seed = secrets.randbelow(10**6) if seed is None else seed
     criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
-            _examine(asked, answer, size, seed, criteria)
+            case = _examine(asked, answer, size, seed, criteria)
         except CheckFailed as error:
             if error.criterion == "written":
                 raise CheckFailed(str(error), "written") from None
@@ -173,9 +185,21 @@ def check(number: str, answer: Callable, *, bonus: bool = False, seed: int | Non
             ) from None
     progress.note(number)
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
+    if asked.drawn is not None:
+        display(asked.drawn(case))
     if asked.bonuses and not bonus:
         harder = f'check("{number}", {name_of(answer)}, bonus=True)'
         print(f"Want more? {harder}: {', '.join(asked.bonuses)}")
+
+
+def _diagnose(asked: Exercise, name: str) -> None:
+    """Say that `name` is the bug, or raise `CheckFailed` with what speaks against it."""
+    if name not in asked.bugs:
+        names = "\n".join(f"    {known}" for known in asked.bugs)
+        raise CheckFailed(f"Exercise {asked.id}: which of these is it?\n{names}", "written")
+    if against := asked.bugs[name]:
+        raise CheckFailed(f"Exercise {asked.id}: not {name}. {against}", "bug")
+    print(f"Exercise {asked.id}: yes, {name}. Now mend it.")
 
 
 def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed) -> str:
@@ -214,7 +238,7 @@ def solution(number: str) -> Code:
 
 def _examine(
     asked: Exercise, answer: Callable, size: int, seed: int, criteria: dict[str, Callable]
-) -> None:
+) -> Case:
     case = play(asked, answer, size, seed)
     for name, criterion in criteria.items():
         try:
@@ -224,6 +248,7 @@ def _examine(
         except Exception as error:
             why = f"{_short(case.results[0])} ({type(error).__name__}: {error})"
             raise StrangeAnswer(f"this is no answer: {why}", name) from error
+    return case
 
 
 def _check_the_check(asked: Exercise, model: Callable | None, *how: Any) -> None:
@@ -262,7 +287,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
 
 def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tuple[list, list]:
     """Return what came back from each of the first `size` ranks, and what each has sent."""
-    before, ranks.time_limit = ranks.time_limit, TIME_LIMIT
+    before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
     try:
         answers = ranks.run_each(_play, calls)[:size]
     except RankError as error:

@@ -124,7 +124,8 @@ class Guide:
 
 def main() -> None:
     """Ask, and draw."""
-    print(pen.save(guide(ask()), tyro.cli(Guide).out))
+    out = tyro.cli(Guide).out  # first: asking takes half a minute
+    print(pen.save(guide(ask()), out))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ which is a part of the state. Where the vocabulary is small, it is four layers: 
 two gradients. 15 % are for the next layer, the numbers in between and what the allocator keeps.
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ def expected_bytes(shape: LlamaConfig, ranks: int) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return 1 if a rank held more than it should, 2 if there is too little memory."""
     asked = tyro.cli(LargeModel, args=argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks compute where their memory is measured
     preset = PRESETS["llama-3.2-1b"]
     shape = replace(preset, num_layers=asked.layers, vocab_size=asked.vocab)
     need = max(n * (sum(expected_bytes(shape, n)) + BASE) for n, _ in RUNS)

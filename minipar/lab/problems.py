@@ -11,6 +11,7 @@ The five problems of notebook 06 are five functions of ``notebooks/solutions/pro
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -63,6 +64,8 @@ class Problem:
         for sentence, value in self.slips.items():
             if abs(answer - value) <= 0.005 * abs(value):
                 return sentence
+        if math.isnan(answer):
+            return "It is no number."
         if answer <= 0:
             return "It is a number above zero."
         factor = max(answer / self.right, self.right / answer)
@@ -112,7 +115,7 @@ def check_number(number: str, answer: Any) -> None:
         value = float(answer)
     except (TypeError, ValueError):
         raise CheckFailed(f"{answer!r} is no number; give it in {asked.unit}", "number") from None
-    if abs(value - asked.right) > asked.within * asked.right:
+    if not abs(value - asked.right) <= asked.within * asked.right:  # so that nan is wrong, too
         text = f"Problem {number}: not yet, {value:g} {asked.unit}. {asked.why(value)}"
         raise CheckFailed(text, "number")
     shown = f"{asked.right:.4g}" if asked.right < 1000 else f"{asked.right:,.0f}"

@@ -124,7 +124,7 @@ def _normalise_output(output: NotebookNode, root: Path) -> None:
 
 def without_paths(text: str, root: Path) -> str:
     """Return `text` with the paths of this machine shortened to what a reader elsewhere knows."""
-    text = re.sub(r"/tmp/ipykernel_\d+/\d+\.py", "<cell>", text)
+    text = re.sub(r"/[^\s\"'<>:)]+/ipykernel_\d+/\d+\.py", "<cell>", text)
     packages = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
     for folder in sorted((*packages, str(root)), key=len, reverse=True):
         text = text.replace(folder.rstrip("/") + "/", "").replace(folder, ".")
@@ -201,7 +201,7 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
         for asked in path.parent.glob(f"solutions/problems_{int(path.stem[:2])}.py"):
             written.append(folder / "solutions" / asked.name)
             written[-1].write_text(without_ways(asked), encoding="utf-8")
-    return [*written, slips.write(folder / "solutions", known)]
+    return [*dict.fromkeys(written), slips.write(folder / "solutions", known)]
 
 
 def learn_slips(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
@@ -300,15 +300,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slips", action="store_true", help="only learn how wrong answers fail")
     parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds per cell")
     asked = parser.parse_args(arguments)
+    try:
+        notebooks = find(asked.paths)
+    except FileNotFoundError as error:
+        parser.error(str(error))
     if asked.handout is not None:
-        print(*hand_out(find(asked.paths), asked.handout), sep="\n")
+        if asked.handout.exists():
+            parser.error(f"--handout {asked.handout} is there already; name a new folder")
+        print(*hand_out(notebooks, asked.handout), sep="\n")
         return 0
     if asked.slips:
-        for folder in {path.parent / "solutions" for path in find(asked.paths)}:
+        for folder in {path.parent / "solutions" for path in notebooks}:
             print(slips.write(folder, learn_slips(sorted(folder.glob("ex_*.py")))))
         return 0
     found = 0
-    for path in find(asked.paths):
+    for path in notebooks:
         if asked.check:
             wrong = complaints(nbformat.read(path, as_version=4))
         else:

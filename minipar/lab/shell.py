@@ -160,7 +160,7 @@ def _look(shell: RankShell) -> None:
     if not waits:
         return
     work, callers = frames[waits[0]].f_locals["self"], frames[waits[0] :]
-    called = time.monotonic() - work.t_issue
+    called = time.monotonic() - work.t_called
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and called > PATIENCE and not moves:

@@ -55,7 +55,10 @@ def fingerprint(
 def _digest(value: Any) -> str:
     """A result in short; without numbers that are no tensors, which may be seconds."""
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {value.double().sum().item():.3g}"
+        value = value.double()
+        size, total = value.abs().sum().item(), value.sum().item()
+        # A sum may be what rounding leaves of nothing: it counts as a part of what was added up.
+        return f"{list(value.shape)} {size:.3g} {round(total / size, 2) + 0.0 if size else 0.0}"
     if isinstance(value, dict):
         value = [*value.items()]
     if isinstance(value, list | tuple):

@@ -16,7 +16,6 @@ from typing import Any
 import ipywidgets
 from matplotlib.figure import Figure
 
-from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
 from minipar.lab.draw.pen import in_words
 
@@ -127,94 +126,3 @@ def _control(name: str, how: Any, default: Any) -> Any:
         f"{name}={how!r} is no control; use (low, high), (low, high, step), [choice, ...], "
         "{name: choice, ...}, True, False, or a widget"
     )
-
-
-# ---------------------------------------------------------------------- timelines
-class TimelineExplorer(Explorer):
-    """A timeline to zoom into and to step through, span by span.
-
-    `sliders`: ``window`` (milliseconds), ``rank`` and ``span`` (the how-manieth of that rank; 0 is
-    none). `spans` are those of the chosen rank.
-    """
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline.shifted()
-        end = 1e3 * self.timeline.duration
-        if not end > 0:
-            raise ValueError("this timeline has no spans to look at; record a step first")
-        window = ipywidgets.FloatRangeSlider(
-            value=(0.0, end),
-            min=0.0,
-            max=end,
-            step=end / 200,
-            description="ms",
-            readout_format=".1f",
-            continuous_update=False,
-        )
-        rank = ipywidgets.Dropdown(options=self.timeline.ranks, description="rank")
-        span = ipywidgets.IntSlider(0, 0, 1, description="span", continuous_update=False)
-        before, after = (ipywidgets.Button(description=text) for text in ("◀ back", "next ▶"))
-        super().__init__(self._draw, {"window": window, "rank": rank, "span": span})
-        self.before, self.after = before, after
-        before.on_click(lambda _: self.step(-1))
-        after.on_click(lambda _: self.step(+1))
-        rank.observe(lambda _: self._choose_rank(), "value")
-        self._choose_rank()
-        row = ipywidgets.HBox([rank, before, span, after])
-        self.children = [window, row, self.image, self.text]
-
-    @property
-    def spans(self) -> list[Span]:
-        """The spans of the chosen rank, in order of their start."""
-        return self.timeline.select(rank=self.sliders["rank"].value).spans
-
-    def step(self, by: int) -> None:
-        """Go on by so many spans; the window follows if it must."""
-        slider = self.sliders["span"]
-        slider.value = min(max(slider.value + by, 1), slider.max)
-        span, window = self.spans[slider.value - 1], self.sliders["window"]
-        low, high = window.value
-        if 1e3 * span.start < low or 1e3 * span.end > high:
-            low = min(1e3 * span.start, window.max - (high - low))
-            window.value = (low, min(low + window.value[1] - window.value[0], window.max))
-
-    def _choose_rank(self) -> None:
-        slider = self.sliders["span"]
-        slider.value, slider.max = 0, max(1, len(self.spans))
-
-    def _draw(self, window: tuple[float, float], rank: int, span: int) -> Drawn:
-        figure = draw.timeline(self.timeline, xlim=window)
-        return figure, describe(self.spans[span - 1]) if 0 < span <= len(self.spans) else ""
-
-
-def describe(span: Span) -> str:
-    """Return a span in words: "rank 0: comm all_reduce, 1.2 ms (3.4 to 4.6), dp, 4,096 bytes"."""
-    text = (
-        f"rank {span.rank}: {span.kind} {span.name}, {1e3 * span.duration:.2f} ms "
-        f"({1e3 * span.start:.2f} to {1e3 * span.end:.2f})"
-    )
-    return f"{text}, {span.axis}, {span.num_bytes:,} bytes" if span.kind == "comm" else text
-
-
-def timeline(recorded: Timeline) -> TimelineExplorer:
-    """Return a widget that zooms into a timeline and steps through its spans.
-
-    Raises `ValueError` for a timeline without spans.
-    """
-    return TimelineExplorer(recorded)
-
-
-def before_after(timelines: Mapping[str, Timeline]) -> Explorer:
-    """Return a widget that toggles between timelines on one time axis, so that lengths compare.
-
-    Raises `ValueError` for fewer than two.
-    """
-    if len(timelines) < 2:
-        raise ValueError(f"{len(timelines)} timelines are none to compare; give two or more")
-    end = 1e3 * max(one.duration for one in timelines.values())
-    toggle = ipywidgets.ToggleButtons(options=list(timelines))
-
-    def picture(shown: str) -> Figure:
-        return draw.timeline(timelines[shown], title=shown, xlim=(0.0, end))
-
-    return Explorer(picture, {"shown": toggle})

@@ -16,7 +16,7 @@ from minipar.parallel.pipeline.simulate import simulate
 
 LEVEL, MINUTES = "medium", 20
 GOOD = "a third of 1F1B's bubble where F, I and W take equally long, in the memory of 1F1B"
-PRAISE = "Two thirds of the bubble are gone, and not one byte was paid for it. This is ZB-H1."
+PRAISE = "Two thirds of the bubble are gone, and no rank holds more than rank 0 did. This is ZB-H1."
 SIZES = (1,)
 
 

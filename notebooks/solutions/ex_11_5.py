@@ -17,8 +17,13 @@ EXPERTS = 8
 
 
 def given(size, random):
-    """Rows [2, E] that the tokens of each node send to each expert."""
-    return [(torch.randint(1, 1000, (2, EXPERTS), generator=random),)] * size
+    """Rows [2, E] that the tokens of each node send to each expert.
+
+    Node 0 wants six experts more than node 1 does: it cannot have them all.
+    """
+    rows = torch.randint(1, 500, (2, EXPERTS), generator=random)
+    rows[0, 2:] += 1000
+    return [(rows,)] * size
 
 
 def run(answer, axis, rows):

@@ -53,7 +53,8 @@ def _measure(axis, seconds, num_bytes, latency, bandwidth) -> float:
         start, works = time.monotonic(), []
         for compute, size in zip(seconds, num_bytes, strict=True):
             time.sleep(compute)
-            works.append(torch.distributed.all_reduce(torch.zeros(size // 4), async_op=True))
+            options = {"group": axis.group, "async_op": True}
+            works.append(torch.distributed.all_reduce(torch.zeros(size // 4), **options))
         for work in works:
             work.wait()
         taken = time.monotonic() - start

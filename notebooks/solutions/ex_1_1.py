@@ -65,7 +65,7 @@ def check_by_hand(case: Case) -> None:
 
 
 def bonus_no_square(case: Case) -> None:
-    """No tensor of T x T scores: not even a quarter of it."""
+    """No tensor of more than a quarter of all B x H x T x T scores."""
     for (q, _, _), largest in zip(case.given[0][0], case.results[0][2], strict=True):
         square = q[..., 0].numel() * TOKENS * q.element_size()
         if largest > square // 4:

@@ -1,9 +1,9 @@
 """Ring all-reduce from send and recv.
 
-The tensor is cut into p pieces. For p-1 rounds every rank passes a piece to its right and adds
-what comes from its left: then each rank holds one piece summed over all. For p-1 more rounds the
-sums are passed on. Every rank sends 2(p-1) messages of N/p numbers, whatever p is: that is what
-makes the ring the algorithm of choice for large tensors.
+The tensor is cut into n pieces. For n-1 rounds every rank passes a piece to its right and adds
+what comes from its left: then each rank holds one piece summed over all. For n-1 more rounds the
+sums are passed on. Every rank sends 2(n-1) messages of 1/n of the tensor, whatever n is: that is
+what makes the ring the algorithm of choice for large tensors.
 Source: Patarasuk & Yuan 2009, section 3.
 """
 
@@ -14,9 +14,10 @@ from minipar.comm.collectives import exchange
 from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 
 LEVEL, MINUTES = "medium", 30
-GOOD = "every rank sends 2(p-1) messages of N/p numbers, all of them to its right"
+GOOD = "every rank sends 2(n-1) messages of 1/n of the tensor, all of them to its right"
 PRAISE = (
-    "This is how large tensors travel: 2N(p-1)/p numbers per rank, however many ranks there are."
+    "This is how large tensors travel: each rank sends less than two of them, "
+    "however many ranks there are."
 )
 SIZES = (4, 3)
 

@@ -1,7 +1,7 @@
 """Broadcast as a binary tree from send and recv.
 
 In every round whoever has the tensor sends it to one rank that has not: one rank has it, then two,
-four, eight. After ceil(log2 p) rounds all have it, and each but the source got it exactly once.
+four, eight. After ceil(log2 n) rounds all have it, and each but the source got it exactly once.
 Source: Chan, Heimlich, Purkayastha & van de Geijn 2007, section 4 (minimum spanning tree).
 """
 
@@ -13,7 +13,7 @@ from minipar.comm.collectives import broadcast, recv, send
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 25
-GOOD = "p-1 messages in all, each a whole tensor, in ceil(log2 p) rounds, from any source"
+GOOD = "n-1 messages in all, each a whole tensor, in ceil(log2 n) rounds, from any source"
 PRAISE = "A thousand ranks are ten rounds away: small tensors travel along trees."
 SIZES = (4, 3)
 
@@ -52,13 +52,13 @@ def check_rounds(case: Case) -> None:
     if took > needed:
         raise CheckFailed(
             f"the last rank has the tensor after {took} rounds, and {needed} are enough: "
-            "let every rank that has it already send, not one alone"
+            "let every rank that has it already send, the longest branch first"
         )
 
 
 def _rounds(rank: int, case: Case) -> int:
-    """Rounds until all below `rank` have the tensor, if it serves the longest branch first."""
-    below = sorted((_rounds(one.peer, case) for one in case.sent[rank]), reverse=True)
+    """Rounds until all below `rank` have the tensor."""
+    below = [_rounds(one.peer, case) for one in case.sent[rank]]  # in the order of sending
     return max((number + rounds for number, rounds in enumerate(below, start=1)), default=0)
 
 
@@ -138,4 +138,19 @@ def wrong_passes_it_along_a_chain(tensor, src, axis):
         recv(result, axis, (axis.rank - 1) % axis.size)
     if place < axis.size - 1:
         send(result, axis, (axis.rank + 1) % axis.size)
+    return result
+
+
+@fails(
+    "rounds",
+    "The longest branch must be served first.",
+)
+def wrong_serves_the_longest_branch_last(tensor, src, axis):
+    """The right tree, but every rank sends first to the one that has nobody to send to."""
+    result, place = tensor.clone(), (axis.rank - src) % axis.size
+    if place > 0:
+        recv(result, axis, (axis.rank - 2 ** (place.bit_length() - 1)) % axis.size)
+    for reach in reversed([2**k for k in range(axis.size.bit_length())]):
+        if place < reach < axis.size - place:
+            send(result, axis, (axis.rank + reach) % axis.size)
     return result

@@ -1,8 +1,8 @@
 """All-gather by recursive doubling.
 
 In round k every rank swaps all it has with the partner whose number differs from its own in bit k:
-what it has doubles, and after log2 p rounds it has everything. The bytes are those of the ring,
-(p-1) blocks per rank, the rounds are far fewer.
+what it has doubles, and after log2 n rounds it has everything. The bytes are those of the ring,
+(n-1) blocks per rank, the rounds are far fewer.
 Source: Thakur, Rabenseifner & Gropp 2005, section 4.1 (recursive doubling).
 """
 
@@ -14,8 +14,8 @@ from minipar.comm.collectives import all_gather, exchange
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 25
-GOOD = "log2 p messages from each rank, p-1 blocks of bytes in all of them together"
-PRAISE = "As few bytes as the ring, in log2 p rounds: each round doubles what a rank knows."
+GOOD = "log2 n messages from each rank, n-1 blocks in all of them together"
+PRAISE = "As few bytes as the ring, in log2 n rounds: each round doubles what a rank knows."
 SIZES = (4, 2)
 
 LENGTH = 3

@@ -28,6 +28,8 @@ def given(size, random):
     part = 0.02 + 0.96 * torch.rand(ROWS, 1, generator=random)
     part[0] = 0.0  # what is a number of bf16 stays as it is
     part[1] = 0.1  # nearest would never move it
+    part[2] = -part[2]  # towards zero
+    part[3] += 2.0  # beyond the next number
     update = (part * gap).expand(ROWS, COPIES).contiguous()
     seed = int(torch.randint(1 << 30, (), generator=random))
     return [(weight.expand(ROWS, COPIES).contiguous(), update, seed)] * size

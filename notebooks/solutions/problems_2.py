@@ -74,7 +74,7 @@ def latency_of_a_long_ring():
     "Rings in two dimensions",
     unit="times fewer steps",
     source=(
-        "[Mikami et al. 2018](https://arxiv.org/abs/1811.05233), 2D-torus all-reduce; "
+        "[Mikami et al. 2018](https://arxiv.org/abs/1811.05233v1), 2D-torus all-reduce; "
         "the grid is our assumption"
     ),
     hint="63 + 2 · 33 + 63 steps.",
@@ -87,7 +87,7 @@ def latency_of_a_long_ring():
 def two_dimensions():
     """ResNet-50 learnt ImageNet in 224 s on 2,176 GPUs. One ring through all of them has 2 ·
     2,175 steps. On a grid of 34 x 64, reduce-scatter along rows of 64, all-reduce along columns
-    of 34, all-gather along rows. How many times fewer steps are that?"""
+    of 34, all-gather along rows. How many times fewer steps is that?"""
     ring = 2 * (2176 - 1)
     grid = (64 - 1) + 2 * (34 - 1) + (64 - 1)
     return ring / grid

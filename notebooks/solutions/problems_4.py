@@ -1,4 +1,4 @@
-"""Problems from real clusters, for notebook 04: less communication."""
+"""Problems from real clusters, for notebooks 04a (the first three), 04b and 04c."""
 
 from minipar.lab.problems import problem
 
@@ -42,25 +42,6 @@ def one_bit_adam():
 
 
 @problem(
-    "Eight bits, every hundred steps",
-    unit="times fewer bytes",
-    source="[INTELLECT-1](https://arxiv.org/abs/2412.01152), abstract",
-    hint="100 times fewer meetings, each a quarter as large.",
-    slips={
-        "int8 takes a byte where float32 takes 4.": 100.0,
-        "float32, not bf16.": 200.0,
-    },
-    lesson="As the abstract says.",
-)
-def int8_every_hundred_steps():
-    """INTELLECT-1 lets its nodes meet every 100 steps and sends int8 when they do. Data
-    parallelism would all-reduce float32 gradients in each step. How many times fewer bytes is
-    that?"""
-    float32, int8, steps = 4, 1, 100
-    return steps * float32 / int8
-
-
-@problem(
     "PowerSGD on a table of words",
     unit="times fewer bytes",
     source=(
@@ -84,6 +65,25 @@ def powersgd_on_an_lstm():
     many times fewer numbers are that?"""
     rows, columns, rank = 28_869, 650, 4
     return rows * columns / (rank * (rows + columns))
+
+
+@problem(
+    "Eight bits, every hundred steps",
+    unit="times fewer bytes",
+    source="[INTELLECT-1](https://arxiv.org/abs/2412.01152), abstract",
+    hint="100 times fewer meetings, each a quarter as large.",
+    slips={
+        "int8 takes a byte where float32 takes 4.": 100.0,
+        "float32, not bf16.": 200.0,
+    },
+    lesson="As the abstract says.",
+)
+def int8_every_hundred_steps():
+    """INTELLECT-1 lets its nodes meet every 100 steps and sends int8 when they do. Data
+    parallelism would all-reduce float32 gradients in each step. How many times fewer bytes is
+    that?"""
+    float32, int8, steps = 4, 1, 100
+    return steps * float32 / int8
 
 
 @problem(

@@ -38,7 +38,6 @@ def test_a_row_compares_round_by_round():
 def test_check_refuses_what_cannot_work(tmp_path):
     SMALL.check()
     wrong = dict(ranks=1, rounds=0, sizes=(1,), algorithms=("rign",), links=())
-    wrong |= dict(verb="gather")
     wrong |= dict(json=str(tmp_path / "none/rows.json"))
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"--{name}"):
@@ -54,17 +53,6 @@ def test_measure_lets_everybody_take_every_turn(ranks):
     for of_size in first[0].values():
         assert list(of_size) == ["backend", *SMALL.algorithms]
         assert all(len(one.seconds) == 3 and min(one.seconds) > 0 for one in of_size.values())
-
-
-@pytest.mark.parametrize("verb", bench.VERBS)
-def test_other_verbs_are_compared_as_well(ranks, verb):
-    config = replace(SMALL, verb=verb)
-    measured, tuning = ranks(2).run(bench.measure, config, "gloo")[0]
-    assert {size: set(of_size) for size, of_size in measured.items()} == {
-        size: {"backend", verb} for size in SMALL.sizes
-    }
-    (row,) = bench._rows(config, "gloo", 4096, measured, tuning)
-    assert row["algorithm"] == verb and row["predicted_ms"] > 0 and not row["picked"]
 
 
 @pytest.mark.slow

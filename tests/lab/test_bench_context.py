@@ -55,6 +55,12 @@ def test_the_critical_path_is_the_slowest_of_every_step(monkeypatch):
     plain, zigzag = (bench.critical_path(config, order) for order in ("plain", "zigzag"))
     assert plain == 2 * 4 * 8**2 and plain / zigzag == 16 / 9
 
+    # Each rank is slow in a step of its own, and the others wait for it each time.
+    monkeypatch.setattr(
+        bench, "_step_seconds", lambda *given: [1.0 + (i == given[3].rank) for i in range(4)]
+    )
+    assert bench.critical_path(config, "plain") == 4 * 2.0
+
 
 def test_every_step_of_the_ring_is_timed():
     q, d_out = torch.randn(2, 1, 4, 16, 8)

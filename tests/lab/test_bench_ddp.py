@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from minipar.cli import main
 from minipar.lab.bench import ddp as bench
+from minipar.lab.bench import race
 from minipar.lab.bench.ddp import COLUMNS, DdpConfig
 from minipar.lab.bench.race import Measured, hidden_share, quartiles, table
 
@@ -75,6 +78,38 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
     assert gloo[column:].startswith("0.5") and wire[column:].startswith("0.5")
     assert gloo[head.index("on the wire") :].split()[:3] == ["-", "-", "-"]
     assert "%" in wire and "nan" not in head + gloo + wire
+
+
+def test_ranks_of_every_bench_see_no_gpu(monkeypatch):
+    """Mutant: on a machine with GPUs, ranks on gloo compute there, beside others on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with race.pool(1, "gloo") as ranks:
+        assert ranks.run(os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    folder = Path(race.__file__).parent
+    opening = {
+        file.name for file in folder.glob("*.py") if "Ranks(" in file.read_text(encoding="utf-8")
+    }
+    assert opening == {"race.py"}
+
+
+def test_memory_is_measured_of_each_who_is_told_of(monkeypatch):
+    """Mutant: that of one size of buckets stands for all."""
+    asked = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_):
+        raise Stopped
+
+    monkeypatch.setattr(bench, "memory", lambda _, attach: asked.append(attach) or 1.0)
+    monkeypatch.setattr(race, "pool", stop)
+    config = replace(SMALL, buckets=(25.0, 1.0))
+    with pytest.raises(Stopped):
+        bench.run(config)
+    sizes = [attach.keywords["bucket_mb"] for attach in asked if attach is not bench.ours]
+    assert sizes == [25.0, 1.0] and asked.count(bench.ours) == 1
 
 
 def test_check_refuses_what_cannot_work(tmp_path):

@@ -86,10 +86,6 @@ def test_the_first_rank_is_seen_while_it_runs(nb):
     """Output that is held back until the end of the cell would fail."""
     shown = nb.run("%%ranks\nimport time\nprint('now')\ntime.sleep(1)\nprint('later')")
     assert shown.arrived[0] < shown.seconds - 0.7
-    live = nb.run(
-        "%%ranks --live\nimport time\nif rank == 3: print('now')\ntime.sleep(1)\nprint('end')"
-    )
-    assert live.text.startswith("[3] now\n") and live.arrived[0] < live.seconds - 0.7
 
 
 def test_of_a_progress_bar_the_others_show_the_last_state(nb):
@@ -253,7 +249,16 @@ def test_functions_of_the_notebook_fail_with_their_own_lines(nb):
 
 def test_wrong_options_are_explained(nb):
     assert "-r 4: the ranks are 0 to 3; write 0,2 or 1-3" in nb.run("%%ranks -r 4\n1").error
+    assert "-r 3-1: the ranks are 0 to 3; write 0,2 or 1-3" in nb.run("%%ranks -r 3-1\n1").error
     assert "unrecognized arguments: --lives" in nb.run("%%ranks --lives\n1").stderr
+
+
+def test_new_ranks_that_cannot_be_leave_those_that_run(nb):
+    """Mutant: those before are ended first, and all variables are lost."""
+    nb.run("%%ranks\nkept = rank")
+    for asked in ("backend='nope'", "1000000, backend='link'", "backend='gloo', device='h100'"):
+        assert "ValueError" in nb.run(f"Ranks({asked})").error
+    assert nb.run("ranks['kept']").value == "[0, 1, 2, 3]"
 
 
 # ---------------------------------------------------------------------- nothing hangs
@@ -434,7 +439,7 @@ def test_a_transcript_does_not_depend_on_who_speaks_first(capsys):
     said = [(1, "b\n"), (0, "a1\n"), (2, "c"), (0, "a2"), (1, "b2\n")]
     texts = set()
     for order in (said, said[::-1][1:] + said[-1:], sorted(said)):
-        transcript = _Transcript([0, 1, 2], live=False)
+        transcript = _Transcript([0, 1, 2])
         for rank in range(3):
             for text in [text for r, text in sorted(order) if r == rank]:
                 transcript.hear(rank, "stdout", text)

@@ -58,6 +58,14 @@ def test_frames_are_whole_svg_and_lines_in_common_are_stored_once():
     assert used <= set(re.findall(r'id="(\w+)"', frames[0]))
 
 
+def test_digits_are_cut_off_of_coordinates_and_not_of_words():
+    """Mutant: a loss of 1.2345 in a title becomes 1.23."""
+    frame = flipbook.small_svg(bars(1.2345, "a"))
+    assert "a: 1.2345 ms" in frame
+    inside = "".join(re.findall(r"<[^>]*>", frame))
+    assert re.search(r"\d\.\d\d", inside) and not re.search(r"\d\.\d\d\d", inside)
+
+
 def test_the_same_book_is_the_same_to_the_byte():
     assert flip(bars, height=[1, 2]).html == flip(bars, height=[1, 2]).html
 

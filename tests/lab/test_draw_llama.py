@@ -25,7 +25,7 @@ def test_the_parts_are_the_whole(name):
 
 def test_the_model_shows_its_numbers():
     said = texts(draw_llama.model(TINY))
-    assert {"196,608", "528,384", "32,768", "same as embed", "a layer, 4 times"} <= set(said)
+    assert {"4 · 49,152", "4 · 132,096", "32,768", "same as embed", "a layer, 4 times"} <= set(said)
     assert any("758,912" in text for text in said)
     untied = texts(draw_llama.model(replace(TINY, tie_embeddings=False)))
     assert untied.count("32,768") == 2

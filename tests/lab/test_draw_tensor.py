@@ -45,6 +45,7 @@ def test_a_pending_sum_is_a_sheet_of_full_size_per_rank():
     assert sorted(sheet[0] for sheet in sheets) == sorted(RANK[:3])
     assert all(sheet[3:] == pytest.approx(whole[0][3:]) for sheet in sheets)
     assert "Σ" in texts(figure) and "Σ" not in texts(formula([X]))
+    assert draw.pen.in_words(formula([Y], title="a sum")) == "a sum"
 
 
 def test_what_all_have_alike_is_grey_and_everything_fits_the_paper():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import isend, recv
 
+from minipar.comm import link
 from minipar.lab import exercises, publish
 from minipar.lab.cases import CheckFailed, Sent
 from minipar.lab.exercises import check, exercise, play, solution
@@ -49,6 +50,7 @@ def test_the_solution_passes_on_any_inputs(number, capsys):
         check(number, asked.solution, seed=seed)
     said = capsys.readouterr().out
     assert said.count(f"Exercise {number} passed") == 2 and asked.praise in said
+    assert said.count("Figure(") == (0 if asked.drawn is None else 2)
     if asked.bonuses:
         check(number, asked.solution_bonus, bonus=True)
         assert refused(number, asked.solution, bonus=True).criterion in asked.bonuses
@@ -136,6 +138,23 @@ def test_a_copy_without_answers_checks_as_before(number, handout, monkeypatch):
     assert error.criterion in asked.checks and f"A guess: {wrong.sentence}\n" in str(error)
     with pytest.raises(ValueError, match=f"answer to exercise {number} was left out"):
         solution(number)
+
+
+@pytest.mark.parametrize("number", [number for number in IDS if exercise(number).bugs])
+def test_a_bug_is_named_before_it_is_mended(number, capsys, monkeypatch):
+    """Each wrong name is told what speaks against it, and no rank is started for that."""
+    monkeypatch.setattr(exercises, "_pool", None)
+    bugs = exercise(number).bugs
+    (right,) = [name for name, against in bugs.items() if not against]
+    assert len(set(bugs.values())) == len(bugs) >= 5
+    for name, against in bugs.items():
+        if against:
+            assert (
+                against in str(refused(number, name)) and refused(number, name).criterion == "bug"
+            )
+    check(number, right)
+    assert f"yes, {right}" in capsys.readouterr().out
+    assert all(name in str(refused(number, "...")) for name in bugs)
 
 
 # ---------------------------------------------------------------------- the machinery
@@ -308,6 +327,7 @@ def test_nothing_is_left_over_for_the_next_check():
     for _ in range(2):
         assert refused("2.1", send_to_nobody).criterion == "result"
         check("2.1", exercise("2.1").solution)
+    assert exercises._own.run(lambda: len(link.observers)) == [0] * 4
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 
 from minipar.comm.mesh import Mesh
 from minipar.lab import gpu_check
-from minipar.model.llama import PRESETS
+from minipar.model.llama import PRESETS, Llama
 from minipar.train import trainer
 from minipar.train.metrics import read
+from minipar.train.step import train_step
 from tests.parity.harness import muted
 
 
@@ -58,6 +59,45 @@ def test_a_plan_that_does_another_thing_is_noticed(ranks, tmp_path, monkeypatch)
     assert "FAILED: parity dp=2 (float32); parity tp=2" in gpu_check.verdict(rows, 0)
     assert gpu_check.Rows(tmp_path / "gpu.json", check, 0) == rows[:1]
     assert gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(seq_len=9), 0) != rows[:1]
+
+
+def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
+    """Mutant: a model that does not fit ends the check before parity is tried."""
+    tried = []
+
+    def fails(name):
+        def run(*_):
+            tried.append(name)
+            raise RuntimeError("out of memory")
+
+        return run
+
+    for name in ("parity", "checkpoints", "utilisation", "theirs"):
+        monkeypatch.setattr(gpu_check, name, fails(name))
+    monkeypatch.setattr(gpu_check, "Ranks", lambda *_, **__: nullcontext(Here()))
+    assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 1
+    assert tried == ["parity", "checkpoints", "utilisation", "theirs"]
+    rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))[1:]
+    assert [row["message"] for row in rows] == ["out of memory"] * 4
+    said = capsys.readouterr().out
+    assert "FAILED: parity; checkpoint; utilisation; transformers" in said
+
+
+class Here:
+    def run(self, fn, *args):
+        return [fn(*args)]
+
+
+def test_in_bf16_masters_learn():
+    """As the trainer does it. Mutants: autocast in its place; masters in bf16."""
+    model = Llama(PRESETS["tiny"])
+    optimizer = gpu_check.learner(model, torch.bfloat16)
+    tokens = torch.arange(8).view(1, 8)
+    train_step(model, [], optimizer, [(tokens, tokens)], Mesh().dp)
+    for p in model.parameters():
+        assert p.dtype == torch.bfloat16 and p.master.dtype == torch.float32
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+        assert torch.equal(p, p.master.bfloat16()) and not torch.equal(p.float(), p.master)
 
 
 def test_another_order_of_launches_is_noticed(ranks):

@@ -12,6 +12,14 @@ def test_noise_of_a_processor_does_not_change_a_fingerprint():
     assert one == other
 
 
+def test_a_sum_that_is_what_rounding_leaves_of_nothing_does_not_count():
+    """Mutant: the sum alone, whose digits are then those of one processor."""
+    one, other = ([torch.tensor([1.0, -1.0 + left])] for left in (3e-8, -2e-8))
+    assert slips.fingerprint("r", "m", [[]], one) == slips.fingerprint("r", "m", [[]], other)
+    turned = slips.fingerprint("r", "m", [[]], [torch.tensor([1.0, 1.0])])
+    assert turned != slips.fingerprint("r", "m", [[]], one)
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -4,7 +4,6 @@ import ipywidgets
 import pytest
 from matplotlib.figure import Figure
 
-from minipar.comm.timeline import Span, Timeline
 from minipar.lab import widgets
 
 PNG = b"\x89PNG"
@@ -20,20 +19,6 @@ def bars(height: int = 4, colour: str = "black"):
     figure = Figure(figsize=(2, 1))
     figure.subplots().bar([0], [height], color=colour)
     return figure, f"height {height}"
-
-
-def recorded(scale: float = 1.0) -> Timeline:
-    """Two ranks, each with two spans; starts at 100 s, as clocks do."""
-    spans = []
-    for rank in range(2):
-        start = 100.0
-        spans.append(Span("forward", "block", rank, start, start + 0.010 * scale))
-        spans.append(
-            Span(
-                "comm", "all_reduce", rank, start + 0.010 * scale, start + 0.030 * scale, "dp", 4096
-            )
-        )
-    return Timeline(spans, "invented")
 
 
 def test_picture_and_text_follow_the_sliders():
@@ -128,63 +113,3 @@ def test_what_is_printed_of_a_widget_is_short():
     """The bytes of the picture in the text of a cell would differ from machine to machine."""
     box = widgets.explore(bars, height=(1, 32))
     assert repr(box) == str(box) == "Explorer(height=4)"
-
-
-def test_a_timeline_is_zoomed_into():
-    box = widgets.timeline(recorded())
-    low, high = box.sliders["window"].value
-    assert low == 0 and high == pytest.approx(30)
-    whole = picture(box)
-    box.sliders["window"].value = (5, 15)
-    assert box.error is None and picture(box).startswith(PNG) and picture(box) != whole
-
-
-@pytest.mark.slow
-def test_a_timeline_is_stepped_through():
-    box = widgets.timeline(recorded())
-    assert box.text.value == ""
-    box.after.click()
-    assert box.text.value == "rank 0: forward block, 10.00 ms (0.00 to 10.00)"
-    box.after.click()
-    assert box.text.value == "rank 0: comm all_reduce, 20.00 ms (10.00 to 30.00), dp, 4,096 bytes"
-    box.after.click()  # at the end it stays there
-    assert box.sliders["span"].value == 2
-    box.before.click()
-    assert "forward" in box.text.value
-    box.sliders["rank"].value = 1
-    assert box.text.value == "" and box.sliders["span"].value == 0
-    box.after.click()
-    assert box.text.value.startswith("rank 1: forward")
-
-
-def test_the_window_follows_the_steps():
-    box = widgets.timeline(recorded())
-    box.sliders["window"].value = (0, 12)
-    box.step(1)
-    assert box.sliders["window"].value == (0, 12)  # the first span lies inside
-    box.step(1)
-    low, high = box.sliders["window"].value
-    assert low == pytest.approx(10, abs=0.2) and high - low == pytest.approx(12, abs=0.2)
-
-
-def test_before_and_after_share_a_time_axis(monkeypatch):
-    seen = {}
-    draw = widgets.draw.timeline
-
-    def spy(timeline, **options):
-        seen[options["title"]] = options["xlim"]
-        return draw(timeline, **options)
-
-    monkeypatch.setattr(widgets.draw, "timeline", spy)
-    box = widgets.before_after({"naive": recorded(), "overlapped": recorded(0.5)})
-    naive = picture(box)
-    box.sliders["shown"].value = "overlapped"
-    assert picture(box) != naive and box.error is None
-    assert seen["naive"] == seen["overlapped"] == (0.0, pytest.approx(30))
-
-
-def test_what_there_is_nothing_to_see_of_is_refused():
-    with pytest.raises(ValueError, match="no spans"):
-        widgets.timeline(Timeline())
-    with pytest.raises(ValueError, match="two or more"):
-        widgets.before_after({"only": recorded()})

@@ -3,58 +3,24 @@
 Gloo's all-reduce is a ring in C++ as well; ours is one in Python that calls C++ for every message.
 Small tensors show what Python costs, large ones whether anything is lost besides. How contenders
 take turns, call by call, and what is counted: see `race.py`.
-
-``--verb`` takes another: the reduce-scatter and the all-to-all of `comm.collectives`, which post
-their receives first, beside gloo's, which sends first; and an exchange with the two neighbours in
-either order. On a real link that is a factor of up to 2, see `collectives.exchange`.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from minipar.comm import algorithms, link, plans
+from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
 from minipar.comm.tuning import Tuning, tune
 from minipar.lab.bench import race
 
 BACKEND = "backend"
-
-
-def _ring_step(tensor: torch.Tensor, axis: Axis, sends_first: bool = False) -> None:
-    """To the right neighbour, from the left one."""
-    right, left = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    if sends_first:
-        sent = comm.send(tensor, axis, right, async_op=True)
-        comm.recv(torch.empty_like(tensor), axis, left)
-        sent.wait()
-    else:
-        comm.exchange([(tensor, right)], [(torch.empty_like(tensor), left)], axis)
-
-
-def _gloo_reduce_scatter(tensor: torch.Tensor, axis: Axis) -> None:
-    mine = torch.empty_like(tensor.chunk(axis.size)[0])
-    dist.reduce_scatter_single(mine, tensor, group=axis.group)
-
-
-def _gloo_all_to_all(tensor: torch.Tensor, axis: Axis) -> None:
-    dist.all_to_all_single(torch.empty_like(tensor), tensor, group=axis.group)
-
-
-VERBS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "exchange": (partial(_ring_step, sends_first=True), _ring_step),
-    "reduce_scatter": (_gloo_reduce_scatter, comm.reduce_scatter),
-    "all_to_all": (_gloo_all_to_all, comm.all_to_all),
-}
-"""Besides all_reduce: the backend's own, and ours."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +31,6 @@ class CollectivesConfig(race.BenchConfig):
     """Number of ranks."""
     sizes: tuple[int, ...] = (1_024, 16_384, 262_144, 1_048_576, 4_194_304, 16_777_216)
     """Bytes of the whole tensor."""
-    verb: str = "all_reduce"
-    """What to compare: all_reduce, exchange, reduce_scatter or all_to_all."""
     algorithms: tuple[str, ...] = tuple(plans.ALL_REDUCE)
     """Which of our all-reduces."""
     links: tuple[str, ...] = ("gloo",)
@@ -78,8 +42,6 @@ class CollectivesConfig(race.BenchConfig):
 
     def check(self) -> None:
         super().check()
-        if self.verb not in ("all_reduce", *VERBS):
-            raise ValueError(f"--verb {self.verb!r}: use all_reduce, {', '.join(VERBS)}")
         unknown = [name for name in self.algorithms if name not in plans.ALL_REDUCE]
         if unknown:
             raise ValueError(f"--algorithms {unknown}: use some of {', '.join(plans.ALL_REDUCE)}")
@@ -93,9 +55,7 @@ def run(config: CollectivesConfig) -> list[dict[str, Any]]:
     config.check()
     rows: list[dict[str, Any]] = []
     for name in config.links:
-        backend = "gloo" if name == "gloo" else "link"
-        with Ranks(config.ranks, backend=backend, sink=None) as ranks:
-            found = ranks.run(measure, config, name)[0]
+        found = race.on_ranks(measure, config, name)
         rows += [row for size in config.sizes for row in _rows(config, name, size, *found)]
     print(table(rows))
     race.save(rows, config.json)
@@ -115,23 +75,14 @@ def measure(
         tuning = tune(axis)
     for size in config.sizes:
         tensor = torch.ones(size // 4)
-        steps = {
-            name: partial(call, name, tensor, axis, config.verb)
-            for name in (BACKEND, *_ours(config))
-        }
+        steps = {name: partial(call, name, tensor, axis) for name in (BACKEND, *config.algorithms)}
         measured[size] = race.race(steps, axis, link_name, config.rounds)
     return measured, tuning
 
 
-def _ours(config: CollectivesConfig) -> tuple[str, ...]:
-    return (config.verb,) if config.verb in VERBS else config.algorithms
-
-
-def call(name: str, tensor: torch.Tensor, axis: Axis, verb: str) -> None:
-    """Do `verb` by the backend, or by one of ours; both leave the input as it is."""
-    if verb in VERBS:
-        VERBS[verb][name != BACKEND](tensor, axis)
-    elif name == BACKEND:
+def call(name: str, tensor: torch.Tensor, axis: Axis) -> None:
+    """All-reduce by the backend, or by one of ours; both leave the input as it is."""
+    if name == BACKEND:
         comm.all_reduce(tensor, axis)
     else:
         algorithms.all_reduce(tensor, axis, name)
@@ -146,14 +97,9 @@ def _rows(
     tuning: Tuning,
 ) -> list[dict[str, Any]]:
     theirs, rows = measured[size][BACKEND].seconds, []
-    cost = "send" if config.verb == "exchange" else config.verb
-    sent = wire_bytes(cost, size, config.ranks)  # "bus bandwidth", as nccl-tests counts
-    wire = link.Link("as measured", tuning.alpha, 1 / tuning.beta)
-    for algorithm in _ours(config):
+    sent = wire_bytes("all_reduce", size, config.ranks)  # "bus bandwidth", as nccl-tests counts
+    for algorithm in config.algorithms:
         ours = measured[size][algorithm].seconds
-        predicted = link.seconds(cost, size, config.ranks, wire)  # of all but all-reduces
-        if config.verb not in VERBS:
-            predicted = tuning.seconds(algorithm, size)
         rows.append(
             {
                 "bench": "collectives",
@@ -166,8 +112,8 @@ def _rows(
                 "ours_mb_per_s": sent / statistics.median(ours) / 1e6,
                 "backend_mb_per_s": sent / statistics.median(theirs) / 1e6,
                 **race.ratios(ours, theirs),
-                "predicted_ms": predicted * 1e3,
-                "picked": config.verb == "all_reduce" and tuning.best(size) == algorithm,
+                "predicted_ms": tuning.seconds(algorithm, size) * 1e3,
+                "picked": tuning.best(size) == algorithm,
             }
         )
     return rows

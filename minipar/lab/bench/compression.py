@@ -28,7 +28,6 @@ from torch import Tensor
 
 from minipar.comm import backends, link, timeline
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
@@ -92,7 +91,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method."""
     config.check()
     learned: dict[str, list[Learned]] = {}
-    with Ranks(config.ranks, backend="link", sink=None) as ranks:
+    with race.pool(config.ranks, config.link) as ranks:
         for name in config.names:
             learned[name] = [ranks.run(learn, config, name, s)[0] for s in range(config.seeds)]
             loss = statistics.mean(one.validation for one in learned[name])

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from minipar.comm import backends
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
@@ -92,7 +91,7 @@ def run(config: ContextConfig) -> list[dict[str, Any]]:
     config.check()
     rows: dict[str, list[dict[str, Any]]] = {what: [] for what in WHAT}
     for name in config.links:
-        with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
+        with race.pool(config.ranks, name) as ranks:
             for what, found in rows.items():
                 measured = ranks.run(measure, config, name, what)[0]
                 bench = f"context, {what}"
@@ -103,7 +102,7 @@ def run(config: ContextConfig) -> list[dict[str, Any]]:
         print(f"\n{what}\n{race.table(found)}")
     balance = []
     if config.balance_ranks:
-        with Ranks(1, sink=None) as ranks:
+        with race.pool(1, "gloo") as ranks:
             balance = ranks.run(balance_rows, config)[0]
         print("\n" + race.table(balance, BALANCE))
     every = [row for found in rows.values() for row in found] + balance

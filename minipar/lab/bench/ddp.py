@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import backends
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
@@ -62,11 +61,10 @@ def run(config: DdpConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return the rows."""
     config.check()
     field = contenders(config)
-    grown = dict.fromkeys(field, memory(config, field[_torch(config.buckets[0])]))
-    grown["ours"] = memory(config, ours)
+    grown = {name: memory(config, field[name]) for name in field if name != race.ALONE}
     rows = []
     for name in config.links:
-        with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
+        with race.pool(config.ranks, name) as ranks:
             rows.append(_row(config, name, ranks.run(measure, config, name, field)[0], grown))
         race.announce(rows[-1:])
     print("\n" + race.table(rows, COLUMNS))
@@ -144,7 +142,7 @@ def measure(
 
 def memory(config: StepConfig, attach: Attach) -> float:
     """Return by how many bytes training lets a rank grow, in processes that did nothing before."""
-    with Ranks(config.ranks, sink=None) as ranks:
+    with race.pool(config.ranks, "gloo") as ranks:
         return statistics.median(ranks.run(_growth, config, attach))
 
 

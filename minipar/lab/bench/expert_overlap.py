@@ -11,9 +11,9 @@ import torch
 
 from minipar.comm import device, link
 from minipar.comm.collectives import barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline, record, span
+from minipar.lab.bench import race
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel import expert
@@ -107,7 +107,7 @@ def compare(axis: Axis) -> Overlaps:
 def rows(num_ranks: int) -> list[dict[str, Any]]:
     """A row for each way, on as many ranks."""
     chosen = emulate.device(DEVICE, MAGNIFY)
-    with Ranks(num_ranks, backend="link", device=chosen, sink=None) as ranks:
+    with race.pool(num_ranks, "none", device=chosen) as ranks:
         found = ranks.run(_on_rank, num_ranks)[0]
     return [
         {

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.ddp import ADAMW, Attach, Attached, alone, measure, memory, torch_ddp
@@ -57,7 +56,7 @@ def run(config: ShardingConfig) -> list[dict[str, Any]]:
     grown = {name: memory(config, METHODS[name]) for name in METHODS if name != ALONE}
     rows: list[dict[str, Any]] = []
     for name in config.links:
-        with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
+        with race.pool(config.ranks, name) as ranks:
             for ours, theirs in FAMILIES:
                 field = {key: METHODS[key] for key in [*ours, *theirs, ALONE]}
                 measured = ranks.run(measure, config, name, field)[0]

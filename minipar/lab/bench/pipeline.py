@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from minipar.comm import backends
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import pipeline_idle
-from minipar.lab.bench.race import Measured, StepConfig, announce, race, row, save, table
+from minipar.lab.bench.race import Measured, StepConfig, announce, pool, race, row, save, table
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.actions import Schedule
@@ -91,7 +90,7 @@ def run(config: PipelineConfig) -> list[dict[str, Any]]:
     config.check()
     rows = []
     for name in config.links:
-        with Ranks(config.ranks, backend="gloo" if name == "gloo" else "link", sink=None) as ranks:
+        with pool(config.ranks, name) as ranks:
             for schedule in config.schedules:
                 measured = ranks.run(measure, config, name, schedule)[0]
                 rows.append(

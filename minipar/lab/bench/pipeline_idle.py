@@ -157,7 +157,7 @@ def measure(
     rows = []
     if folder:
         Path(folder).mkdir(exist_ok=True)
-    with Ranks(num_ranks, backend="link", sink=None) as ranks:
+    with race.pool(num_ranks, "none") as ranks:
         for name in SCHEDULES:
             schedule = make(name, num_ranks, num_microbatches)
             pairs = [run(ranks, schedule) for _ in range(runs)]

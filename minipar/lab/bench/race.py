@@ -2,16 +2,17 @@
 
 Machines drift, so contenders that do the same work take turns step by step, in changing order. What
 counts is the ratio within a round of turns: ours over theirs, as the median of all rounds with its
-quartiles. A step takes as long as that of its slowest rank, and a GPU has to be done with it.
-Beside it stands the ratio of processor time, of the busiest rank and all its threads: it hardly
-notices who else uses the machine. Bytes and seconds on the wire are those of the emulated link,
-which sees what every library sends, and belong to the step that issued them; bare gloo counts
-neither.
+quartiles. A step takes as long as that of its slowest rank. All compute on the CPU: GPUs are
+hidden from them. Beside it stands the ratio of processor time, of the busiest rank and all its
+threads: it hardly notices who else uses the machine. Bytes and seconds on the wire are those of the
+emulated link, which sees what every library sends, and belong to the step that issued them; bare
+gloo counts neither.
 """
 
 import gc
 import json
 import math
+import os
 import statistics
 import string
 import time
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -135,6 +137,21 @@ class Sent(NamedTuple):
 
 
 @contextmanager
+def pool(num_ranks: int, link_name: str, **options: Any) -> Iterator[Ranks]:
+    """Open ranks that compute on the CPU, for gloo or for an emulated link; `options` of `Ranks`.
+
+    Their GPUs are hidden, also from libraries: rows of one table are to be of one device, and
+    neither gloo nor the kernels that take part here are meant for tensors of a GPU.
+    """
+    backend = "gloo" if link_name == "gloo" else "link"
+    with (
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),
+        Ranks(num_ranks, backend=backend, sink=None, **options) as ranks,
+    ):
+        yield ranks
+
+
+@contextmanager
 def emulated(link_name: str) -> Iterator[None]:
     """Have this rank's messages take as long as on that link, "gloo" for no longer than here."""
     if link_name != "gloo":
@@ -147,8 +164,7 @@ def emulated(link_name: str) -> Iterator[None]:
 
 def on_ranks(measure: Callable[..., Any], config: BenchConfig, link_name: str, *args: Any) -> Any:
     """Return what `measure(config, link_name, *args)` tells on the first of ranks on that link."""
-    backend = "gloo" if link_name == "gloo" else "link"
-    with Ranks(config.ranks, backend=backend, sink=None) as ranks:
+    with pool(config.ranks, link_name) as ranks:
         return ranks.run(measure, config, link_name, *args)[0]
 
 

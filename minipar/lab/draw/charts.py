@@ -1,5 +1,6 @@
 """Curves and bars, labelled where they are, and the table of colours."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator
 
 from minipar.lab.draw import pen
-from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MEANING, MUTED, PAPER, SERIES, Point, colour
+from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, Point, colour
 
 
 def curves(
@@ -26,7 +27,9 @@ def curves(
     colours: Mapping[str, str] | None = None,
     key: bool = False,
 ) -> Figure:
-    """Curves `{name: (x, y)}` with their names at their ends; those in `points` are dots.
+    """Curves `{name: (x, y)}` with their names at their ends; those in `points` are marks.
+
+    Marks with names of their own have shapes of their own, as colours look alike in grey.
 
     With `key` the names stand below the picture, for curves that end in one place.
 
@@ -65,11 +68,13 @@ def curves(
         # Near is what lies together in the picture.
         seen = {name: (x, [math.log10(v) for v in y]) for name, (x, y) in seen.items()}
     widths = _widths(seen)
+    named = [name for name in lines if name in points and not name.startswith("_")]
+    shapes = dict(zip(named, itertools.cycle("osDXP"), strict=False))
     ends = []
     for i, (name, (x, y)) in enumerate(lines.items()):
         ink = (colours or {}).get(name, SERIES[i % len(SERIES)])
         if name in points:
-            ax.plot(x, y, "o", color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
+            ax.plot(x, y, shapes.get(name, "o"), color=ink, ms=5, mec=PAPER, mew=0.8, zorder=4)
         else:
             ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
@@ -254,17 +259,4 @@ def bars(
         parts = [(inks[n], n.replace("_", " ")) for n in names]
         pen.key(figure, pen.flow(parts, width - left), left, 0.3)
     pen.footnote(figure, note, height)
-    return figure
-
-
-def palette() -> Figure:
-    """The colour of every kind of work, as a table."""
-    rows = [*KIND, *AXIS, "exposed"]
-    width, height = 5.6, 0.28 * len(rows) + 0.25
-    figure, ax = pen.sheet(width, height)
-    for i, key in enumerate(rows):
-        y = height - 0.28 * (i + 1)
-        pen.rectangle(ax, 0.15, y - 0.08, 0.42, 0.19, fc=colour(key))
-        pen.text(ax, 0.7, y, key.replace("_", " "), weight="bold")
-        pen.text(ax, 2.05, y, MEANING[key], color=MUTED)
     return figure

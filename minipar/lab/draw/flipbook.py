@@ -163,6 +163,6 @@ def small_svg(figure: Figure) -> str:
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"]}):
         text = pen.svg(figure)
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"| id="[^p][^"]*"| id="p\w+_\d+"', "", text)
     return re.sub(r"\n\s*", "\n", re.sub(r" *\n(?=[A-Zz\"])", " ", text)).strip()

@@ -56,7 +56,10 @@ def model(config: LlamaConfig) -> Figure:
         ax.plot([x - 0.25, x - 0.25, plus], [line, branch, branch], **style)
         pen.arrow(ax, (plus, branch), (plus, line - 0.1), 13, **style)
         _part(ax, x + 0.2, branch, 0.58, "norm", "norm", f"{layers} · {config.hidden_size:,}")
-        _part(ax, x + 1.1, branch, 0.92, name, part, f"{count[part]:,}")
+        each = config.layer_parts(0)[part]
+        same = layers * each == count[part]  # a dense layer beside others with experts is not
+        below = f"{layers} · {each:,}" if same else f"{count[part]:,} in all"
+        _part(ax, x + 1.1, branch, 0.92, name, part, below)
         ax.add_patch(Circle((plus, line), 0.12, fc=PAPER, ec=INK, lw=1.2, zorder=3))
         pen.text(ax, plus, line - 0.005, "+", ha="center", size=11, zorder=4)
     return figure

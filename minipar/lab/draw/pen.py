@@ -41,23 +41,6 @@ AXIS = {
     "world": "#5b6672",
 }
 EXPOSED = "#cc2a1f"
-MEANING = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "weight_gradient": "weight gradient, where the backward pass is split",
-    "optimizer": "optimizer step",
-    "compute": "any other work",
-    "copy": "copies between host and device",
-    "idle": "nothing to do",
-    "dp": "communication along the data axis",
-    "tp": "communication along the tensor axis",
-    "pp": "communication along the pipeline axis",
-    "cp": "communication along the context axis",
-    "ep": "communication along the expert axis",
-    "replica": "communication between copies of shards",
-    "world": "communication among all ranks",
-    "exposed": "communication that nothing hides, along any axis",
-}
 RANK = ["#7cc8f0", "#e39a5c", "#c4e3a4", "#c98fbd", "#fbe36a", "#98988f"]  # whose data it is
 SERIES = [KIND["backward"], AXIS["dp"], AXIS["tp"], AXIS["pp"], AXIS["ep"], AXIS["world"]]
 
@@ -246,15 +229,17 @@ def milliseconds(value: float) -> str:
 
 def number(value: float) -> str:
     """Return 1234.5 as "1,234"."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def num_bytes(count: int) -> str:
     """Return 1500000 as "1.5 MB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+    if count < 1000:
+        return f"{count} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if round(count / size) < 1000:  # 999,700 bytes are 1 MB
+            return f"{number(count / size)} {unit}"
+    return f"{number(count / 1e9)} GB"
 
 
 # ---------------------------------------------------------------------- files

@@ -160,6 +160,8 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
     size = _label_size(timeline, scale * inches, pen.inches_of(ax) / p)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     ticks, lines = [], []
+    narrowest = scale * inches * min(s.duration for s in timeline if s.kind != "comm")
+    has_room = 0.045 * max(len(schedule.stages_on(rank)) for rank in range(p)) < narrowest
     for span in timeline:
         action = _action(span)
         start, wide = scale * span.start, scale * span.duration
@@ -178,10 +180,9 @@ def _cells(ax: Axes, schedule: Schedule, timeline: Timeline, scale: float) -> No
             style = {"size": size, "ha": "center", "va": "center", "clip_on": True}
             ax.text(*middle, label, color=pen.ink_on(KIND[kind]), **style)
         chunk = schedule.stages_on(span.rank).index(action.stage)
-        for k in range(chunk):
+        for k in range(chunk if has_room else 0):  # in all cells or in none: no tick means first
             x = start + wide / 2 + (k - (chunk - 1) / 2) * 0.045 / inches
-            if (chunk + 1) * 0.045 < wide * inches:
-                ticks.append((x, span.rank + 0.8, pen.ink_on(KIND[kind])))
+            ticks.append((x, span.rank + 0.8, pen.ink_on(KIND[kind])))
     for (rank, kind), pieces in bars.items():
         ax.broken_barh(
             pieces, (rank + 0.06, 0.88), facecolor=KIND[kind], edgecolor=PAPER, lw=0.7, zorder=2

@@ -106,7 +106,7 @@ def _matrix(
             at, style = (x + SHEET * rank, y + SHEET * rank), {"fc": RANK[rank], **frame}
             pen.rectangle(ax, *at, across, down, zorder=3 - rank / 10, **style)
         box = {"boxstyle": "round,pad=0.2", "fc": PAPER, "ec": "none", "alpha": 0.9}
-        style = {"size": 12, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
+        style = {"size": 10.9, "weight": "bold", "ha": "center", "bbox": box, "zorder": 4}
         pen.text(ax, x + across / 2, y + down / 2, "Σ", **style)
         return
     if not part.cut:
