@@ -13,6 +13,36 @@ def busy() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def stolen() -> float:
+    """For how many seconds other virtual machines have had these cores; 0 where nothing says so."""
+    return getattr(psutil.cpu_times(), "steal", 0.0)
+
+
+class Looks:
+    """At a test of seconds, several: how large a share of the cores was stolen in each."""
+
+    MUCH = 0.01
+    """Where more was stolen, what a test says of seconds is nothing that the code has done."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """The body is a look."""
+        start, before = time.monotonic(), stolen()
+        try:
+            yield
+        finally:
+            cores = (time.monotonic() - start) * (os.cpu_count() or 1)
+            self.shares.append((stolen() - before) / cores)
+
+    @property
+    def say_nothing(self) -> bool:
+        """Whether much was stolen in every look."""
+        return min(self.shares) > self.MUCH
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """The body is to end in so many seconds of a quiet machine."""

@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+import psutil
 import pytest
 
 FOLDER, STEP = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_STEP"
@@ -109,7 +111,19 @@ def main(arguments: list[str]) -> int:
         finally:  # Ctrl-C has reached both
             failed = first.wait() or second.wait()
             print("\nBeside it:", said.read_text(encoding="utf-8", errors="replace"), sep="\n")
+            for process in left_over(folder):
+                print(f"Still running, and it took time from what was timed: {process}")
     return failed
+
+
+def left_over(folder: str) -> list[psutil.Process]:
+    """Processes that tests have started and not ended: their environment names the folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(FOLDER) == folder:
+                found.append(process)
+    return found
 
 
 if __name__ == "__main__":

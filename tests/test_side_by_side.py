@@ -57,3 +57,13 @@ def test_what_is_timed_runs_once_when_all_else_is_done(tmp_path: Path, monkeypat
     assert code == bad, capfd.readouterr().out
     ran = log.read_text(encoding="utf-8").split()
     assert ran[-5:] == ["a+", "a1", "a2", "a3", "a-"] and len(ran) == 20 == len({*ran})
+
+
+def test_what_a_test_has_left_running_is_named(tmp_path: Path, monkeypatch, capfd):
+    """It would take both cores from what is timed, and the test that did it is green."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    start = "def test_it():\n    import subprocess\n    subprocess.Popen(['sleep', '20'])\n"
+    (tmp_path / "test_a.py").write_text(start, encoding="utf-8")
+    side_by_side.main(["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)])
+    said = capfd.readouterr().out
+    assert said.count("Still running") == 1 and "name='sleep'" in said
