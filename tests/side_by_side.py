@@ -1,15 +1,15 @@
-"""Run the tests in two processes, side by side: much of the time of one is spent asleep.
+"""Run the tests in three processes, side by side: much of the time of one is spent asleep.
 
     python -m tests.side_by_side                     # everything, as `make test` does
     python -m tests.side_by_side -k ddp --maxfail 3  # arguments are those of pytest
 
-Each process is a whole pytest, which collects all tests and runs those files that the other has not
-begun: the first goes through them from the front, the second from the back, until they meet. Each
-notebook counts as a file of its own. They are in front: while the processes of a notebook sleep
-as long as an emulated device would take, the other tests have the cores.
+Each process is a whole pytest, which collects all tests and runs those files that no other has
+begun: the first goes through them from the front, the second from the back, the third from the
+middle, until they meet. Each notebook counts as a file of its own. They are in front: while the
+processes of a notebook sleep as long as an emulated device would take, other tests have the cores.
 
 Tests marked `timed` hold what they measure against bounds of a quiet machine: the first process
-runs them at the end, when the second has left.
+runs them at the end, when the others have left.
 """
 
 import os
@@ -18,15 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
 
 import psutil
 import pytest
 
-FOLDER, STEP = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_STEP"
-LEFT = "the second process has left"
+FOLDER, NUMBER = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_NUMBER"
+LEFT = "the others have left"
+PROCESSES = 3
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = "tests/lab/test_exercises.py"
 
@@ -36,15 +37,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Instead of pytest's own loop: run the files that are still free."""
     if session.config.option.collectonly or session.testsfailed:
         return None
-    folder, step = Path(os.environ[FOLDER]), int(os.environ[STEP])
-    free = (
-        item
-        for name, items in files([each for each in session.items if not is_timed(each)])[::step]
-        if not taken(folder / name)
-        for item in items
-    )
-    run(session, free)
-    if step == 1:
+    folder, number = Path(os.environ[FOLDER]), int(os.environ[NUMBER])
+    every = files([each for each in session.items if not is_timed(each)])
+    middle = len(every) // 2
+    order = (every, every[::-1], every[middle:] + every[:middle])[number]
+    run(session, (item for name, items in order if not taken(folder / name) for item in items))
+    if number == 0:
         while not (folder / LEFT).exists():
             time.sleep(0.1)
         run(session, filter(is_timed, session.items))
@@ -94,26 +92,36 @@ def taken(claim: Path) -> bool:
 
 # ---------------------------------------------------------------------- around them
 def main(arguments: list[str]) -> int:
-    """Return 0 if all tests pass. What the second process says is shown when both are done."""
+    """Return 0 if all tests pass. What the others say is shown when all are done."""
     with tempfile.TemporaryDirectory(prefix="minipar-tests-") as folder:
-        said = Path(folder, "said")
         command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", *arguments]
         command += ["-p", "no:cacheprovider"]
-        env = os.environ | {FOLDER: folder}
-        first = subprocess.Popen(command, cwd=ROOT, env=env | {STEP: "1"})
-        with said.open("wb") as out:
-            into = dict(stdout=out, stderr=subprocess.STDOUT)
-            second = subprocess.Popen(command, cwd=ROOT, env=env | {STEP: "-1"}, **into)
+        said = [Path(folder, f"said {number}") for number in range(1, PROCESSES)]
+        with ExitStack() as stack:
+            outs = [None, *(stack.enter_context(path.open("wb")) for path in said)]
+            first, *others = (
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | {FOLDER: folder, NUMBER: str(number)},
+                    stdout=out,
+                    stderr=out and subprocess.STDOUT,
+                )
+                for number, out in enumerate(outs)
+            )
         try:
-            second.wait()
+            for other in others:
+                other.wait()
             Path(folder, LEFT).touch()
             first.wait()
-        finally:  # Ctrl-C has reached both
-            failed = first.wait() or second.wait()
-            print("\nBeside it:", said.read_text(encoding="utf-8", errors="replace"), sep="\n")
+        finally:  # Ctrl-C has reached all
+            failed = any([each.wait() for each in (first, *others)])
+            for path in said:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                print("\nBeside it:", text, sep="\n")
             for process in left_over(folder):
                 print(f"Still running, and it took time from what was timed: {process}")
-    return failed
+    return int(failed)
 
 
 def left_over(folder: str) -> list[psutil.Process]:

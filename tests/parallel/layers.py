@@ -35,14 +35,22 @@ class Branches(Layers):
 class Reentrant(Layers):
     """Layer 0 is used in two re-entrant checkpoints and outside of them."""
 
+    shared, entry = 0, 5
+
     def forward(self, x: Tensor, uses: None = None) -> Tensor:
         def pair(i: int, x: Tensor) -> Tensor:
-            return torch.tanh(self.layers[0](torch.tanh(self.layers[i](x))))
+            return torch.tanh(self.layers[self.shared](torch.tanh(self.layers[i](x))))
 
-        x = self.layers[5](x)  # a checkpoint needs an input that requires a gradient
+        x = self.layers[self.entry](x)  # a checkpoint needs an input that requires a gradient
         x = checkpoint(pair, 1, x, use_reentrant=True)
         x = checkpoint(pair, 2, x, use_reentrant=True)
-        return self.layers[0](self.layers[3](x))
+        return self.layers[self.shared](self.layers[3](x))
+
+
+class ReentrantFirst(Reentrant):
+    """The same with layer 5, the last: its gradients are those that a strategy sends first."""
+
+    shared, entry = 5, 0
 
 
 def data(rank: int, step: int = 0) -> Tensor:

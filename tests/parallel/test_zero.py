@@ -22,7 +22,7 @@ from minipar.parallel.zero import ShardedOptimizer
 from minipar.sim.trace import pretend
 from minipar.train.precision import LossScaler
 from tests.on_ranks import on_ranks
-from tests.parallel.layers import ALL, USED, Layers, Reentrant, data, loss_of
+from tests.parallel.layers import ALL, USED, Layers, Reentrant, ReentrantFirst, data, loss_of
 from tests.parallel.timed import SlowLayer, fastest, slow_model
 from tests.parity import models
 
@@ -384,10 +384,13 @@ def test_trap_16_unused_parameters(ranks, stage, name):
 
 
 def _trains_in_used_memory(*given) -> None:
-    """What nobody has written to is NaN, as it may be where memory is used again."""
+    """What nobody has written to is NaN, as it may be where memory is used again.
+
+    Buckets hold two layers: of one that a rank has used, and one that it has not.
+    """
     torch.use_deterministic_algorithms(True)
     try:
-        _trains(*given)
+        _trains(*given, bucket_mb=7e-4)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -397,8 +400,8 @@ def test_trap_16_reentrant_checkpoints_that_share_a_weight(ranks, stage):
     """Mutant: the second part of a gradient is lost, or waits for the next step."""
     ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant)
     ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant, microbatches=2)
-    alone = 1e-6  # a bucket for each parameter: the shared one is not kept waiting by others
-    ranks(2).run(_trains, stage, 2, lambda *_: None, make=Reentrant, bucket_mb=alone)
+    alone = 1e-6  # a bucket for each parameter, and the shared one waits for no other
+    ranks(2).run(_trains, stage, 2, lambda *_: None, make=ReentrantFirst, bucket_mb=alone)
 
 
 class Tied(nn.Module):

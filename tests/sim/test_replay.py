@@ -101,11 +101,15 @@ def test_a_slower_network_only_adds_what_it_exposes(text):
 
 
 def test_who_waits_goes_on_when_the_call_has_ended():
-    """Mutant: as soon as it has begun. Calls of tp, of a second each, which nothing hides."""
+    """Calls of tp, of a second each, are added to what is computed. Mutant: as soon as it has
+    begun, so that what comes after it is computed meanwhile."""
     found = traced("tp=2")
-    step = replay(found, Round(bytes_per_second=1e18, latency=1.0))
+    slow = Round(bytes_per_second=1e18, flops=1e6)
+    step, computing = replay(found, replace(slow, latency=1.0)), replay(found, slow).seconds
     calls = len(step.timeline.select(rank=0, kind="comm"))
-    assert step.waited["tp"] == pytest.approx(calls, rel=0.1) and step.seconds > 0.9 * calls
+    assert 0.2 * calls < computing < 5 * calls
+    assert step.seconds == pytest.approx(calls + computing, rel=0.01)
+    assert step.waited["tp"] == pytest.approx(calls, rel=0.01)
 
 
 def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():

@@ -24,6 +24,7 @@ PLANS = [
         for text in (
             "dp=2",
             "dp=2,zero=1",
+            "dp=2,zero=2",
             "dp=2,zero=3,checkpointing=full",
             "pp=2,microbatches=2",
         )
