@@ -53,7 +53,9 @@ def test_what_is_late_is_skipped_where_the_cores_were_not_its_own(tmp_path, shar
     env = os.environ | {"PYTHONPATH": str(root)}
     env.pop("MINIPAR_TESTS_TIMED", None)
     command = [sys.executable, "-m", "pytest", "-rs", "-c", "/dev/null", "--rootdir", str(tmp_path)]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, encoding="utf-8", env=env
+    )
     assert said in done.stdout, done.stdout + done.stderr
     assert late == ("3 rerun" in done.stdout)
     shares = r"other virtual machines had (\d\d\.\d%, ){3}\d\d\.\d% of the cores"

@@ -14,6 +14,7 @@ along the axis, not global ranks.
 """
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -45,8 +46,8 @@ from minipar.comm.shapes import (
 )
 from minipar.comm.spans import wire_bytes
 
-_SLICES = 1
-"""The tag of messages that make up a collective, to keep them apart from the caller's own."""
+_SLICES, _PIECES = 1, 2
+"""Tags of messages that make up a collective, to keep them apart from the caller's own."""
 _LARGE = 1 << 18
 """Bytes from which messages in the right order gain more than Python's part in them costs."""
 
@@ -142,7 +143,7 @@ def all_gather(
     def finish(joined: Tensor) -> Tensor:
         return deliver(move_front_to(joined, dim, axis.size), out)
 
-    call = partial(dist.all_gather_single, joined, tensor, axis.group)
+    call = partial(_gather, joined, tensor, axis)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
     return launch("all_gather", axis, sent, call, joined, async_op, finish)
 
@@ -324,6 +325,27 @@ def _staged(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.cpu() if shared else tensor
 
 
+def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
+    """Start an all-gather. Gloo's own holds the whole a second time; so what is large is, on a CPU,
+    messages of ours, each to its place. Not where several ranks share the card of one of several
+    hosts: each of them would send its piece to all other hosts, and of a ring only the last does.
+    """
+    world = dist.get_world_size()
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    is_ring_better = piece.nbytes < _LARGE or ranks_per_host not in (1, world)
+    if is_ring_better or not _is_gloo(piece, axis):
+        return dist.all_gather_single(joined, piece, axis.group, is_async)
+    places = joined.split(len(piece))
+    places[axis.rank].copy_(piece)
+    peers = [(axis.rank + k) % axis.size for k in range(1, axis.size)]
+    sends, recvs = [(piece, peer) for peer in peers], [(places[peer], peer) for peer in peers[::-1]]
+    return _post(sends, recvs, axis, _PIECES) or _All([])
+
+
+def _is_gloo(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(axis.group)
+
+
 def _swap(
     arrived: Tensor,
     sent: Tensor,
@@ -338,7 +360,7 @@ def _swap(
     are what messages cost most with.
     """
     is_small = recv_rows is not None or sent.nbytes < _LARGE
-    if is_small or sent.device.type != "cpu" or "gloo" not in dist.get_backend(axis.group):
+    if is_small or not _is_gloo(sent, axis):
         rows = recv_rows, send_rows
         return dist.all_to_all_single(arrived, sent, *rows, axis.group, is_async)
     n, rank = axis.size, axis.rank

@@ -6,9 +6,12 @@ multiples of 12 and small: sums, and averages over 2, 3 or 4 ranks, are exact in
 
 import itertools
 import math
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,9 +215,10 @@ def test_receives_are_posted_before_sends():
         comm.exchange([(mine, peer)], [(torch.empty_like(mine), peer)], axis)
         comm.reduce_scatter(mine, axis)
         comm.all_to_all(mine, axis)
+        comm.all_gather(mine, axis)
     finally:
         dist.batch_isend_irecv = batch
-    assert posted == [["irecv", "isend"]] * 3
+    assert posted == [["irecv", "isend"]] * 4
 
 
 def slices_beside_messages() -> tuple[list[float], list[float]]:
@@ -223,14 +227,45 @@ def slices_beside_messages() -> tuple[list[float], list[float]]:
     peer, mine = 1 - axis.rank, (torch.arange(2.0) + 10 * axis.rank).repeat_interleave(half)
     early = comm.recv(torch.empty(half), axis, peer, async_op=True)
     swapped = comm.all_to_all(mine, axis)
+    gathered = comm.all_gather(mine, axis)
     comm.send(torch.full((half,), -1.0), axis, peer)
-    return swapped.unique().tolist(), early.wait().unique().tolist()
+    return [x.unique().tolist() for x in (swapped, gathered, early.wait())]
 
 
 def test_slices_of_a_collective_are_no_messages_of_the_caller(ranks):
     """Mutant: one tag for both, and the early receive takes a slice."""
     first, second = ranks(2).run(slices_beside_messages)
-    assert first == ([0, 10], [-1]) and second == ([1, 11], [-1])
+    assert first == [[0, 10], [0, 1, 10, 11], [-1]] and second == [[1, 11], [0, 1, 10, 11], [-1]]
+
+
+def highest(call: Callable[[], Tensor]) -> int:
+    """Bytes that this process holds at most during a call, beyond what it held before."""
+
+    def told(name: str) -> int:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024
+
+    before = told("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the mark is set to that
+    call()
+    return told("VmHWM") - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the high-water mark")
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_all_gather_holds_the_whole_once(ranks, size):
+    """Mutant: gloo's own, which holds it twice, and takes two to three times as long."""
+    num_bytes = 96 * 10**6
+    for found in ranks(size).run(gather_largely, num_bytes):
+        assert num_bytes * 0.9 < found < num_bytes * 1.3
+
+
+def gather_largely(num_bytes: int) -> int:
+    axis = Mesh(dp=dist.get_world_size()).dp
+    mine = torch.full((num_bytes // 4 // axis.size,), float(axis.rank))
+    few = comm.all_gather(mine[: comm._LARGE], axis)  # the first call sets up what stays
+    assert few.unique().tolist() == list(range(axis.size))
+    return highest(lambda: comm.all_gather(mine, axis))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
