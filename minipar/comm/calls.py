@@ -115,7 +115,7 @@ def launch(
             # To wait here would stop the GPU; when its kernels ran, the profiler tells.
             recorder.comm(verb, axis.name, sent, start, time.monotonic())
         else:
-            work = _Noted(work, lambda t0, t1: recorder.comm(verb, axis.name, sent, t0, t1), start)
+            work = _Noted(work, recorder.travel(verb, axis.name, sent, start), start)
     pending = Pending(work, result, finish, waiting, number)
     return pending if async_op else pending.wait()
 

@@ -45,6 +45,27 @@ class Recorder:
         self.on = True  # until the recording ends; a graph that outlives it keeps its hooks
         self.stack: list[_Frame] = []  # what is open, the innermost last
         self._thread = threading.get_ident()
+        self._travelling: dict[object, tuple[str, str, int, float]] = {}
+
+    def travel(
+        self, name: str, axis_name: str, num_bytes: int, start: float
+    ) -> Callable[[float, float], None]:
+        """Note that a communication begins; return what to call with its start and its end."""
+        key = object()
+        self._travelling[key] = name, axis_name, num_bytes, start
+
+        def arrive(start: float, end: float) -> None:
+            if self._travelling.pop(key, None) is not None:
+                self.comm(name, axis_name, num_bytes, start, end)
+
+        return arrive
+
+    def finish(self) -> None:
+        """The recording ends, and with it what still travels: no byte is left out."""
+        for key in list(self._travelling):
+            if (call := self._travelling.pop(key, None)) is not None:
+                *words, start = call
+                self.comm(*words, start, max(start, clock()))
 
     def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
         """Append a finished communication; any thread may call (`list.append` is atomic)."""

@@ -314,7 +314,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     Communication and optimizers are always seen; with `model`, forward and backward of its blocks
     (`recorder.blocks` says which) and what the model does between them. Recomputing a checkpointed
     block is backward. What a loss computes outside of the model is idle unless it is in a `span`;
-    its backward is seen. Asynchronous collectives have to be waited for in the body.
+    its backward is seen. A collective that still travels at the end of the body ends there.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -331,6 +331,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         yield timeline
     finally:
         recorder.close(rest)
+        recorder.finish()
         _active, recorder.on = None, False
         for undo in remove:
             undo()

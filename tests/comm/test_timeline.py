@@ -25,6 +25,7 @@ from minipar.comm.spans import Span, intersect, measure, subtract, union, wire_b
 from minipar.comm.timeline import Timeline, record, span
 from minipar.model.llama import Llama, LlamaConfig
 from tests.comm.same import assert_disjoint
+from tests.on_ranks import on_ranks
 
 
 def compute(start, end, rank=0, kind="forward"):
@@ -540,3 +541,24 @@ def test_asynchronous_communication_under_compute_is_hidden(ranks):
     first, _ = ranks(2).run(_hidden)
     overlap = first.overlap()[0]
     assert overlap.total > 0.05 and overlap.hidden > 0.5 * overlap.total
+
+
+@on_ranks(2)
+def test_what_still_travels_ends_with_the_recording():
+    """Mutants: only what has arrived is in the ledger; what arrives later is there twice."""
+    axis = Mesh(dp=2).dp
+    with record() as recorded:
+        early = collectives.all_reduce(torch.ones(3), axis, async_op=True)
+        early.wait()
+        late = collectives.recv(torch.zeros(5), axis, 1 - axis.rank, async_op=True)
+        if axis.rank == 0:  # until it sends, the other's recording has ended
+            assert late.wait().sum() == 5
+            time.sleep(0.3)
+        sent = collectives.send(torch.ones(5), axis, 1 - axis.rank, async_op=True)
+        if axis.rank == 0:
+            sent.wait()
+    sizes = {span.name: span.num_bytes for span in recorded.spans}
+    assert sizes == {"all_reduce": 12, "recv": 0, "send": 20}
+    if axis.rank == 1:
+        late.wait(), sent.wait()
+    assert len(recorded.spans) == 3 and all(span.start <= span.end for span in recorded.spans)
