@@ -4,7 +4,6 @@ import os
 import signal
 import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -56,8 +55,8 @@ class SharedNursery:
     PRELOAD += ("tests.prove.gallery",)  # torch's own parallelism takes long to import
 
     def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="minipar-tests-"))
-        setup = Setup(1, "gloo", 60.0, 1, False, None, str(folder), self.PRELOAD)
+        self.folder = tempfile.TemporaryDirectory(prefix="minipar-tests-")
+        setup = Setup(1, "gloo", 60.0, 1, False, None, self.folder.name, self.PRELOAD)
         self.real, self.lock = Nursery(setup), threading.Lock()
 
     def ask(self, *request):
@@ -90,6 +89,7 @@ def pools_share_a_nursery():
         yield
     for each in shared:
         each.real.close()
+        each.folder.cleanup()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
