@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 
 import pytest
 from hypothesis import settings
@@ -118,17 +119,40 @@ def pytest_runtest_call(item):
         pytest.skip(f"other virtual machines had {shares} of the cores in its {RERUNS + 1} looks")
 
 
-@pytest.fixture(scope="session")
-def ranks():
-    """``ranks(4).run(fn, ...)`` runs fn on a standing group of four ranks."""
-    pools: dict[tuple, Ranks] = {}
+class Pools:
+    """Standing groups of ranks, by size and backend, until nobody has asked for one for a while.
 
-    def get(size: int, backend: str = "gloo") -> Ranks:
+    Each of its process groups has a thread that wakes up a hundred times a second.
+    """
+
+    IDLE = 20.0  # seconds; to start one again takes about one
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple, Ranks] = {}
+        self.asked: dict[tuple, float] = {}
+
+    def __call__(self, size: int, backend: str = "gloo") -> Ranks:
         key = size, backend
-        if key not in pools or pools[key].closed:
-            pools[key] = Ranks(size, backend=backend, grace=0.3)
-        return pools[key]
+        if key not in self.pools or self.pools[key].closed:
+            self.pools[key] = Ranks(size, backend=backend, grace=0.3)
+        self.asked[key] = time.monotonic()
+        return self.pools[key]
 
-    yield get
-    for pool in pools.values():
-        pool.close()
+    def close(self, idle: float = 0.0) -> None:
+        """Those for which nobody has asked for so many seconds."""
+        for key in [key for key in self.pools if time.monotonic() - self.asked[key] >= idle]:
+            self.pools.pop(key).close()
+
+
+@pytest.fixture(scope="session")
+def standing():
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(standing):
+    """``ranks(4).run(fn, ...)`` runs fn on a standing group of four ranks."""
+    standing.close(Pools.IDLE)
+    return standing

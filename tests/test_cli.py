@@ -486,10 +486,10 @@ LONG += ["--sample-tokens", "0", "--eval-batches", "2", "--mesh", "dp=2"]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(work, ranks):
+def uninterrupted(work, standing):
     """What a run of `LONG` should look like: [(step, loss, lr, gradient norm)]."""
     _, config = commands.parse(["train", *LONG, "--data", str(work / "a.txt")])
-    ranks(2).run(trainer.train, config, str(work / "uninterrupted"))
+    standing(2).run(trainer.train, config, str(work / "uninterrupted"))
     return curve(work / "uninterrupted")
 
 

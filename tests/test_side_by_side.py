@@ -1,4 +1,4 @@
-"""Three pytests share the tests: none is left out, none runs twice, and no failure is lost."""
+"""Two pytests share the tests: none is left out, none runs twice, and no failure is lost."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,6 @@
 """A mixture of experts is the published one, for each way to route, and counts what it should."""
 
+import copy
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -476,7 +477,8 @@ def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
         for parameter, value in found.state_dict().items():
             torch.testing.assert_close(value, model.state_dict()[parameter], rtol=0, atol=0)
         tokens = some_tokens(config)
-        torch.testing.assert_close(found(tokens), model(tokens), rtol=0, atol=0)
+        aligned = copy.deepcopy(found)  # where weights lie in a file, rounding may be another
+        torch.testing.assert_close(aligned(tokens), model(tokens), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

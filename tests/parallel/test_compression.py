@@ -575,8 +575,8 @@ def _learn(make, steps=120, **options) -> float:
 
 
 @pytest.fixture(scope="module")
-def learn(ranks):
-    return cache(lambda make=None, **options: ranks(2).run(_learn, make, **options)[0])
+def learn(standing):
+    return cache(lambda make=None, **options: standing(2).run(_learn, make, **options)[0])
 
 
 LITTLE = partial(TopK, 0.02)

@@ -420,8 +420,8 @@ def _learn(method: str | None, steps: int = 160, halves: bool = False, **options
 
 
 @pytest.fixture(scope="module")
-def learn(ranks):
-    return cache(lambda method=None, **options: ranks(2).run(_learn, method, **options)[0])
+def learn(standing):
+    return cache(lambda method=None, **options: standing(2).run(_learn, method, **options)[0])
 
 
 SOME = [
