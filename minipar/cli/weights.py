@@ -26,6 +26,8 @@ class Export:
     """Folder of the run, or of one of its checkpoints."""
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Where to write config.json, model.safetensors and tokenizer.json."""
+    overwrite: bool = False
+    """Whether weights that are in FOLDER may go."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ def export(command: Export) -> None:
     run, folder = run_of(command.run, "export"), Path(command.folder)
     if (folder / "checkpoints").is_dir():
         raise ValueError(f"export: {folder} is a run, and would lose its config.json; name another")
+    if any(folder.glob("model*.safetensors")) and not command.overwrite:
+        raise ValueError(
+            f"export: {folder} has weights already; name another folder, or say --overwrite"
+        )
     start = checkpoint_of(Path(command.run), "export")
     tokenizer = _tokenizer_of(run, "export")
     checkpoint.export(start, folder)

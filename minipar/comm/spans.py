@@ -140,6 +140,8 @@ def measure(disjoint: list[Interval]) -> float:
 
 LARGEST_TRACE = 4 << 30
 """Characters of JSON: what would unpack to more is refused."""
+MOST_EVENTS = 10_000_000
+"""Some hundreds of bytes each; a small file can unpack to many more."""
 
 
 def read_json(path: str | Path, keep: Callable[[dict], Any] | None = None) -> dict[str, Any]:
@@ -216,6 +218,8 @@ class _Text:
             return result
         while True:
             result.append(self.value())
+            if len(result) > MOST_EVENTS:
+                raise ValueError(f"it holds over {MOST_EVENTS:,} events; profile fewer steps")
             if not self._goes_on("]"):
                 return result
 

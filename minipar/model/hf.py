@@ -353,7 +353,8 @@ def _publish(workshop: Path, path: Path) -> None:
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a checkpoint is a folder")
     new = {file.name for file in workshop.iterdir()}
-    # Weights first, then what points to them.
+    # Weights first, then what points to them; meanwhile, nothing does.
+    (path / INDEX).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name.endswith(".json")):
         os.replace(workshop / name, path / name)
     for old in (*path.glob("model*.safetensors"), path / INDEX):

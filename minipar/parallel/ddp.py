@@ -22,6 +22,7 @@ Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -105,9 +106,18 @@ class Naive(Strategy):
         self.op = "avg" if average else "sum"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         guard.watch(self, self.parameters)
+        self.summed: set[nn.Parameter] = set()  # whose gradient is a sum over the ranks by now
         if axis.size > 1:
             for p in self.parameters:
                 p.register_post_accumulate_grad_hook(self._on_gradient)
+                if not average:  # called before a gradient is added to p.grad
+                    p.register_hook(partial(self._share, p))
+
+    def _share(self, p: nn.Parameter, _: Tensor | None = None) -> None:
+        """If nobody has zeroed the sum of the backward before: an n-th of it is this rank's."""
+        if p in self.summed and p.grad is not None:
+            p.grad.div_(copies_axis(p, self.axis).size)
+        self.summed.discard(p)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
@@ -122,6 +132,7 @@ class Naive(Strategy):
         first = self.parameters[0]
         used = all_reduce(used.to(first.device, first.grad_dtype), self.axis)
         for p, users in zip(self.parameters, used, strict=True):
+            self._share(p)
             unused_here = p.grad is None
             if unused_here:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
@@ -131,6 +142,11 @@ class Naive(Strategy):
             all_reduce(p.grad, axis, self.op, out=p.grad)
             if unused_here and not used_elsewhere(users):
                 p.grad = None
+        self._note_sums()
+
+    def _note_sums(self) -> None:
+        if self.op == "sum":
+            self.summed.update(self.parameters)
 
 
 def used_elsewhere(users: Tensor) -> bool:
@@ -249,9 +265,12 @@ class Bucketed(Naive):
         Strategy.finish_backward(self)
         for bucket in self.buckets:
             if bucket.pending is None:
+                for p in bucket.parameters:
+                    self._share(p)
                 bucket.launch(self.axis, self.op)
         for bucket in self.buckets:
             bucket.finish()
+        self._note_sums()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on

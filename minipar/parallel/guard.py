@@ -6,6 +6,9 @@ optimizer.step() before finish_backward()  `watch`: refused
 an optimizer made before fsdp.apply        `watch`: refused at its first step
 an optimizer that looks at whole matrices  `check_elementwise`: refused where it sees pieces
 torch.nn.utils.clip_grad_norm_             `watch`: refused where a rank has pieces of gradients
+torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
+a layer unfrozen, or replaced, after apply `watch`: refused at the next step
+optimizer.state_dict() of one rank's pieces `watch`: refused where it is loaded by others
 a weight used while it is not here         `Absent`: it is waited for, or refused by its name
 ranks that run different blocks            `Ledger`: refused at the end of the step
 """
@@ -19,13 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.pieces import axes_of
+from minipar.parallel.pieces import axes_of, in_order
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -72,8 +77,10 @@ _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse to step or to clip `parameters` while `strategy.is_finished` is false."""
+    """Refuse to step or to clip `parameters` while `strategy.is_finished` is false, and to step
+    what nobody shares of its model: a layer that was frozen here, or that takes another's place."""
     strategy.watched = set(parameters)
+    strategy.frozen = {p for p in strategy.model.parameters() if not p.requires_grad}
     _watched.add(strategy)
     _listen()
 
@@ -96,6 +103,7 @@ def _listen() -> None:
     @wraps(torch_clips)
     def clip(parameters: Any, *args: Any, **options: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _check_finished(parameters, "clip_grad_norm_()")
         for p in parameters:
             axes = [axis.name for axis in axes_of(p) if axis.size > 1]
             if axes or hasattr(p, "stepped_elsewhere"):
@@ -108,6 +116,27 @@ def _listen() -> None:
 
     # Only here does torch look at parameters, by whichever name its function was imported.
     clip_grad._clip_grads_with_norm_ = clip
+    unscale = GradScaler._unscale_grads_
+
+    @wraps(unscale)
+    def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, none: Tensor, half: bool) -> Any:
+        """Whether there was an overflow, on any rank that has pieces of the same gradients."""
+        flags = unscale(scaler, optimizer, scale, none, half) or {none.device: none.clone()}
+        pieces = [p for group in optimizer.param_groups for p in group["params"]]
+        for axis in in_order([axis for p in pieces for axis in axes_of(p)]):
+            for flag in flags.values():
+                all_reduce(flag, axis, "max", out=flag)
+        return flags
+
+    GradScaler._unscale_grads_ = agree
+    load = Optimizer.load_state_dict
+
+    @wraps(load)
+    def load_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        _check_own(optimizer, state_dict)
+        load(optimizer, state_dict)
+
+    Optimizer.load_state_dict = load_own  # a hook would have to be in place before
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -115,15 +144,72 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for p in parameters:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
-    for strategy in list(_watched):
-        if not strategy.watched.isdisjoint(parameters):
-            check_finished(strategy, "optimizer.step()")
+    _check_finished(parameters, "optimizer.step()")
+    _check_shared(parameters)
     if optimizer not in _checked:
         for group in optimizer.param_groups:
             if any(getattr(p, "is_flat", False) for p in group["params"]):
                 make = partial(_twin, optimizer)
                 check_elementwise(make, type(optimizer).__name__, group, group["params"][0])
+        optimizer.register_state_dict_post_hook(_label)
         _checked.add(optimizer)
+
+
+def _check_finished(parameters: list[nn.Parameter], what: str) -> None:
+    for strategy in list(_watched):
+        if not strategy.watched.isdisjoint(parameters):
+            check_finished(strategy, what)
+
+
+def _check_shared(parameters: list[nn.Parameter]) -> None:
+    """Raise `RuntimeError` for a parameter of a shared model whose gradient is of this rank."""
+    known = set().union(*(strategy.watched for strategy in _watched))
+    stepped = {p for p in parameters if p.requires_grad and p.grad is not None}
+    for strategy in _watched if stepped else ():
+        late = stepped - known
+        if not strategy.watched.isdisjoint(parameters):
+            late |= {p for p in strategy.frozen if p.requires_grad}
+        names = {p: name for name, p in strategy.model.named_parameters()} if late else {}
+        if strategy.axis.size > 1 and not late.isdisjoint(names):
+            raise RuntimeError(
+                f"{names[(late & names.keys()).pop()]} was frozen, or another, when "
+                f"{type(strategy).__name__} was applied along {strategy.axis.name}: no rank shares "
+                f"its gradient, and each would step by its own. Unfreeze and replace layers first, "
+                f"then apply the strategy"
+            )
+
+
+# ---------------------------------------------------------------------- whose state this is
+def _label(optimizer: Optimizer, told: dict[str, Any]) -> dict[str, Any]:
+    """What `optimizer.state_dict()` told, with whose pieces it is of, if they are pieces."""
+    pieces = {n: _place_of(p) for n, p in _numbered(optimizer, told) if axes_of(p)}
+    return {**told, "pieces": pieces} if pieces else told
+
+
+def _check_own(optimizer: Optimizer, told: dict[str, Any]) -> None:
+    """Raise `ValueError` for a state of whole parameters, or of the pieces of another rank."""
+    for n, p in _numbered(optimizer, told) if "state" in told else ():
+        theirs, own = told.get("pieces", {}).get(n, _place_of(p)), told["state"].get(n, {})
+        tensors = [t for t in own.values() if isinstance(t, Tensor) and t.ndim]
+        if axes_of(p) and (theirs != _place_of(p) or any(t.shape != p.shape for t in tensors)):
+            raise ValueError(
+                f"this is not the state of the pieces of rank {axes_of(p)[0].rank} along "
+                f"{axes_of(p)[0].name}={axes_of(p)[0].size}: optimizer.state_dict() is of the "
+                f"pieces of one rank. Save strategy.full_optimizer_state(optimizer), and take it "
+                f"over by strategy.load_full_optimizer_state(optimizer, state)"
+            )
+
+
+def _numbered(optimizer: Optimizer, told: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
+    """The numbers that `told` has for the parameters of `optimizer`."""
+    numbers = [n for group in told.get("param_groups", []) for n in group["params"]]
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    return list(zip(numbers, stepped, strict=False))  # torch says what is wrong with their number
+
+
+def _place_of(p: nn.Parameter) -> list[list[int]]:
+    """Rank and size of each axis that cuts `p`."""
+    return [[axis.rank, axis.size] for axis in axes_of(p)]
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

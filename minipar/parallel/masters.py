@@ -22,7 +22,7 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.comm import memory
 
@@ -34,6 +34,7 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     `p.master` has the values of `p` before; `optimizer` steps it, and its state has the dtype of
     that. To the optimizer nothing changes: while it steps, or loads its state, ``p.data`` *is* the
     master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none.
+    What is written into `p` between two steps (weights that are loaded, a clamp) is taken over.
 
     Raises `RuntimeError` for a step with a closure, which would compute with the masters.
     """
@@ -44,13 +45,13 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
         if any(map(callable, (*args, *(kwargs or {}).values()))):
             raise RuntimeError("step(closure) would run on master weights; backward, then step()")
         for p in working:
-            p.data = p.master
+            p.data = master_of(p)
 
     @torch.no_grad()
     def put_working(*_: Any) -> None:
         for p, own in working.items():
             own.copy_(p.master)
-            p.data = own
+            p.data, p.rounded = own, p._version
 
     optimizer.register_step_pre_hook(put_masters)
     optimizer.register_step_post_hook(put_working)
@@ -63,5 +64,19 @@ def lower(model: nn.Module, dtype: torch.dtype) -> None:
     for p in model.parameters():
         before, p.data = p.data, p.data.to(dtype, copy=True)
         if p.requires_grad:
-            p.master, p.grad_dtype = before, before.dtype
+            p.master, p.grad_dtype, p.rounded = before, before.dtype, p._version
             memory.tag("optimizer", before)
+
+
+@torch.no_grad()
+def master_of(p: nn.Parameter) -> Tensor:
+    """The master of `p`, or this rank's slice of it, with what was written into `p` meanwhile.
+
+    Only where that differs from the master, rounded: all other digits are kept.
+    """
+    if p._version != p.rounded:
+        p.rounded = p._version
+        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
+        is_own = working == p.master.to(working.dtype)
+        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
+    return p.master

@@ -196,12 +196,18 @@ def apply(
 
     Reading a weight in the forward of another block than its own, before that block has run, reads
     one that may still be on its way. Raises `ValueError` for a bucket without capacity, a model
-    without a trainable parameter or with sparse gradients, or an `inside` that cuts gradients.
+    without a trainable parameter or with sparse gradients, an `inside` that cuts gradients, or none
+    along an axis of several ranks.
     """
     if bucket_mb is not None and not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter: there is nothing to offload")
+    if inside is None and axis.size > 1:
+        raise ValueError(
+            f"no rank would share gradients along {axis.name}={axis.size}: hand over what does, as "
+            f"in inside=ddp.apply(model, axis)"
+        )
     if inside is not None and inside.rows:
         raise ValueError(
             f"inside= must reduce whole gradients, and {type(inside).__name__} cuts them; use "

@@ -20,7 +20,7 @@ S = 6::
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,11 @@ def mark(
 def axes_of(p: Tensor) -> tuple[Axis, ...]:
     """Return the axes over which `p` and its gradient are cut."""
     return getattr(p, "shard_axes", ())
+
+
+def in_order(axes: Iterable[Axis]) -> list[Axis]:
+    """Return each axis of several ranks once, in the same order on all ranks."""
+    return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
 
 
 def copies_axis(p: Tensor, axis: Axis) -> Axis:

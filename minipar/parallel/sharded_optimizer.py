@@ -17,6 +17,7 @@ from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.parallel import guard
+from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import (
     Members,
     as_groups,
@@ -70,7 +71,8 @@ class Bucket(Row):
         memory.tag("optimizer", self.shard)
         for p, piece in zip(self.parameters, self.pieces, strict=True):
             p.data = p.data.to(dtype)
-            p.grad_dtype, p.master = piece.dtype, piece
+            p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
+            p.part_of = partial(self.part_of, piece)
         self._put(torch.zeros_like(self.weights, dtype=dtype))
 
     def gather(self) -> None:
@@ -244,6 +246,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for p, piece in self.pieces.items():
                 grad = p.grad
                 piece.grad = None if grad is None else self.bucket_of[p].part_of(piece, grad)
+        for bucket in self.buckets:
+            for p in bucket.parameters if bucket.has_masters else ():
+                master_of(p)
         self.inner.step()
         for bucket in reversed(self.buckets):  # from the first layer to the last
             bucket.gather()

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from minipar.comm.collectives import broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
+from minipar.parallel.masters import master_of
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.pieces import Row, axes_of, copies_axis, piece_of
+from minipar.parallel.pieces import Row, axes_of, copies_axis, in_order, piece_of
 
 
 class Strategy:
@@ -78,7 +79,7 @@ class Strategy:
 
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
         """Return the master weights, whole, of all parameters that have one; see masters.py."""
-        return {p: p.master for p in self.model.parameters() if hasattr(p, "master")}
+        return {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""
@@ -143,11 +144,6 @@ class Strategy:
             yield
         finally:
             self.synchronises = before
-
-
-def in_order(axes: Iterable[Axis]) -> list[Axis]:
-    """Return each axis of several ranks once, in the same order on all ranks."""
-    return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
 
 
 def device_of(model: nn.Module) -> torch.device:

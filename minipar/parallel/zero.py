@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
+from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import Members
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
 from minipar.parallel.strategy import Strategy, flags, replicate
@@ -144,7 +145,7 @@ class Naive(Strategy):
         found: dict[nn.Parameter, Tensor] = {}
         for row in self.rows:
             if row.has_masters:
-                joined = row.join({piece: piece.data for piece in row.pieces}, row.shard.dtype)
+                joined = row.join({p.piece: master_of(p) for p in row.parameters}, row.shard.dtype)
                 found |= {p: joined[p.piece] for p in row.parameters}
         return found
 

@@ -6,6 +6,7 @@ The order of documents, and which of them are kept for validation, depend on the
 same on every rank and on every machine. A file (or document) is in one part only.
 """
 
+import codecs
 import glob
 import hashlib
 import itertools
@@ -78,7 +79,7 @@ def load_corpus(
     names: list[str] = []
     tokens: list[Tensor] = []
     files: set[str] = set()
-    num_bytes = num_skipped = 0
+    num_bytes = num_skipped = num_foreign = 0
     try:
         documents, label = _open(source, limit_bytes)
         for document in documents:
@@ -93,6 +94,7 @@ def load_corpus(
                 tokens.append(_tokenize(text, tokenizer, dtype))
                 files.add(document.file)
                 num_bytes += len(data)
+                num_foreign += not document.is_utf8
             if num_bytes == limit_bytes:
                 break
     except OSError as error:  # no permission, a name that is too long, a broken disk ...
@@ -114,6 +116,7 @@ def load_corpus(
     counts = [count_of(len(files), "file")] if files else []
     counts += [count_of(len(names), "document")] if len(names) != len(files) else []
     notes = [skipped] if num_skipped else []
+    notes += [f"{count_of(num_foreign, 'file')} not UTF-8"] if num_foreign else []
     notes += [f"cut at {size_of(num_bytes)}"] if num_bytes == limit_bytes else []
     description = f"{', '.join(counts)}, {size_of(num_bytes)} of {label}"
     description += f" ({', '.join(notes)})" if notes else ""
@@ -124,6 +127,7 @@ class _Document(NamedTuple):
     file: str  # "" when it came from no file
     name: str  # relative, so the same on every machine: the split is drawn from it
     text: str | None  # None: a binary file, to be counted and left out
+    is_utf8: bool = True  # or U+FFFD stands for what is not
 
 
 def _open(source: str, limit_bytes: int | None) -> tuple[Iterator[_Document], str]:
@@ -226,9 +230,17 @@ def _read(
         is_binary = b"\0" in data
         if is_binary and must_be_text:
             raise ValueError(f"{path} is binary (it holds NUL bytes); expected text")
-        # utf-8-sig drops a byte-order mark, which is no text
-        text = None if is_binary else data.decode("utf-8-sig", errors="replace")
-        yield _Document(name, name, text)
+        decode = codecs.getincrementaldecoder("utf-8-sig")  # drops a byte-order mark
+        is_cut = limit_bytes is not None and size > len(data)  # perhaps within a character
+        try:
+            yield _Document(name, name, None if is_binary else decode().decode(data, not is_cut))
+        except UnicodeDecodeError as error:
+            if must_be_text:
+                raise ValueError(
+                    f"{path} is not UTF-8: its byte {error.start} is 0x{data[error.start]:02x}; "
+                    f"convert it, as by iconv -f LATIN1 -t UTF-8"
+                ) from None
+            yield _Document(name, name, decode("replace").decode(data, not is_cut), False)
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[_Document]:

@@ -47,7 +47,7 @@ from minipar.comm.values import look
 from minipar.model import casts
 from minipar.model.llama import Head
 from minipar.parallel import ddp
-from minipar.parallel.strategy import in_order
+from minipar.parallel.pieces import in_order
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more

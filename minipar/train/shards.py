@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.compose import Composed
+from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import pack
 from minipar.parallel.pieces import Part, Region, Row, copies_axis, piece_of
 from minipar.train.checkpoint import by_name
@@ -62,7 +63,8 @@ def parts(strategy: Composed) -> tuple[dict[str, Part], dict[str, Any], dict[str
     for name, t in _tensors(strategy).items():
         if ("weights", name) in mine:
             piece = piece_of(t)
-            weights[strategy.serial_name(name)] = part(name, piece, getattr(t, "master", piece))
+            values = master_of(t) if hasattr(t, "master") else piece
+            weights[strategy.serial_name(name)] = part(name, piece, values)
     members = strategy.parts.data.members(strategy.optimizer)
     for name, p in itertools.chain(*(group.items() for group in members)):
         piece, serial = piece_of(p), strategy.serial_name(name)

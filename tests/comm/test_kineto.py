@@ -439,6 +439,21 @@ def test_a_gzip_that_unpacks_without_end_is_refused_in_little_memory(tmp_path, m
     tracemalloc.stop()
 
 
+def test_a_trace_of_too_many_events_is_refused(tmp_path, monkeypatch):
+    """Of a few bytes each, zipped to nothing: what is held of them is not small."""
+    monkeypatch.setattr(spans, "MOST_EVENTS", 1000)
+    for number in (1000, 1001):
+        event = {"ph": "X", "cat": "kernel", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1}
+        text = json.dumps({"traceEvents": [event] * number})
+        path = tmp_path / f"{number}.json.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+        if number == 1000:
+            assert len(spans.read_json(path)["traceEvents"]) == number
+        else:
+            with pytest.raises(ValueError, match=r"1001.* over 1,000 events; profile fewer steps"):
+                spans.read_json(path)
+
+
 def test_most_of_a_trace_is_never_held(tmp_path):
     """Shapes, stacks and flow events are most of a file. Catches keeping what nobody reads."""
     bulk = {"Call stack": "x" * 50, "Input Dims": [[[1, 2]]] * 4, "External id": 1}

@@ -50,6 +50,8 @@ def test_the_area_is_what_was_measured():
     said = texts(figure)
     assert "at most 40 MB, 30 MB of it activations; the host holds 16 MB" in said
     assert "measured" in said and "closed" not in said
+    assert "forward: activations" in said and "backward: gradients" in said  # one colour, one entry
+    assert "to-host, hidden" in said and "parameters" in said
 
 
 def test_a_peak_of_a_moment_is_not_lost():

@@ -1,6 +1,7 @@
 """What we write, transformers reads, and the reverse; what is broken is said clearly."""
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -127,6 +128,38 @@ def test_dtype_is_that_of_the_file_unless_said_otherwise(folder):
     assert {p.dtype for p in wide.parameters()} == {torch.float64}
     assert torch.equal(wide.lm_head.weight, model.lm_head.weight.double())
     assert LlamaForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_shards_of_two_models_are_never_taken_for_one(folder, monkeypatch):
+    """A save over another model is cut short: what is left is one of them, or does not load."""
+    old = saved(folder, max_shard_bytes=SHARD_BYTES)
+    replace, left = hf.os.replace, 0
+    new = Llama(old.config, seed=9)
+
+    def once(source, target):
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(hf.os, "replace", once)
+    for steps in itertools.count():
+        monkeypatch.setattr(hf.os, "replace", replace)
+        hf.save(old, folder, max_shard_bytes=SHARD_BYTES)
+        monkeypatch.setattr(hf.os, "replace", once)
+        left = steps
+        try:
+            hf.save(new, folder, max_shard_bytes=SHARD_BYTES)
+            break
+        except KeyboardInterrupt:
+            pass
+        try:
+            found = hf.load(folder)
+        except (ValueError, FileNotFoundError):
+            continue
+        assert same_weights(found, old) or same_weights(found, new), steps
+    assert same_weights(hf.load(folder), new) and steps > 3
 
 
 def test_only_the_tensors_asked_for_are_read(folder, monkeypatch):

@@ -9,14 +9,16 @@ from torch import nn
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, masters
+from minipar.parallel import compose, masters, zero
 from minipar.parallel.plan import Plan
+from minipar.parallel.strategy import Strategy
 from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
 from minipar.sim.trace import Actor, pretend
 from minipar.sim.tracer import Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
+from tests.on_ranks import on_ranks
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2)
 
@@ -63,6 +65,56 @@ def test_small_updates_are_kept():
         assert torch.equal(model.weight.master, exact)
         assert torch.equal(model.weight, exact.bfloat16()) and model.weight.dtype == torch.bfloat16
     assert torch.equal(alone, torch.ones_like(alone))
+
+
+def written(model: nn.Module) -> None:
+    """One number in eight, by hand; the others keep what they had."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.view(-1)[::8] = 0.75
+
+
+def test_what_is_written_into_the_model_is_not_lost():
+    """Mutants: the next step brings old masters back; a write rounds all other masters."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters.keep(model, optimizer, torch.bfloat16)
+    before = {p: p.master.clone() for p in model.parameters()}
+    written(model)
+    for p, wide in before.items():
+        p.grad = torch.zeros_like(wide)
+        wide.view(-1)[::8] = 0.75
+    saved = Strategy(model, Mesh().dp).full_state_dict()
+    assert all(torch.equal(saved[name], before[p]) for name, p in model.named_parameters())
+    for _ in range(2):
+        optimizer.step()
+        for p, wide in before.items():
+            assert torch.equal(p.master, wide) and torch.equal(p, wide.bfloat16())
+
+
+@on_ranks(2)
+def test_nor_what_is_written_under_zero():
+    """As above; each rank has a slice of the masters."""
+    dp = Mesh(dp=2).dp
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, dp, lr=1.0)
+    strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=torch.bfloat16)
+    expected = strategy.full_state_dict()
+    written(model)
+    for wide in expected.values():
+        wide.view(-1)[::8] = 0.75
+    for _ in range(2):
+        for name, wide in strategy.full_state_dict().items():
+            assert torch.equal(wide, expected[name]), name
+        optimizer.zero_grad()
+        (0.0 * model(torch.ones(1, 8, dtype=torch.bfloat16))).sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+    optimizer.synchronize()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, expected[name].bfloat16()), name
 
 
 def test_a_llama_learns_as_in_float32():

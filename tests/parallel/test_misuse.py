@@ -137,6 +137,100 @@ def test_gradients_kept_by_no_sync_must_be_sent():
     optimizer.step()  # twice with the same gradients is nobody's mistake
 
 
+@pytest.mark.parametrize("kind", ["ddp", "bucketed", "offload in ddp"])
+@on_ranks(SIZE)
+def test_torchs_clipping_waits_for_finish_backward_too(kind):
+    """Mutant: each rank clips its own gradient by its own norm, and then they are averaged."""
+    model, (_, [norm]) = Net(), serial(steps=1)
+    strategy, _ = attach(model, kind)
+    model(data(Mesh(dp=SIZE).dp.rank)).square().sum().backward()
+    with refuses(r"clip_grad_norm_\(\) came before finish_backward"):
+        clip_grad_norm_(model.parameters(), 0.5)
+    strategy.finish_backward()
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@on_ranks(SIZE)
+def test_what_was_frozen_or_not_there_when_the_model_was_shared(kind):
+    """Mutants: an unfrozen layer that each rank trains alone, or that never moves; a new head."""
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    strategy, optimizer = attach(model, kind)
+    model(data(0)).square().sum().backward()
+    strategy.finish_backward()
+    optimizer.step()  # frozen is right
+    model.blocks[0].requires_grad_(True)
+    with refuses(r"blocks\.0\.\w+ was frozen, or another, when .* along dp"):
+        optimizer.step()
+    model.blocks[0].requires_grad_(False)
+    optimizer.step()
+    if kind == "ddp":
+        model.head = nn.Linear(6, 3).double()
+        new = adamw(model.head.parameters())  # an optimizer of its own does not help
+        model(data(0)).square().sum().backward()
+        strategy.finish_backward()
+        with refuses(r"head\.\w+ was frozen, or another"):
+            new.step()
+
+
+@on_ranks(SIZE)
+def test_others_train_as_they_like_beside_a_shared_model():
+    """Mutant: a frozen layer of one model stops the optimizer of another."""
+    shared = Net()
+    shared.head.requires_grad_(False)
+    strategy, _ = attach(shared, "ddp")
+    shared.head.requires_grad_(True)
+    alone = Net()
+    alone(data(0)).sum().backward()
+    adamw(alone.parameters()).step()
+    assert not torch.equal(alone.head.weight, Net().head.weight)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_a_gradient_scaler_skips_on_all_ranks_or_on_none(kind):
+    """An overflow in what one rank has of the gradients. Mutant: that rank alone skips the step."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy, optimizer = attach(model, kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, overflows in enumerate([False, True, False]):
+        optimizer.zero_grad()
+        scaler.scale(model(data(rank, step)).square().sum()).backward()
+        strategy.finish_backward()
+        pieces = [p for p in strategy.with_gradients() if p.numel() and p.grad is not None]
+        if overflows and (rank == 1 or "ddp" in kind or kind == "bucketed"):
+            pieces[0].grad.view(-1)[0] = torch.inf
+        before = strategy.full_state_dict()
+        scaler.step(optimizer)
+        scaler.update()
+        after = strategy.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before) == overflows
+        assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
+
+
+@pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped"])
+@pytest.mark.parametrize("zeroed", [False, True])
+@on_ranks(SIZE)
+def test_sums_of_two_backwards_that_nobody_has_zeroed(version, zeroed):
+    """Mutant: what was summed over the ranks is summed over them again."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy = ddp.apply(model, Mesh(dp=SIZE).dp, version=version, average=False)
+    expected = Net()
+    for step in range(3):
+        if zeroed:
+            model.zero_grad(set_to_none=False)
+            expected.zero_grad()
+        model.chooses = expected.chooses = step % 2  # only some of the parameters, by turns
+        model(data(rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        sum(expected(data(r, step)).square().sum() for r in range(SIZE)).backward()
+        for p, twin in zip(model.parameters(), expected.parameters(), strict=True):
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            wanted = torch.zeros_like(p) if twin.grad is None else twin.grad
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
 # ---------------------------------------------------------------------- zero: weights on their way
 def _averages(kind: str) -> None:
     rank, model, average = Mesh(dp=SIZE).dp.rank, Net(), Net().state_dict()
@@ -235,6 +329,36 @@ def test_idioms_that_fsdp_refuses():
 
 
 @on_ranks(SIZE)
+def test_the_state_of_one_ranks_pieces_is_for_that_rank():
+    """Mutants: moments of rank 0 on all ranks, as pieces have one shape; whole ones in pieces."""
+    dp = Mesh(dp=SIZE).dp
+
+    def made() -> tuple:
+        model = nn.Linear(4, 4, bias=False)
+        strategy = fsdp.apply(model, dp)
+        optimizer = adamw(model.parameters())
+        return model, strategy, optimizer
+
+    model, strategy, optimizer = made()
+    model(torch.ones(1, 4)).sum().backward()
+    strategy.finish_backward()
+    optimizer.step()
+    own = optimizer.state_dict()
+    _, _, again = made()
+    again.load_state_dict(copy.deepcopy(own))  # each rank its own: right
+    torch.testing.assert_close(again.state_dict()["state"], own["state"])
+    told = copy.deepcopy(own)
+    told["pieces"] = {n: [[1 - dp.rank, SIZE]] for n in told["pieces"]}  # as another rank told it
+    whole = strategy.full_optimizer_state(optimizer)
+    for wrong in (told, whole):
+        with refuses("strategy.full_optimizer_state", ValueError):
+            made()[2].load_state_dict(wrong)
+    _, other, fresh = made()
+    other.load_full_optimizer_state(fresh, whole)
+    torch.testing.assert_close(fresh.state_dict()["state"], own["state"])
+
+
+@on_ranks(SIZE)
 def test_a_weight_read_in_another_block_is_named():
     """Mutant: a piece of a bias that is broadcast, or an error about its shape."""
     dp = Mesh(dp=SIZE).dp
@@ -272,6 +396,13 @@ def test_legacy_weight_norm_under_fsdp():
 
 
 # ---------------------------------------------------------------------- twice, and sparse
+@on_ranks(SIZE)
+def test_offload_needs_somebody_who_shares_gradients():
+    """Mutant: ranks that drift apart."""
+    with refuses(r"no rank would share gradients along dp=2.*inside=ddp\.apply", ValueError):
+        offload.apply(Net(), Mesh(dp=SIZE).dp, copies=HostCopy(pcie="none"))
+
+
 @on_ranks(SIZE)
 def test_a_second_apply_and_sparse_gradients_are_refused():
     dp = Mesh(dp=SIZE).dp

@@ -151,7 +151,7 @@ def offloaded(how: str, model: Llama, mesh) -> tuple[list[Strategy], torch.optim
         offload.shards_on_host(strategy)
     else:
         inside = ddp.apply(model, mesh.dp, average=False) if how == "offload after ddp" else None
-        strategy = offload.apply(model, mesh.dp, inside=inside)
+        strategy = offload.apply(model, mesh.dp if inside else mesh.tp, inside=inside)
     return [strategy], make_optimizer(model, lr=0.1, weight_decay=0.1)
 
 

@@ -143,6 +143,19 @@ def make_folder(root, num_files=40):
     return root
 
 
+def test_text_that_is_not_utf_8_is_refused_or_counted(tmp_path):
+    """Mutant: Latin-1 is learnt from as U+FFFD, and nobody is told."""
+    make_folder(tmp_path / "folder")
+    latin = tmp_path / "folder/latin.txt"
+    latin.write_bytes("café ".encode("latin-1") * 40)
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8: its byte 3 is 0xe9"):
+        load_corpus(str(latin), BYTES)
+    assert "(1 file not UTF-8)" in load_corpus(str(tmp_path / "folder"), BYTES).description
+    latin.write_text("café " * 40, encoding="utf-8")
+    for limit in (None, 40, 64, 65, 99):  # 64 cuts an é
+        assert "UTF-8" not in load_corpus(str(latin), BYTES, limit_bytes=limit).description
+
+
 def test_folder_is_split_by_file_in_the_order_of_names(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "binary.bin").write_bytes(b"text\0text")

@@ -47,6 +47,9 @@ def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     weights.export(weights.Export(str(run), "."))
     assert hf.load(tmp_path / "here").config == SHAPE
+    with pytest.raises(ValueError, match="has weights already; name another .* --overwrite"):
+        weights.export(weights.Export(str(run), "."))
+    weights.export(weights.Export(str(run), ".", overwrite=True))
     with pytest.raises(ValueError, match="is not the configuration of a run: it has no mesh"):
         TrainConfig.load(tmp_path / "here/config.json")
 

@@ -20,7 +20,8 @@ from typing import Any
 from IPython.display import display
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 
 from minipar.lab.draw import pen
 
@@ -37,14 +38,16 @@ PAGE = """<div class="flipbook" style="max-width:%(width)dpx"></div>
   const still = root.closest(".jp-OutputArea-child, .output_area, .output");
   if (still && still.previousElementSibling) still.previousElementSibling.style.display = "none";
   const controls = root.appendChild(document.createElement("div"));
-  const image = root.appendChild(document.createElement("img"));
-  image.style.cssText = "width:100%%;background:#fff";
+  const paper = root.appendChild(document.createElement("div"));
+  paper.style.cssText = "background:#fff;aspect-ratio:" + book.paper.join("/");
+  const image = paper.appendChild(document.createElement("img"));
   const turn = () => {
     const at = sliders.map(slider => +slider.value);
     const frame = at.reduce((number, i, k) => number * book.choices[k][1].length + i, 0);
     const svg = book.frames[frame].map(line => book.lines[line]).join("\\n");
     image.src = "data:image/svg+xml," + encodeURIComponent(svg);
     image.alt = book.words[frame];
+    image.style.width = 100 * book.widths[frame] / book.paper[0] + "%%";
   };
   const sliders = book.choices.map(([name, values]) => {
     const row = controls.appendChild(document.createElement("label"));
@@ -95,7 +98,11 @@ class Flipbook:
             [lines.setdefault(line, len(lines)) for line in small_svg(figure).split("\n")]
             for figure in self.frames
         ]
+        sizes = [[round(96 * inches) for inches in f.get_size_inches()] for f in self.frames]
+        widths, heights = zip(*sizes, strict=True)
         book = {
+            "paper": [max(widths), max(heights)],  # pixels
+            "widths": widths,
             "choices": [[name, [f"{v}" for v in values]] for name, values in self.choices.items()],
             "start": self.start,
             "words": [pen.in_words(figure) for figure in self.frames],
@@ -104,7 +111,7 @@ class Flipbook:
         }
         # In a script, only "<" could end it.
         text = json.dumps(book, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-        return PAGE % {"width": 96 * self.frames[0].get_figwidth(), "book": text}
+        return PAGE % {"width": max(widths), "book": text}
 
     def side_by_side(self) -> bytes:
         """Some frames as one PNG, two in a row, from the first to the last."""
@@ -122,14 +129,16 @@ class Flipbook:
         return small.getvalue()
 
     def _labelled(self, number: int) -> Image.Image:
-        """A frame with the values of the sliders in its lower left corner."""
-        figure, values = self.frames[number], [*product(*self.choices.values())][number]
+        """A frame with the values of the sliders below it."""
+        values = [*product(*self.choices.values())][number]
         text = ", ".join(f"{n} = {v}" for n, v in zip(self.choices, values, strict=True))
-        width, height = figure.get_size_inches()
-        label = figure.text(0.15 / width, 0.07 / height, text, size=9, weight="bold", color=pen.INK)
-        image = Image.open(io.BytesIO(pen.png(figure))).convert("RGB")
-        label.remove()
-        return image
+        picture = Image.open(io.BytesIO(pen.png(self.frames[number])))
+        paper = Image.new("RGB", (picture.width, picture.height + pen.DPI // 4), pen.PAPER)
+        paper.paste(picture)
+        bold = ImageFont.truetype(findfont("DejaVu Sans:bold"), pen.DPI // 8)
+        place = pen.DPI // 7, picture.height
+        ImageDraw.Draw(paper).text(place, text, fill=pen.INK, font=bold)
+        return paper
 
     def __repr__(self) -> str:
         return f"Flipbook of {len(self.frames)} frames: {', '.join(self.choices)}"

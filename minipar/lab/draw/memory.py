@@ -1,5 +1,6 @@
 """The memory of a rank as a picture: what it holds over a step, and what a closed form says."""
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -11,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
-from minipar.lab.draw.timelines import lanes
+from minipar.lab.draw.timelines import lanes, legend
 from minipar.lab.memory import MemoryHistory
 
 # A category has the colour of the work that makes it, or that it waits for.
@@ -77,8 +78,8 @@ def ladder(
     inks = {category: known[category] for category in seen}
 
     head, area, row, gap = 0.44, 1.9 if len(histories) == 1 else 1.25, 0.42, 0.12  # inches
-    legend = pen.flow([(inks[c], NAMES.get(c, c)) for c in reversed(seen)])
-    foot = 0.62 + 0.22 * len(legend)
+    key = _key({c: inks[c] for c in reversed(seen)}, [t.shifted() for t in mine.values()])
+    foot = 0.62 + 0.22 * len(key)
     total = foot + len(histories) * (head + area) + sum(row + gap for _ in mine)
     figure = pen.figure(WIDTH, total)
     right = 1.1 if closed_forms else 0.0  # room for the bars
@@ -104,10 +105,20 @@ def ladder(
             beside = pen.panel(figure, LEFT + wide + 0.12, y, right - 0.12, area)
             _bar(beside, closed_forms[name], top, inks)
     ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
-    pen.key(figure, legend, LEFT, 0.32)
+    pen.key(figure, key, LEFT, 0.32)
     labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
     pen.footnote(figure, note or "; ".join(labels), total)
     return figure
+
+
+def _key(inks: dict[str, str], shown: list[Timeline]) -> list[list[tuple[float, str, str]]]:
+    """A legend of what is held and of the work above it: what shares a colour, in one entry."""
+    work = dict(legend(shown, (0.0, math.inf)))
+    held = {ink: NAMES.get(category, category) for category, ink in inks.items()}
+    both = {ink: f"{work[ink]}: {name}" if ink in work else name for ink, name in held.items()}
+    return pen.flow(
+        [*both.items(), *((ink, name) for ink, name in work.items() if ink not in held)]
+    )
 
 
 def _of_rank(timeline: Timeline, rank: int) -> Timeline:

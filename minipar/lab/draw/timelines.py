@@ -58,7 +58,7 @@ def _panels(
     row = min(0.42, max(0.09, 6.5 / (len(shown) * most)))  # inches
     heights = [row * len(t.ranks) + 0.08 for t in shown]
     labels = [t.label for t in timelines.values()]
-    figure, panels = pen.stack(heights, _legend(shown, xlim), "milliseconds", labels)
+    figure, panels = pen.stack(heights, legend(shown, xlim), "milliseconds", labels)
     for ax, title, t in zip(panels, timelines, shown, strict=True):
         lanes(ax, t, xlim)
         _heading(ax, title, t, xlim, unit)
@@ -200,7 +200,7 @@ def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit:
         ax.text(end, top, said, gid=pen.FINDING, size=10, color=ink, ha="right", **place)
 
 
-def _legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
+def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
     """(colour, text) of what can be seen: work first, then communication, exposed last."""
     seen: set[str] = set()
     for t in shown:
