@@ -36,13 +36,13 @@ settings.load_profile("same")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """All of these two folders train, and so does what says so elsewhere.
+    """All of these folders train, and so does what says so elsewhere.
 
     What is timed is looked at up to four times before it counts as failed: a machine that is busy
     with something else makes it late once, a mistake each time.
     """
     for item in items:
-        if item.path.parent.name in ("parity", "train"):
+        if item.path.parent.name in ("parity", "parallel", "prove", "train"):
             item.add_marker(pytest.mark.trains)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=2))

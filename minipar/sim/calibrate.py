@@ -181,8 +181,8 @@ def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
     text = path.read_text(encoding="utf-8", errors="replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
-    row = r"^\s*(\d+)\s+\d+\s+\w+\s+\S+\s+(?:-?\d+\s+)?([\d.]+)\s+[\d.]+\s+([\d.]+)"
-    rows = [(int(n), float(bus)) for n, _, bus in re.findall(row, text, re.MULTILINE)]
+    row = r"^\s*(\d{1,15})\s+\d+\s+\w+\s+\S+\s+(?:-?\d+\s+)?[\d.]+\s+[\d.]+\s+(\d{1,5}(?:\.\d+)?)\s"
+    rows = [(int(n), float(bus)) for n, bus in re.findall(row, text, re.MULTILINE)]
     if not verb or ranks < 2 or not any(bus for _, bus in rows):
         raise ValueError(
             f"{path}: no output of nccl-tests: it names the program, lists 2 ranks or more as "

@@ -95,14 +95,17 @@ def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
     """
     text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     lines = [line for line in text if line.strip(' ,"') and not line.lstrip(' "').startswith("#")]
-    table = csv.DictReader(lines)
-    names = [str(name or "").strip().lower() for name in table.fieldnames or ()]
+    try:
+        head, *body = [*csv.reader(lines)] or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{path}: is no table: {error}") from error
+    names = [name.strip().lower() for name in head]
     for name in NEEDED:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1) or names[:9]
             raise ValueError(f"{path}: has no column {name}; it has {', '.join(near)} ...")
     runs, skipped = [], Counter() if left_out is None else left_out
-    for cells in csv.reader(lines[1:]):
+    for cells in body:
         row = Row(zip(names, map(str.strip, cells), strict=False), source=Path(path).stem)
         if row.get("status", "ok").lower() not in ("", "ok"):
             skipped[f"not timed, but {row['status']}"] += 1

@@ -423,10 +423,8 @@ def places(value, at=()):
             yield from places(inner, (*at, key))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_factory, data):
-    """Catches every exception that is not our own."""
+def hand_over(file: Path, data: st.DataObject) -> None:
+    """A dump with other things in up to three places, as pickle or JSON."""
     dump = copy.deepcopy(data.draw(st.sampled_from(GOOD)))
     for _ in range(data.draw(st.integers(1, 3))):
         *way, last = data.draw(st.sampled_from(sorted(places(dump), key=str)))
@@ -434,7 +432,6 @@ def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_fac
         for key in way:
             owner = owner[key]
         owner[last] = copy.deepcopy(data.draw(JUNK))
-    file = tmp_path_factory.getbasetemp() / "rank_1"
     file.write_bytes(
         pickle.dumps(dump, 2) if data.draw(st.booleans()) else json.dumps(dump).encode()
     )
@@ -444,3 +441,12 @@ def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_fac
         assert "rank_1" in str(error)
     else:
         assert str(report)
+
+
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(2000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])]
+)
+def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path, count):
+    """Catches every exception that is not our own."""
+    once = given(st.data())(lambda data: hand_over(tmp_path / "rank_1", data))
+    settings(max_examples=count, deadline=None)(once)()

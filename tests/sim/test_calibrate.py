@@ -73,6 +73,21 @@ def test_the_output_of_nccl_tests_is_read(tmp_path):
         calibrate.parse_nccl(path, "h100")
 
 
+@pytest.mark.parametrize("old", ["20.97", "1048576", "#  Rank", "all_reduce_perf", "float", "\n"])
+@pytest.mark.parametrize("new", ["", "1.2.3", ".", "9" * 5000, "nan", "\0", " 7" * 9999])
+def test_hostile_output_of_nccl_tests_is_read_or_refused(tmp_path, old, new):
+    """Mutant: what is no number is an error that names no file."""
+    path = tmp_path / "log.txt"
+    assert old in PASTED
+    path.write_text(PASTED.replace(old, new), encoding="utf-8")
+    try:
+        points = calibrate.parse_nccl(path, "h100")
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert all(0 < p.bus < 1e15 and 0 < p.num_bytes < 1e15 and p.ranks > 1 for p in points)
+
+
 @pytest.mark.parametrize("out", ["W/no/where.toml", "W/machine.json"])
 def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, out):
     with pytest.raises(SystemExit) as stop:

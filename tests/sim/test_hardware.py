@@ -378,15 +378,22 @@ places = ["4", '"counted"', '"other"', '"h100"', "[1e9", '"slow"', "=", "\n", "d
 changed = st.lists(st.tuples(st.sampled_from(places), st.sampled_from([*odd, *places])), max_size=4)
 
 
-@settings(max_examples=60)
-@given(changed, st.text(max_size=20))
-def test_no_file_brings_another_error_than_our_own(tmp_path_factory, changes, text):
-    path = tmp_path_factory.getbasetemp() / "fuzz.toml"
-    text = GOOD if changes else text
-    for old, new in changes:
-        text = text.replace(old, new)
-    path.write_bytes(text.encode("utf-8", "replace"))
-    try:
-        assert load(path).device.memory > 0
-    except HardwareError as error:
-        assert "\n" not in str(error)
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(2000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])]
+)
+def test_no_file_brings_another_error_than_our_own(tmp_path, count):
+    path = tmp_path / "fuzz.toml"
+
+    @settings(max_examples=count, deadline=None)
+    @given(changed, st.text(max_size=20))
+    def once(changes, text):
+        text = GOOD if changes else text
+        for old, new in changes:
+            text = text.replace(old, new)
+        path.write_bytes(text.encode("utf-8", "replace"))
+        try:
+            assert load(path).device.memory > 0
+        except HardwareError as error:
+            assert "\n" not in str(error)
+
+    once()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minipar.lab import predicted
 from minipar.sim import cost, hardware, validate
@@ -181,6 +183,34 @@ def test_what_is_no_table_is_one_line(tmp_path):
         assert str(error.value).count("\n") == 0
     with pytest.raises(SystemExit, match="No such file"):
         validate.main([str(tmp_path / "none.csv")])
+
+
+ODD = st.sampled_from(
+    ["", "nan", "-1", "1e999", "1.2.3", '"', '""', ",", "\n", "\0", "Ä", "9" * 200_000]
+)
+PLACES = st.sampled_from([",", "32", "layers", "NVIDIA", "bf16", "8", "4.5", "\n"])
+
+
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(2000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])]
+)
+def test_a_hostile_table_is_read_or_refused_in_one_line(tmp_path, count):
+    """Mutant: the csv module's own error, which names no file."""
+    path = tmp_path / "table.csv"
+
+    @settings(max_examples=count, deadline=None)
+    @given(st.lists(st.tuples(PLACES, ODD), min_size=1, max_size=3))
+    def once(changes):
+        text = f"{HEAD}\n{GOOD}\n{GOOD}\n"
+        for old, new in changes:
+            text = text.replace(old, new.replace("LONG", "9" * 200_000), 2)
+        path.write_text(text, encoding="utf-8")
+        try:
+            assert all(run.seconds > 0 for run in validate.read(path))
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+
+    once()
 
 
 def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):
