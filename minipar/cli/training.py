@@ -210,8 +210,9 @@ class Progress:
         self.begun, self.num_steps = time.monotonic(), 0
 
     def __call__(self, line: dict[str, Any]) -> None:
-        self.seconds += line["seconds"]
-        self.tokens += line["tokens"]
+        if not (line.get("recorded") and self.seconds):
+            self.seconds += line["seconds"]
+            self.tokens += line["tokens"]
         status = f"loss {line['loss']:.3f}, {self.tokens / self.seconds:,.0f} tokens/s"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update()

@@ -342,13 +342,16 @@ def with_kernels(profiler: "torch.profiler.profile", host: list[Span], rank: int
     ours = sorted((s for s in host if s.kind != "comm"), key=lambda span: span.start)
     starts = [span.start for span in ours]
     ledger = sorted((s for s in host if s.kind == "comm"), key=lambda span: span.start)
-    kernels = sorted((s for s in spans if s.kind == "comm"), key=lambda span: span.start)
+    # In the order of their launch, as the ledger: two communicators may run them in another.
+    kernels = [s for s in spans if s.kind == "comm"]
+    when = "launched" if all("launched" in s.meta for s in kernels) else None
+    kernels.sort(key=lambda span: span.meta[when] if when else span.start)
     if len(ledger) == len(kernels):
         for kernel, entry in zip(kernels, ledger, strict=True):
             kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes
     for span in spans:
         launched = span.meta.pop("launched", None)
-        if launched is not None:
+        if launched is not None and span.kind not in ("comm", "copy"):
             i = bisect_right(starts, launched + to_monotonic) - 1
             if i >= 0 and launched + to_monotonic <= ours[i].end:
                 span.meta["kernel"] = span.name

@@ -46,6 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import AXES, Axis, Mesh
 from minipar.comm.values import to_host
@@ -179,6 +180,12 @@ def apply(
         )
     else:
         if plan.compression != "none":
+            if mesh.size > mesh.dp.size and backends.is_nccl():
+                raise ValueError(
+                    f"compression={plan.compression} launches its calls from a thread, and NCCL "
+                    f"would meet them in another order on each rank among those of {plan}: use "
+                    f"dp={mesh.size} alone, or the backend gloo"
+                )
             parts.compressed = Compressed(COMPRESSORS[plan.compression]())
         parts.data = ddp.apply(
             model,

@@ -48,7 +48,7 @@ def fork_rng(axis: Axis) -> Iterator[None]:
     """
     # On the host, whatever the default device: one that works ahead need not be waited for.
     number = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(_hash(number, axis.rank))
         yield

@@ -2,7 +2,7 @@
 
 Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds,
 tokens_per_second, mfu (see peak.py), peak_memory (bytes, of rank 0 so far). And where there is
-something to tell: hidden_fraction (of rank 0's communication, in steps that are recorded),
+something to tell: recorded (true for such a step, which takes longer), hidden_fraction (in it),
 save_seconds (that training has waited for checkpoints since the line before), validation_loss, and
 what loss scaling and the sharing out of work report. With experts: expert_load, dropped_slots and
 tokens_per_expert, see `report.expert_figures`.
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MEASURED = ["seconds", "tokens_per_second", "mfu", "peak_memory", "hidden_fraction", "save_seconds"]
+MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu"]
+MEASURED += ["peak_memory", "hidden_fraction", "save_seconds"]
 """Keys whose values differ between two runs that do the same."""
 
 

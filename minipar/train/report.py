@@ -85,7 +85,7 @@ class StepRecorder:
     ) -> None:
         self.model, self.num_steps = model, last - first
         # A GPU's kernels are seen only if they end while they are recorded: see `step`.
-        self.looks_back = crosses_steps and not torch.cuda.is_available()
+        self.looks_back = crosses_steps and not torch.cuda.is_initialized()
         self.crosses_steps = crosses_steps
         # The first step has none before it, whose communication would stand for that of others.
         is_typical = not crosses_steps or every == 1 or self.num_steps <= 1
@@ -108,7 +108,7 @@ class StepRecorder:
         with timeline.record(self.model) as recorded:
             recorder = timeline.active()
             yield
-            if self.crosses_steps and torch.cuda.is_available():
+            if self.crosses_steps and torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # so what would cross is exposed, in a recorded step
         late = self._late(start)
         self.before = (recorder, len(recorded.spans)) if self.looks_back else None
@@ -149,7 +149,8 @@ class StepRecorder:
             return {}
         rows = self.recorded[number].overlap()
         seconds = sum(row.total for row in rows)
-        return {"hidden_fraction": sum(row.hidden for row in rows) / seconds} if seconds else {}
+        hidden = {"hidden_fraction": sum(row.hidden for row in rows) / seconds} if seconds else {}
+        return {"recorded": True, **hidden}
 
     def communication(self) -> tuple[float, float, float | None]:
         """Return (bytes sent, seconds, fraction of the seconds that is hidden) of all steps."""
@@ -177,15 +178,21 @@ class StepRecorder:
         return next(n for n in talkative if self.recorded[n].duration == middle)
 
 
+def undisturbed(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Those of `lines` whose steps ran without a recorder, which takes time; all, if none did."""
+    return [line for line in lines if not line.get("recorded")] or lines
+
+
 def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Return the figures of a `Report` that follow from `lines`, the metrics of its steps."""
     if not lines:
         return dict.fromkeys(("first_loss", "last_loss", "tokens_per_second", "step_seconds"))
-    seconds = [line["seconds"] for line in lines]
+    timed = undisturbed(lines)
+    seconds = [line["seconds"] for line in timed]
     return {
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
-        "tokens_per_second": sum(line["tokens"] for line in lines) / sum(seconds),
+        "tokens_per_second": sum(line["tokens"] for line in timed) / sum(seconds),
         "step_seconds": statistics.median(seconds),
     }
 

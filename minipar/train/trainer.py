@@ -31,7 +31,14 @@ from minipar.train.metrics import Metrics
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.out_of_memory import noted
 from minipar.train.precision import COMPUTE_DTYPES, Precision
-from minipar.train.report import Report, StepRecorder, expert_figures, peak_memory, training_figures
+from minipar.train.report import (
+    Report,
+    StepRecorder,
+    expert_figures,
+    peak_memory,
+    training_figures,
+    undisturbed,
+)
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.step import Microbatch, evaluate, train_step
@@ -375,7 +382,8 @@ class Trainer:
     def _mfu(self, lines: list[dict[str, Any]]) -> float | None:
         if not lines:
             return None
-        num_tokens, seconds = (sum(line[key] for line in lines) for key in ("tokens", "seconds"))
+        timed = undisturbed(lines)
+        num_tokens, seconds = (sum(line[key] for line in timed) for key in ("tokens", "seconds"))
         return self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
 
     def sample(self) -> tuple[str, str]:

@@ -190,6 +190,17 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
     assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
     assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
     assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
+    # All have been launched within a block, and two communicators run them the other way round:
+    # they stay communication and copies, and the ledger has the order of launches.
+    plain = document["traceEvents"]
+    document["traceEvents"] = plain + [
+        _host("cudaLaunchKernel", at, 1, correlation=number, cat="cuda_runtime", tid=1)
+        for number, at in ((10, 20), (9, 28), (11, 18))
+    ]
+    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("pp", 88), ("dp", 77)]
+    assert [s.name for s in spans.select(kind="copy")] == ["Memcpy HtoD"]
+    document["traceEvents"] = plain
     # Ranks that share a GPU talk over gloo: no kernel of NCCL, and the ledger stands.
     document["traceEvents"] = [e for e in document["traceEvents"] if "nccl" not in e["name"]]
     spans = Timeline(kineto.with_kernels(Profiler(), host, 0))

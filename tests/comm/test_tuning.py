@@ -20,7 +20,7 @@ def test_fit_finds_the_line():
 
 def test_nccl_is_left_to_itself(monkeypatch):
     """Mutant: messages of host memory, which travel by gloo beside it."""
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "cpu:gloo,cuda:nccl")
     with pytest.raises(ValueError, match="NCCL chooses its algorithms by itself; use gloo or link"):
         tune(Axis("dp", 0, 2, (0, 1)))
 

@@ -1,17 +1,19 @@
 """Plans: read, refused with the nearest that works, explained; parity is in tests/parity/."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from minipar.comm import timeline
+from minipar.comm import backends, timeline
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import IGNORE_INDEX, PRESETS, LlamaConfig
+from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
+from tests.on_ranks import on_ranks
 from tests.parity import models
 from tests.parity.harness import Task, make_optimizer
 from tests.parity.tasks import Case
@@ -51,6 +53,19 @@ def test_meshes_are_all_there_are():
 
 
 # ---------------------------------------------------------------------- what cannot be
+@on_ranks(4)
+def test_threads_and_nccl_do_not_go_together():
+    """Ranks would launch collectives in two orders. Mutant: a hang, on GPUs alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "is_nccl", lambda: True)
+        for text, refused in (("dp=4", False), ("dp=2,cp=2", True), ("dp=2,tp=2", True)):
+            plan = Plan.parse(f"{text},compression=fp16")
+            mesh, make = Mesh(**plan.mesh_sizes()), make_optimizer
+            context = pytest.raises(ValueError, match="use dp=4 alone, or the backend gloo")
+            with context if refused else nullcontext():
+                compose.apply(Llama(TIED), mesh, plan, make)
+
+
 REFUSED = [
     ("dp=0", TIED, "dp=0 must be 1 or more", "dp=1"),
     ("tp=3", TIED, "tp=3 does not divide num_heads=4; use one of 1, 2, 4", "dp=3"),

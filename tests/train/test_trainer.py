@@ -594,6 +594,11 @@ def test_figures_of_no_step_are_none():
         "tokens_per_second": 5.0,
         "step_seconds": 2.0,
     }
+    for line in lines[:1]:  # a step that was recorded counts only where all were
+        line |= {"recorded": True}
+    assert training_figures(lines)["tokens_per_second"] == 4.0
+    assert training_figures(lines)["step_seconds"] == 2.5
+    assert training_figures(lines[:1])["tokens_per_second"] == 10.0
 
 
 def test_metrics_survive_what_a_kill_leaves(tmp_path):

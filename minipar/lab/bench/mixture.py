@@ -38,6 +38,7 @@ from minipar.train.config import SMALLEST
 from minipar.train.corpus import load_corpus
 from minipar.train.data import Batches, Sequences
 from minipar.train.optim import make_optimizer, warmup_cosine
+from minipar.train.peak import synchronise
 from minipar.train.step import evaluate, train_step
 from minipar.train.tokenizer import ByteTokenizer
 
@@ -124,6 +125,7 @@ class Learner:
             step = self.strategy.model, [self.strategy], self.strategy.optimizer
             train_step(*step, next(self.batches), self.strategy.axis, max_norm=1.0)
             self.flops += self.flops_per_step
+        synchronise(self.strategy.device)
         barrier(self.strategy.axis)
         self.seconds += time.monotonic() - start
 
