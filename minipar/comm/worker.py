@@ -126,6 +126,8 @@ class _Worker:
         return pack(result)
 
     def _join(self, meeting: str) -> None:
+        if dist.is_initialized() and self.setup.backend == "nccl":
+            dist.distributed_c10d._abort_process_group()  # others may never come to what is open
         if dist.is_initialized():
             dist.destroy_process_group()
         size, store = self.setup.size, dist.FileStore(meeting, self.setup.size)

@@ -22,9 +22,10 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.comm import memory
+from minipar.parallel.pieces import master_of
 
 
 @torch.no_grad()
@@ -66,17 +67,3 @@ def lower(model: nn.Module, dtype: torch.dtype) -> None:
         if p.requires_grad:
             p.master, p.grad_dtype, p.rounded = before, before.dtype, p._version
             memory.tag("optimizer", before)
-
-
-@torch.no_grad()
-def master_of(p: nn.Parameter) -> Tensor:
-    """The master of `p`, or this rank's slice of it, with what was written into `p` meanwhile.
-
-    Only where that differs from the master, rounded: all other digits are kept.
-    """
-    if p._version != p.rounded:
-        p.rounded = p._version
-        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
-        is_own = working == p.master.to(working.dtype)
-        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
-    return p.master

@@ -44,6 +44,20 @@ def axes_of(p: Tensor) -> tuple[Axis, ...]:
     return getattr(p, "shard_axes", ())
 
 
+@torch.no_grad()
+def master_of(p: nn.Parameter) -> Tensor:
+    """The master of `p`, or this rank's slice of it, with what was written into `p` meanwhile.
+
+    Only where that differs from the master, rounded: all other digits are kept.
+    """
+    if p._version != p.rounded:
+        p.rounded = p._version
+        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
+        is_own = working == p.master.to(working.dtype)
+        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
+    return p.master
+
+
 def in_order(axes: Iterable[Axis]) -> list[Axis]:
     """Return each axis of several ranks once, in the same order on all ranks."""
     return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)

@@ -17,7 +17,6 @@ from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.parallel import guard
-from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import (
     Members,
     as_groups,
@@ -26,7 +25,7 @@ from minipar.parallel.optimizer_state import (
     labelled,
     pack,
 )
-from minipar.parallel.pieces import Layout, Row, copies_axis
+from minipar.parallel.pieces import Layout, Row, copies_axis, master_of
 
 
 class Bucket(Row):

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from minipar.comm.collectives import broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.masters import master_of
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.pieces import Row, axes_of, copies_axis, in_order, piece_of
+from minipar.parallel.pieces import Row, axes_of, copies_axis, in_order, master_of, piece_of
 
 
 class Strategy:

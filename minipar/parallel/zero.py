@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import Members
+from minipar.parallel.pieces import master_of
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
 from minipar.parallel.strategy import Strategy, flags, replicate
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.compose import Composed
-from minipar.parallel.masters import master_of
 from minipar.parallel.optimizer_state import pack
-from minipar.parallel.pieces import Part, Region, Row, copies_axis, piece_of
+from minipar.parallel.pieces import Part, Region, Row, copies_axis, master_of, piece_of
 from minipar.train.checkpoint import by_name
 from minipar.train.saver import Saver, deal
 

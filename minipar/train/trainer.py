@@ -243,7 +243,7 @@ class Trainer:
         able to: 24 bytes do for both.
         """
         own = [is_asked, self.saver.has_failed, self.saver.is_writing]
-        flags = torch.tensor(own, dtype=torch.int64, device=self.device)
+        flags = torch.tensor(own, dtype=torch.int64)  # of the host: no GPU is waited for
         is_to_stop, has_failed, is_writing = all_reduce(flags, self.mesh.world, "max").tolist()
         if self.saver.in_progress and (has_failed or not is_writing):
             self._finish_save()
