@@ -14,7 +14,7 @@ the sum of absolute errors falls, not that of their squares (shared networks hav
 
 import csv
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -65,10 +65,13 @@ def read(path: str | Path) -> list[Point]:
     return points
 
 
-def rows_of(path: str | Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file, in which a line that begins with # is a comment."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return csv.DictReader(line for line in lines if not line.startswith("#"))
+def rows_of(path: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, in which a line that begins with # is a comment."""
+    lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    try:
+        return [*csv.DictReader(line for line in lines if not line.startswith("#"))]
+    except csv.Error as error:
+        raise ValueError(f"{path}: is no table: {error}") from error
 
 
 def errors(points: Sequence[Point], buses: Iterable[float]) -> np.ndarray:
