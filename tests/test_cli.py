@@ -478,6 +478,10 @@ def test_the_line_of_a_run_has_bar_loss_and_remaining_time_from_the_first_step(m
     live(steps[0])
     shown = terminal.getvalue().rpartition("\r")[2]
     assert "loss 4.000" in shown and "25%" in shown and "<" in shown, shown
+    for line in (steps[0] | {"recorded": True, "seconds": 9.0}, steps[1] | {"seconds": 1.0}):
+        live(line)  # a step that was recorded takes longer, and is left out where others are known
+    live.bar.refresh()
+    assert "67 tokens/s" in terminal.getvalue().rpartition("\r")[2]
 
 
 # ---------------------------------------------------------------------- 4. real runs

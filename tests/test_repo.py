@@ -258,7 +258,7 @@ def promises_gpu(test: ast.expr) -> bool | None:
         if decisive in parts:
             return decisive
         return (not decisive) if all(part is (not decisive) for part in parts) else None
-    if "cuda" not in ast.unparse(test):
+    if not re.search("cuda|nccl", ast.unparse(test)):  # NCCL has nothing to do without a GPU
         return None
     negative = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.NotIn)
     return not negative

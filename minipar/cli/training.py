@@ -206,14 +206,15 @@ class Progress:
             mininterval=0.2,
         )
         self.total, self.spoken = trainer.config.steps, -math.inf
-        self.seconds = self.tokens = 0.0
+        # Seconds and tokens, of steps that were recorded and of others: the first take longer.
+        self.spent = {True: [0.0, 0.0], False: [0.0, 0.0]}
         self.begun, self.num_steps = time.monotonic(), 0
 
     def __call__(self, line: dict[str, Any]) -> None:
-        if not (line.get("recorded") and self.seconds):
-            self.seconds += line["seconds"]
-            self.tokens += line["tokens"]
-        status = f"loss {line['loss']:.3f}, {self.tokens / self.seconds:,.0f} tokens/s"
+        spent = self.spent[bool(line.get("recorded"))]
+        spent[:] = spent[0] + line["seconds"], spent[1] + line["tokens"]
+        seconds, tokens = self.spent[not self.spent[False][0]]
+        status = f"loss {line['loss']:.3f}, {tokens / seconds:,.0f} tokens/s"
         self.bar.set_postfix_str(status, refresh=False)
         self.bar.update()
         self.num_steps += 1

@@ -67,11 +67,6 @@ def compute_device() -> torch.device:
     return device
 
 
-def is_nccl() -> bool:
-    """Whether NCCL carries the tensors of this job's GPUs."""
-    return "cuda:nccl" in str(dist.get_backend_config())
-
-
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 

@@ -344,8 +344,8 @@ def with_kernels(profiler: "torch.profiler.profile", host: list[Span], rank: int
     ledger = sorted((s for s in host if s.kind == "comm"), key=lambda span: span.start)
     # In the order of their launch, as the ledger: two communicators may run them in another.
     kernels = [s for s in spans if s.kind == "comm"]
-    when = "launched" if all("launched" in s.meta for s in kernels) else None
-    kernels.sort(key=lambda span: span.meta[when] if when else span.start)
+    is_told = all("launched" in span.meta for span in kernels)
+    kernels.sort(key=lambda span: span.meta["launched"] if is_told else span.start)
     if len(ledger) == len(kernels):
         for kernel, entry in zip(kernels, ledger, strict=True):
             kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes

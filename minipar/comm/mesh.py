@@ -132,6 +132,11 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
 
+def is_nccl() -> bool:
+    """Whether NCCL carries the tensors of this job's GPUs."""
+    return "cuda:nccl" in str(dist.get_backend_config())
+
+
 class Mesh:
     """Ranks on a grid: ``Mesh(dp=2, tp=2).tp`` is the `Axis` of this rank along ``tp``.
 
@@ -188,7 +193,7 @@ class Mesh:
         if None in several:  # torch wants a group for axes of one rank as well
             each = [dist.new_group([r], timeout=group_timeout()) for r in range(self.size)]
             several = [group or each[self.rank] for group in several]
-        kind = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) else "cpu"
+        kind = "cuda" if is_nccl() else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
         return DeviceMesh.from_group(several, kind, mesh=grid, mesh_dim_names=tuple(self.sizes))
 

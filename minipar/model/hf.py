@@ -276,6 +276,7 @@ def save(
         source, config = source.state_dict(), source.config
     if config is None:
         raise ValueError("a state dict does not say what model it belongs to: pass config as well")
+    config_json(config, torch.float32)  # raises for what no model type has
     tensors = _checked(source, config)
     shards = _split(tensors, max_shard_bytes)
     path = Path(path).resolve()  # of "." there would be no name

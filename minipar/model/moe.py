@@ -12,8 +12,10 @@ Balance. Experts that are rarely chosen learn little and are chosen less. Two re
         e and p_e the mean score of e; or the bias, raised for experts below the mean load by
         `bias_speed` per step, lowered above: no gradient is bent.
 Capacity. Without one, every token is computed ("dropless"), and sizes depend on the data. With a
-        capacity factor c, each expert computes its first C = ceil(c k N / E) of N tokens, the rest
-        is dropped: sizes are known beforehand, and padding is computed.
+        capacity factor c, each expert computes the first C = ceil(c k T / E) that choose it of the
+        T tokens of a sequence, and the rest is dropped: sizes are known beforehand, and padding is
+        computed. (GShard's "groups", one for each sequence: so what is dropped hangs neither on
+        the other sequences of a batch nor on the ranks that have them.)
 Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A *slot* is a pair
         (token, one of its k choices); slot i belongs to token i // k.
 Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, loss); Jiang et al.
@@ -21,8 +23,8 @@ Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, lo
         2408.15664 (bias); Zoph et al. 2202.08906 (z-loss).
 Proved by tests/model/test_moe.py, against transformers.
 
-This file knows nothing of ranks: `MoE.core` is an attribute, any function of (tokens, routing) may
-take its place, and so may `Router.sum_counts` and `sum_pieces`, which add up counts.
+This file knows nothing of ranks: `MoE.core` is an attribute, and any function of (tokens, routing)
+may take its place, as any sum of counts may that of `Router.sum_counts` and `sum_pieces`.
 """
 
 import math
@@ -33,6 +35,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minipar.model import casts
+from minipar.model.experts import Experts
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "microbatch", "batch")
@@ -54,8 +59,8 @@ class MoEConfig:
         scale: factor on all weights.
         num_groups, top_groups: experts lie in groups (nodes); a token's k come from the best
             top_groups, by the sum of the two best experts of each.
-        balance: over what the balancing loss takes its means: each "sequence", the "microbatch",
-            or the whole "batch" (as far as it is known: ranks and microbatches so far); "none".
+        balance: over what the balancing loss takes its means: each "sequence", the "microbatch" of
+            a rank, or that of all ranks of the "batch" (2501.11873); "none".
         balance_weight: its weight.
         z_weight: weight of the mean of logsumexp(logits)^2, which keeps logits small.
         bias_speed: step of the bias in `update_bias`; None: there is no bias.
@@ -86,8 +91,8 @@ class MoEConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_shared", "first_dense", "balance_weight", "z_weight", "bias_speed"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative, or infinite")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} experts of num_experts={self.num_experts}: "
@@ -114,21 +119,21 @@ class MoEConfig:
                 f"num_groups={self.num_groups} leaves one expert in each group, but a group is "
                 f"judged by its two best; use at most {self.num_experts // 2}"
             )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(
-                f"capacity_factor={self.capacity_factor} must be positive; 1 to 2 is usual, "
-                "None drops nothing"
+                f"capacity_factor={self.capacity_factor} must be positive and finite; 1 to 2 is "
+                "usual, None drops nothing"
             )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number `layer` has experts."""
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
-    def capacity(self, num_tokens: int) -> int:
-        """C: how many of `num_tokens` tokens each expert computes at most."""
+    def capacity(self, seq_len: int) -> int:
+        """C: how many tokens of a sequence each expert computes at most."""
         assert self.capacity_factor is not None, "dropless: there is no capacity"
-        exact = self.capacity_factor * self.top_k * num_tokens / self.num_experts
-        return min(num_tokens, math.ceil(exact))
+        exact = self.capacity_factor * self.top_k * seq_len / self.num_experts
+        return min(seq_len, math.ceil(exact))
 
     def num_parameters(self, width: int, active: bool = False) -> int:
         """Parameters that take the place of one MLP: all of them, or what one token passes."""
@@ -141,6 +146,14 @@ class Routing(NamedTuple):
 
     experts: Tensor  # [N, k] int64
     weights: Tensor  # [N, k], in the dtype of the router; gradients flow through these
+
+
+class Seated(NamedTuple):
+    """The same with a capacity."""
+
+    experts: Tensor  # E for a slot that is dropped
+    weights: Tensor
+    seats: int  # of each expert for these N tokens: B C, for B sequences
 
 
 # ----------------------------------------------------------------------------------- the router
@@ -169,8 +182,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", None if no_bias else zeros)
         self.register_buffer("counts", zeros.long(), persistent=False)
         self.loss_weight: Tensor | None = None
-        self.sum_counts: Callable[[Tensor], Tensor] = lambda counts: counts
-        self.sum_pieces: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.sum_counts: Callable[[Tensor], Tensor] = alone
+        self.sum_pieces: Callable[[Tensor], Tensor] = alone
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Route tokens x [B, T, D] -> [B T, k]. `valid` [B, T] says which of them count.
@@ -179,7 +192,8 @@ class Router(nn.Module):
         """
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, T, E]
+        with casts.off(x.device.type):  # autocast would round both back
+            logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, T, E]
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach().flatten(0, -2))  # [N, k]
         weights = scores.flatten(0, -2).gather(1, experts)  # without the bias
@@ -234,8 +248,8 @@ class Router(nn.Module):
         config = self.config
         shares = scores / scores.sum(-1, keepdim=True)  # sigmoids as shares; a softmax stays
         sums = (shares * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
-        if config.balance == "batch":  # as far as it is known: microbatches before this one, too
-            counts = self.sum_counts(counts.sum(0) + self.counts)  # [E]
+        if config.balance == "batch":
+            counts = self.sum_counts(counts.sum(0))  # [E]
         else:
             counts = self.sum_pieces(counts if config.balance == "sequence" else counts.sum(0))
         num_tokens = counts.sum(-1, keepdim=True) / config.top_k  # each was counted k times
@@ -256,6 +270,11 @@ class Router(nn.Module):
             load = self.sum_counts(self.counts).to(torch.float64)
             step = self.config.bias_speed * (load.mean() - load).sign()
             self.e_score_correction_bias += step.to(self.e_score_correction_bias.dtype)
+
+
+def alone(counts: Tensor) -> Tensor:
+    """The sum over the one rank there is."""
+    return counts
 
 
 class _Attach(torch.autograd.Function):
@@ -282,71 +301,6 @@ class _Attach(torch.autograd.Function):
         )
 
 
-# ---------------------------------------------------------------------------------- the experts
-
-
-class Experts(nn.Module):
-    """E SwiGLUs side by side: down(silu(gate(x)) · up(x)), each D -> F -> D.
-
-    `gate_up_proj` [E, 2 F, D] holds gate above up; `down_proj` is [E, D, F].
-    """
-
-    def __init__(self, num_experts: int, width: int, expert_size: int) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, width))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
-
-    def forward(self, rows: Tensor, counts: Tensor, how: str = "auto") -> Tensor:
-        """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
-
-        `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
-        one product of torch's ("grouped": reads nothing; see `why_not_grouped`).
-        """
-        assert how in ("auto", "loop", "grouped")
-        reason = why_not_grouped(rows, self.gate_up_proj, self.down_proj)
-        if how == "grouped" and reason:
-            raise ValueError(f"no grouped product here: {reason}; use 'loop'")
-        if how == "loop" or reason:
-            # On "meta" there is nothing to read, and each expert has as many rows.
-            even = counts.is_meta and rows.tensor_split(len(counts))
-            pieces = even or rows.split(counts.tolist())
-            outs = [
-                F.linear(_swiglu(F.linear(piece, up)), down)
-                for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)
-            ]
-            return torch.cat(outs)
-        ends = counts.cumsum(0).to(rows.device, torch.int32)
-        hidden = _swiglu(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
-        return torch._grouped_mm(hidden, self.down_proj.mT, offs=ends)
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """As many rows for each expert, [E, C, D] -> the same: one batched product."""
-        return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
-
-
-def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
-    """Say why torch's grouped product does not take these tensors; "" if it does.
-
-    On a CPU it takes what is 16 bytes apart, on "meta" bf16 alone, and nowhere float64.
-    """
-    dtypes = {tensor.dtype for tensor in (rows, *weights)}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
-    if dtypes != {torch.bfloat16} and (rows.is_meta or rows.is_cuda):
-        where = "on meta" if rows.is_meta else "on a GPU"
-        return f"{where} it multiplies bfloat16 alone, not {dtypes.pop()}"
-    for tensor in (rows, *weights):
-        if tensor.shape[-1] * tensor.itemsize % 16:
-            least = 16 // tensor.itemsize
-            return f"rows of {tensor.shape[-1]} numbers are no multiple of {least}, 16 bytes"
-    return ""
-
-
-def _swiglu(both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 # ---------------------------------------------------------------------------------- the mixture
 
 
@@ -366,40 +320,51 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`valid` [B, T] says which tokens count in the balance; default: all."""
-        return self.core(x.flatten(0, -2), self.gate(x, valid)).view_as(x)
-
-    def compute(self, x: Tensor, routing: Routing) -> Tensor:
-        """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
+        routing = self.gate(x, valid)
         if self.config.capacity_factor is not None:
-            return self.add_shared(self._with_capacity(x, routing), x)
+            routing = self.admit(routing, x.shape[1])
+        return self.core(x.flatten(0, -2), routing).view_as(x)
+
+    def admit(self, routing: Routing, seq_len: int) -> Seated:
+        """Drop what full experts have no seat for: in each sequence the first come are served."""
+        num_experts, capacity = self.config.num_experts, self.config.capacity(seq_len)
+        by_sequence = routing.experts.view(-1, seq_len * self.config.top_k)  # [B, T k]
+        sequence = torch.arange(len(by_sequence), device=by_sequence.device)[:, None]
+        before = places(by_sequence + num_experts * sequence, num_experts * len(by_sequence))
+        stays = (before < capacity).view_as(routing.experts)
+        self.dropped = (~stays).sum()
+        if torch._C._current_graph_task_id() == -1:  # else this is a forward inside of backward
+            self.num_dropped = self.num_dropped + self.dropped
+        experts = torch.where(stays, routing.experts, num_experts)
+        return Seated(experts, routing.weights, capacity * len(by_sequence))
+
+    def compute(self, x: Tensor, routing: Routing | Seated) -> Tensor:
+        """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
+        if isinstance(routing, Seated):
+            return self.add_shared(self.seated(x, routing, self.experts.padded), x)
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
         tokens = order // routing.experts.shape[1]
         rows = self.experts(x[tokens], counts, self.how)
         return self.add_shared(combine(rows, order, routing, x), x)
 
-    def note_dropped(self, dropped: Tensor) -> None:
-        """Count slots for which there was no room."""
-        self.dropped = dropped
-        if torch._C._current_graph_task_id() == -1:  # else this is a forward inside of backward
-            self.num_dropped = self.num_dropped + dropped
+    def seated(self, x: Tensor, routing: Seated, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Tokens [N, D] through `compute`: as many rows for each expert, [E, seats, D] -> the same.
+
+        Seats that nobody takes are zeros. No size depends on values: the host reads nothing.
+        """
+        num_experts, seats = self.config.num_experts, routing.seats
+        experts, nowhere = routing.experts.flatten(), num_experts * seats
+        row = experts * seats + places(experts, num_experts + 1)
+        row = torch.where(experts < num_experts, row, nowhere)  # [N k]
+        slots = torch.arange(len(row), device=x.device)
+        padded = x.new_zeros(nowhere + 1, x.shape[1])  # the last row: what is dropped
+        padded = padded.index_put((row,), x[slots // self.config.top_k])
+        out = compute(padded[:-1].view(num_experts, seats, -1)).flatten(0, 1)
+        return combine(torch.cat([out, out.new_zeros(1, x.shape[1])])[row], slots, routing, x)
 
     def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
         """Add what the shared experts, if there are any, make of tokens x [N, D]."""
         return out if self.shared_experts is None else out + self.shared_experts(x)
-
-    def _with_capacity(self, x: Tensor, routing: Routing) -> Tensor:
-        """The same with C rows for each expert: full ones drop, others compute zeros."""
-        num_experts, width = self.config.num_experts, x.shape[1]
-        top_k, capacity = routing.experts.shape[1], self.config.capacity(len(x))
-        order, counts = sort_by_expert(routing.experts, num_experts)
-        expert = routing.experts.flatten()[order]
-        place = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[expert]
-        row = torch.where(place < capacity, expert * capacity + place, num_experts * capacity)
-        self.note_dropped((place >= capacity).sum())
-        padded = x.new_zeros(num_experts * capacity + 1, width)  # the last row: what is dropped
-        padded = padded.index_put((row,), x[order // top_k])
-        out = self.experts.padded(padded[:-1].view(num_experts, capacity, width)).flatten(0, 1)
-        return combine(torch.cat([out, out.new_zeros(1, width)])[row], order, routing, x)
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:
@@ -428,20 +393,28 @@ def load_of(model: nn.Module) -> dict[str, tuple[list[int], int]]:
     if not found:
         return {}
     gates = [moe.gate for moe in found.values()]
-    dropped = torch.tensor([[int(moe.num_dropped)] for moe in found.values()]).to(gates[0].counts)
-    own = torch.cat([torch.stack([gate.counts for gate in gates]), dropped], 1)
-    totals = gates[0].sum_counts(own).tolist()
+    counts = torch.stack([gate.counts for gate in gates])
+    dropped = torch.stack([counts.new_zeros(()) + moe.num_dropped for moe in found.values()])
+    totals = gates[0].sum_counts(torch.cat([counts, dropped[:, None]], 1)).tolist()
     return {name: (slots, dropped) for name, (*slots, dropped) in zip(found, totals, strict=True)}
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Slots in the order of their experts, [N k], and how many each expert has, [E] int64.
 
-    Slots of one expert stay in the order of the tokens: the first come are the first served.
+    Slots of one expert stay in the order of the tokens; those that are dropped come last.
     """
     flat = experts.flatten()
-    counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
-    return flat.argsort(stable=True), counts
+    counts = flat.new_zeros(num_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts[:-1]
+
+
+def places(keys: Tensor, num_keys: int) -> Tensor:
+    """How many of the same key come before each of `keys` [...], all below `num_keys` -> [N]."""
+    order, counts = sort_by_expert(keys, num_keys)
+    starts = counts.cumsum(0) - counts
+    nth = torch.arange(len(order), device=order.device) - starts[keys.flatten()[order]]
+    return torch.empty_like(nth).index_copy(0, order, nth)
 
 
 def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tensor:

@@ -46,9 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.mesh import AXES, Axis, Mesh
+from minipar.comm.mesh import AXES, Axis, Mesh, is_nccl
 from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
@@ -99,6 +98,12 @@ def apply(
     sizes = {axis: mesh[axis].size for axis in AXES}
     if any(size != getattr(plan, axis, 1) for axis, size in sizes.items()):
         raise ValueError(f"plan {plan} is for the mesh {plan.mesh_sizes()}, not {mesh.sizes}")
+    if plan.compression != "none" and mesh.size > mesh.dp.size and is_nccl():
+        raise ValueError(
+            f"compression={plan.compression} launches its calls from a thread, and NCCL would meet "
+            f"them in another order on each rank among those of {plan}: use dp={mesh.size} alone, "
+            f"or the backend gloo"
+        )
     data_axis = mesh.joint(*plan.data_axes)
     checkpoint_activations(model, plan.checkpointing)
     parts = Parts()
@@ -180,12 +185,6 @@ def apply(
         )
     else:
         if plan.compression != "none":
-            if mesh.size > mesh.dp.size and backends.is_nccl():
-                raise ValueError(
-                    f"compression={plan.compression} launches its calls from a thread, and NCCL "
-                    f"would meet them in another order on each rank among those of {plan}: use "
-                    f"dp={mesh.size} alone, or the backend gloo"
-                )
             parts.compressed = Compressed(COMPRESSORS[plan.compression]())
         parts.data = ddp.apply(
             model,

@@ -114,7 +114,7 @@ class Naive(Strategy):
                     p.register_hook(partial(self._share, p))
 
     def _share(self, p: nn.Parameter, _: Tensor | None = None) -> None:
-        """If nobody has zeroed the sum of the backward before: an n-th of it is this rank's."""
+        """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
         if p in self.summed and p.grad is not None:
             p.grad.div_(copies_axis(p, self.axis).size)
         self.summed.discard(p)

@@ -32,14 +32,17 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
                       2 (U + U' + V + V') D e, for weights (U + U') k e, for choices 8 U k;
                       and once (n-1) 8 (E + nodes) bytes of counts
 
+          padded      forward and backward: 2 (n-1) C B E/n D e each, and no counts; B sequences of
+                      T tokens have C B = B ceil(c k T / E) seats for each expert
+
         Balanced, gathering sends fewer bytes where n < k: use it there. Between nodes, hierarchical
         sends U rows where all-to-all sends one for each slot, and results come back summed.
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. Counts are read by the host once per layer and pass, because sizes of messages are the
-        host's business: on a GPU it waits there for all that is queued. The slowest rank is the one
-        with the most rows. With a capacity, C counts the tokens of all ranks of the axis, and the
-        first come are served in the order of the ranks: as on one device with all of these tokens.
+        host's business: on a GPU it waits there for all that is queued. Not so when "padded": with
+        a capacity c, sizes are known; empty seats travel, and full experts drop tokens. The slowest
+        rank is the one with the most rows.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
         "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
         one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv
@@ -54,7 +57,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -64,11 +67,13 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
+from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel.pieces import mark
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.strategy import Strategy, replicate, sum_over
 
-Dispatch = Literal["gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired"]
+Dispatch = Literal[
+    "gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired", "padded"
+]
 
 
 def apply(
@@ -89,18 +94,19 @@ def apply(
     Args:
         copies: the ranks with the same experts; by default, none.
         dispatch: how tokens meet experts: "gather", "all_to_all"; "hierarchical", with one copy for
-            each node; "overlapped" with the shared experts, which compute while tokens travel; or
-            in "halves", of which one computes while the other travels; or "paired", which is
-            "overlapped" for a pipeline that computes another microbatch meanwhile.
+            each node; "overlapped" with the shared experts, which compute while tokens travel; in
+            "halves", of which one computes while the other travels; "paired", which is "overlapped"
+            for a pipeline that computes another microbatch meanwhile; or "padded" to the capacity,
+            so that the host need not wait to know sizes.
         nodes: on so many nodes the ranks of `axis` are, one node after the other, each with as
             many; "hierarchical" needs to know.
         batch: the ranks that share a batch, over which the bias and the balance of the "batch"
-            count; by default `axis`.
+            count; by default those of `axis` and `copies`.
         pieces: the ranks that share each sequence, which the other balances need; by default, none.
 
     Raises `ValueError` for a model without experts, an axis that does not divide them, a bias of
-    another shape, an unknown `dispatch` or nodes that do not divide the axis, before the first
-    collective.
+    another shape, an unknown `dispatch`, "padded" without a capacity, a capacity for sequences in
+    `pieces`, or nodes that do not divide the axis, before the first collective.
     """
     found = dict(mixtures(model))
     if not found:
@@ -110,6 +116,7 @@ def apply(
     check_nodes(nodes, axis.size, axis.name)
     for name, moe in found.items():
         check_sizes(moe.config, axis.size, axis.name)
+        check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
         bias, num_experts = moe.gate.e_score_correction_bias, moe.config.num_experts
         if bias is not None and tuple(bias.shape) != (num_experts,):
             raise ValueError(
@@ -118,7 +125,8 @@ def apply(
             )
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
-    return ExpertParallel(model, axis, copies, dispatch, nodes, batch or axis, pieces)
+    share = (batch,) if batch is not None else (axis, copies)
+    return ExpertParallel(model, axis, copies, dispatch, nodes, share, pieces)
 
 
 def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
@@ -128,6 +136,17 @@ def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
         raise ValueError(
             f"{name}={n} does not divide num_experts={config.num_experts}; "
             f"use one of {', '.join(map(str, good))}"
+        )
+
+
+def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
+    """Raise `ValueError` unless sequences are whole where a capacity counts their tokens."""
+    if dispatch == "padded" and config.capacity_factor is None:
+        raise ValueError("dispatch=padded fills up to a capacity; capacity_factor=None has none")
+    if config.capacity_factor is not None and pieces > 1:
+        raise ValueError(
+            f"capacity_factor={config.capacity_factor} serves the first tokens of each sequence, "
+            f"and {pieces} ranks hold pieces of one; use cp=1 without sequence_parallel"
         )
 
 
@@ -146,27 +165,32 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 
     Tokens [N, D], as many on each rank -> the same.
     """
-    config, n = moe.config, axis.size
+    config = moe.config
     every = Routing(
         collectives.all_gather(routing.experts, axis),  # [n N, k]
         all_gather(routing.weights, axis, to="R"),
     )
     tokens = all_gather(x, axis, to="R")  # [n N, D] R@ep
-    chosen = every.experts.view(n, -1)
-    counts = chosen.new_zeros(n, config.num_experts)
-    counts = counts.scatter_add(1, chosen, torch.ones_like(chosen))
-    table = on_host(counts, [routing.experts.numel()])
-    kept = admit(moe, table, slice(axis.rank, axis.rank + 1))
-    order, _ = sort_by_expert(every.experts, config.num_experts)
-    order, kept = first_of_each(order, table.sum(0), kept.sum(0)), kept.sum(0)
+    order, counts = sort_by_expert(every.experts, config.num_experts)
+    counts = on_host(counts[None], [len(order)])[0]
     own = experts_of(axis, config.num_experts)
-    order = order[kept[: own.start].sum() : kept[: own.stop].sum()]
-    rows = moe.experts(tokens[order // config.top_k], kept[own], moe.how)
+    order = order[counts[: own.start].sum() : counts[: own.stop].sum()]
+    rows = moe.experts(tokens[order // config.top_k], counts[own], moe.how)
     summands = combine(rows, order, every, tokens)  # [n N, D] P@ep
     return moe.add_shared(reduce_scatter(summands, axis), x)  # [N, D] V@ep
 
 
 # ---------------------------------------------------------------------- 2. tokens go to theirs
+def padded(moe: MoE, axis: Axis, x: Tensor, routing: Seated) -> Tensor:
+    """Each rank has as many seats at each expert, taken or not: tokens [N, D] -> the same."""
+
+    def elsewhere(rows: Tensor) -> Tensor:  # [E, seats, D]: first to last rank
+        arrived = all_to_all(rows, axis, split_dim=0, concat_dim=1)  # [E/n, n seats, D]
+        return all_to_all(moe.experts.padded(arrived), axis, split_dim=1, concat_dim=0)
+
+    return moe.add_shared(moe.seated(x, routing, elsewhere), x)
+
+
 def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Each row goes to the rank of its expert, and back: tokens [N, D] -> the same."""
     (trip,) = plan_trips(moe, axis, [routing])
@@ -195,8 +219,10 @@ class Trip:
     def compute(self, moe: MoE, arrived: Tensor) -> Tensor:
         """Rows [R, D], by rank and then by expert -> what the experts make of them, as they lay."""
         n, num_own = self.parts.shape
-        expert = torch.arange(num_own).repeat(n).repeat_interleave(self.parts.flatten())
-        by_expert = expert.argsort(stable=True).to(arrived.device)
+        lengths = self.parts.flatten().to(arrived.device)  # so few that no host waits for it
+        expert = torch.arange(num_own, device=arrived.device).repeat(n)
+        expert = expert.repeat_interleave(lengths, output_size=len(arrived))
+        by_expert = expert.argsort(stable=True)
         out = moe.experts(arrived.index_select(0, by_expert), self.parts.sum(0), moe.how)
         return torch.zeros_like(out).index_copy(0, by_expert, out)
 
@@ -211,12 +237,11 @@ def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> list[Trip]:
         *(sort_by_expert(routing.experts, config.num_experts) for routing in routings), strict=True
     )
     table = collectives.all_gather(torch.stack(counts), axis)  # [n parts, E]
-    table = on_host(table, [len(order) for order in orders])
-    mine = slice(axis.rank * parts, (axis.rank + 1) * parts)
-    kept = admit(moe, table, mine)
-    stay = map(first_of_each, orders, table[mine], kept[mine])
-    by_part = kept.view(axis.size, parts, -1).unbind(1)
-    return [Trip(order, theirs, axis) for order, theirs in zip(stay, by_part, strict=True)]
+    table = on_host(table, [len(order) for order in orders]).view(axis.size, parts, -1)
+    return [
+        Trip(order[: int(theirs[axis.rank].sum())], theirs, axis)  # but for dropped slots
+        for order, theirs in zip(orders, table.unbind(1), strict=True)
+    ]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
@@ -235,30 +260,6 @@ def evenly(num: int, parts: int) -> list[int]:
     return [num // parts + (part < num % parts) for part in range(parts)]
 
 
-def admit(moe: MoE, table: Tensor, own: slice) -> Tensor:
-    """Of `table` [..., E], slots in the order in which they come, what capacity leaves of each.
-
-    Every rank computes the same from the same table, so ranks cannot disagree. `own` are the rows
-    of this rank, whose losses are noted.
-    """
-    if moe.config.capacity_factor is None:
-        return table
-    capacity = moe.config.capacity(int(table.sum()) // moe.config.top_k)
-    before = table.cumsum(0) - table
-    kept = table.minimum((capacity - before).clamp(min=0))
-    moe.note_dropped((table - kept)[own].sum())
-    return kept
-
-
-def first_of_each(order: Tensor, asked: Tensor, granted: Tensor) -> Tensor:
-    """Of slots in the order of their experts, `asked` [E] of each, the first `granted` [E]."""
-    if torch.equal(asked, granted):
-        return order
-    place = torch.arange(len(order)) - (asked.cumsum(0) - asked).repeat_interleave(asked)
-    stays = place < granted.repeat_interleave(asked)
-    return order[stays.to(order.device)]
-
-
 def experts_of(axis: Axis, num_experts: int) -> slice:
     """The experts of this rank."""
     per_rank = num_experts // axis.size
@@ -274,32 +275,28 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     """
     num_experts, per_node = moe.config.num_experts, moe.config.num_experts // nodes
     node, place = divmod(axis.rank, axis.size // nodes)
-    touched = torch.zeros(len(x), nodes, dtype=torch.bool, device=x.device)
-    touched = touched.scatter(1, routing.experts // per_node, True)
+    touched = torch.zeros(len(x), nodes + 1, dtype=torch.bool, device=x.device)
+    touched = touched.scatter(1, routing.experts // per_node, True)[:, :nodes]
     order, counts = sort_by_expert(routing.experts, num_experts)
     told = collectives.all_gather(torch.cat([counts, touched.sum(0)])[None], axis)
     table = on_host(told[:, :num_experts], [len(order)])  # [n, E] slots
     share = nodes_touched(num_experts, moe.config.top_k, nodes)
     copies = on_host(told[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
-    kept = admit(moe, table, slice(axis.rank, axis.rank + 1))
-    stay = first_of_each(order, table[axis.rank], kept[axis.rank])
-    nowhere = torch.full_like(routing.experts, num_experts).flatten()
-    chosen = nowhere.index_copy(0, stay, routing.experts.flatten()[stay]).view_as(routing.experts)
 
     # 1. Between nodes: tokens with their choices and weights, to ranks in this place.
     there, here = [0] * axis.size, [0] * axis.size
     there[place :: axis.size // nodes] = copies[axis.rank].tolist()
     here[place :: axis.size // nodes] = copies[place :: axis.size // nodes, node].tolist()
-    token = touched.T.nonzero()[:, 1] if not x.is_meta else stay.new_empty(sum(there))
+    token = touched.T.nonzero()[:, 1] if not x.is_meta else order.new_empty(sum(there))
     across = dict(send_counts=there, recv_counts=here)
     arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
-    chosen = collectives.all_to_all(chosen[token], axis, **across)
+    chosen = collectives.all_to_all(routing.experts[token], axis, **across)
     chosen = torch.where(chosen // per_node == node, chosen, num_experts)
 
     # 2. Inside each: those that came are tokens like any others, with fewer choices.
-    met = kept.view(nodes, -1, nodes, per_node).sum(0)  # [ranks of a node, nodes, E / nodes]
+    met = table.view(nodes, -1, nodes, per_node).sum(0)  # [ranks of a node, nodes, E / nodes]
     inside = torch.block_diag(*met.unbind(1))  # [n, E]
-    order, _ = sort_by_expert(chosen, num_experts + 1)
+    order, _ = sort_by_expert(chosen, num_experts)
     trip = Trip(order[: int(inside[axis.rank].sum())], inside, axis)
     sums = travel(moe, axis, trip, arrived, Routing(chosen, weights))
 
@@ -321,7 +318,8 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     The shared experts do so. With two `parts` of the tokens, the experts do so too: for one part
     while the other is on its way. Backward runs all of it in reverse, with the same overlap.
     """
-    cut = [Routing(*pair) for pair in zip(*(t.tensor_split(parts) for t in routing), strict=True)]
+    cut = zip(*(t.tensor_split(parts) for t in (routing.experts, routing.weights)), strict=True)
+    cut = [Routing(*pair) for pair in cut]
     trips, tokens = plan_trips(moe, axis, cut), x.tensor_split(parts)
     there = [
         Flight(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
@@ -398,6 +396,7 @@ class _Land(torch.autograd.Function):
 CORES: dict[str, Callable[..., Tensor]] = {
     "gather": gathered,
     "all_to_all": exchanged,
+    "padded": padded,
     "hierarchical": hierarchical,
     "overlapped": overlapped,
     "halves": partial(overlapped, parts=2),
@@ -416,16 +415,16 @@ class ExpertParallel(Strategy):
         copies: Axis,
         dispatch: Dispatch,
         nodes: int,
-        batch: Axis,
+        batch: Sequence[Axis],
         pieces: Axis | None,
     ) -> None:
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
         self.names: dict[str, slice] = {}  # of the parameters that are cut
         for path, moe in mixtures(model):
-            moe.gate.sum_counts = partial(collectives.all_reduce, axis=batch)
+            moe.gate.sum_counts = sum_over(*batch)
             if pieces is not None:
-                moe.gate.sum_pieces = partial(collectives.all_reduce, axis=pieces)
+                moe.gate.sum_pieces = sum_over(pieces)
             if axis.size == 1:
                 continue
             options = dict(nodes=nodes) if dispatch == "hierarchical" else {}

@@ -132,7 +132,7 @@ def _cut_without_values(
     if model.config.moe is not None:
         over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
-        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, axis, None)
+        expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, (axis,), None)
     if plan.tp > 1:
         axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
         border = matrices.Border(axis, plan.sequence_parallel)

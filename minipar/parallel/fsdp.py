@@ -60,7 +60,7 @@ from minipar.comm.mesh import Axis
 from minipar.parallel import guard
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
-from minipar.parallel.strategy import Strategy, flags
+from minipar.parallel.strategy import Strategy, flags, share_counts
 
 
 def apply(
@@ -90,6 +90,7 @@ def apply(
     guard.claim(model, "fsdp", axis)
     units = make_units(model, assigned, how)
     _replicate_buffers(model, how)
+    share_counts(model, *how.axes)
     return Prefetching(model, how, units)
 
 

@@ -78,7 +78,7 @@ _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse to step or to clip `parameters` while `strategy.is_finished` is false, and to step
-    what nobody shares of its model: a layer that was frozen here, or that takes another's place."""
+    what no rank shares of its model: a layer that was frozen here, or takes another's place."""
     strategy.watched = set(parameters)
     strategy.frozen = {p for p in strategy.model.parameters() if not p.requires_grad}
     _watched.add(strategy)
@@ -119,9 +119,9 @@ def _listen() -> None:
     unscale = GradScaler._unscale_grads_
 
     @wraps(unscale)
-    def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, none: Tensor, half: bool) -> Any:
+    def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool) -> Any:
         """Whether there was an overflow, on any rank that has pieces of the same gradients."""
-        flags = unscale(scaler, optimizer, scale, none, half) or {none.device: none.clone()}
+        flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
         for axis in in_order([axis for p in pieces for axis in axes_of(p)]):
             for flag in flags.values():
@@ -163,9 +163,10 @@ def _check_finished(parameters: list[nn.Parameter], what: str) -> None:
 
 def _check_shared(parameters: list[nn.Parameter]) -> None:
     """Raise `RuntimeError` for a parameter of a shared model whose gradient is of this rank."""
-    known = set().union(*(strategy.watched for strategy in _watched))
+    strategies = list(_watched)
+    known = set().union(*(strategy.watched for strategy in strategies))
     stepped = {p for p in parameters if p.requires_grad and p.grad is not None}
-    for strategy in _watched if stepped else ():
+    for strategy in strategies if stepped else ():
         late = stepped - known
         if not strategy.watched.isdisjoint(parameters):
             late |= {p for p in strategy.frozen if p.requires_grad}

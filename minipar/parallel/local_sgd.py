@@ -57,6 +57,7 @@ from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
+from minipar.model.moe import routers
 from minipar.parallel.strategy import Strategy, replicate
 from minipar.parallel.vectors import (
     Gradients,
@@ -115,6 +116,11 @@ class _Local(Strategy):
             all(id(p) in stepped for p in self.parameters),
             "the optimizer does not hold all trainable parameters of the model; make it of "
             "model.parameters()",
+        )
+        check(
+            all(router.config.bias_speed is None for _, router in routers(model)),
+            "each rank would move the biases of its routers by its own tokens, and no agreement "
+            "covers them; balance experts by a loss (bias_speed=None)",
         )
         replicate(model, axis)
         optimizer.register_step_post_hook(self._after_step)
@@ -389,7 +395,7 @@ class DelayedGradients(Strategy):
         super().__init__(model, axis)
         self.parameters = trainable(model)
         self.op: Op = "avg" if average else "sum"
-        replicate(model, axis)
+        replicate(model, axis, is_data=True)
         self.axis = with_own_group(axis)
         self.under_way: Gradients | None = None
 

@@ -35,7 +35,8 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     `p.master` has the values of `p` before; `optimizer` steps it, and its state has the dtype of
     that. To the optimizer nothing changes: while it steps, or loads its state, ``p.data`` *is* the
     master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none.
-    What is written into `p` between two steps (weights that are loaded, a clamp) is taken over.
+    What is written into `p` between two steps (weights that are loaded, a clamp) is taken over; but
+    not through ``p.data``, of which torch keeps no count.
 
     Raises `RuntimeError` for a step with a closure, which would compute with the masters.
     """

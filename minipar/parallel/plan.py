@@ -62,9 +62,7 @@ class Plan:
     """Over tp, send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp, how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves", "paired"] = (
-        "all_to_all"
-    )
+    dispatch: expert.Dispatch = "all_to_all"
     """Over ep, how tokens meet their experts."""
     expert_nodes: int = 1
     """Over ep, of dispatch=hierarchical: nodes that these ranks are on, one after the other."""
@@ -217,6 +215,8 @@ class Plan:
                 yield f"{name}={n} spreads experts, and this Llama has none (moe=None)"
         else:
             expert.check_sizes(config.moe, n, name)
+            pieces = self.cp * (self.tp if self.sequence_parallel else 1)
+            expert.check_capacity(config.moe, self.dispatch, pieces)
         if self.expert_tensor_parallel:
             tensor.check_experts(config.moe, self.tp)
             if self.tp == 1:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import broadcast
+from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
+from minipar.model.moe import alone, routers
 from minipar.parallel import guard
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
@@ -157,11 +158,31 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
     )
 
 
+def share_counts(model: nn.Module, *axes: Axis) -> None:
+    """Let routers that count the tokens of their rank alone count those of all ranks of `axes`."""
+    for _, router in routers(model):
+        if router.sum_counts is alone:
+            router.sum_counts = sum_over(*axes)
+
+
+def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:
+    """Return what adds up a tensor over all ranks of `axes`, one axis after the other."""
+
+    def total(tensor: Tensor) -> Tensor:
+        for axis in axes:
+            tensor = all_reduce(tensor, axis)
+        return tensor
+
+    return total
+
+
 def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
 
-    If it `is_data`, those that have copies of them.
+    If it `is_data`, those that have copies of them; and what routers count is of all of them.
     """
+    if is_data:
+        share_counts(model, axis)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_meta:
             continue  # its first value is yet to come, alike for all

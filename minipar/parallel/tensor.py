@@ -211,12 +211,10 @@ class TensorParallel(Strategy):
 
         def region(x: Tensor, routing: Routing) -> Tensor:
             x, weights = (self.border.enter(t[None])[0] for t in (x, routing.weights))
-            experts, dropped = routing.experts, moe.num_dropped
+            experts = routing.experts
             if self.border.sequence:
                 experts = collectives.all_gather(experts, self.axis)
-            summand = whole(x, Routing(experts, weights))  # [N, D] P
-            if self.border.sequence and self.axis.rank > 0:
-                moe.num_dropped = dropped  # by all ranks alike: the first counts
+            summand = whole(x, routing._replace(experts=experts, weights=weights))  # [N, D] P
             return self.border.leave(summand[None])[0]
 
         moe.core = region

@@ -37,6 +37,14 @@ IN_A_PLAN = {name: name for name in _ALIKE.split()} | {
 }
 """Flags, and the words of a `Plan` for them."""
 
+EXPERTS = {
+    "expert_balance": "balance",
+    "expert_bias": "bias_speed",
+    "expert_z_loss": "z_weight",
+    "expert_capacity": "capacity_factor",
+}
+"""Flags, and the fields of a `MoEConfig` for them."""
+
 LARGEST = 10**9
 """What any number typed may be at most. More would only overflow: a clock, an index, the memory."""
 
@@ -45,9 +53,8 @@ SMALLEST = 1e-12
 
 _FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every keep record_every "
 _FROM_ONE += "local_every"
-_FROM_ZERO = (
-    "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens rebalance_every"
-)
+_FROM_ZERO = "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens "
+_FROM_ZERO += "rebalance_every expert_bias expert_z_loss expert_capacity"
 _LEAST: dict[str, float] = {
     **dict.fromkeys(f"{_FROM_ONE} timeout".split(), 1),
     **dict.fromkeys(f"{_FROM_ZERO} stall_seconds".split(), 0),
@@ -120,6 +127,12 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
                 raise ValueError(f"{asked} is unknown; use none, {names}")
         self._check_clashes()
         self._check_data_parallel_alone(plan)
+        if self.rebalance_every and model.moe is not None and model.moe.balance == "batch":
+            raise ValueError(
+                f"--rebalance-every {self.rebalance_every} gives ranks other numbers of "
+                f"microbatches, and experts are balanced over those of all ranks, one by one; use "
+                f"--expert-balance microbatch"
+            )
         if self.compile != "none":
             compiled.check(plan, self.model_config().moe is not None)
         if self.loss_chunk and plan.tp * plan.pp > 1:
@@ -220,14 +233,30 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
         """
         if not self.init:
             preset = PRESETS[self.preset]
-            return replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
+            return self._with_experts(
+                replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
+            )
         found = hf.load_config(self.init)
         if vocab_size > found.vocab_size:
             raise ValueError(
                 f"--init {self.init} knows {found.vocab_size} tokens, and the tokenizer has "
                 f"{vocab_size}; use the --tokenizer that the model was trained with"
             )
-        return found
+        return self._with_experts(found)
+
+    def _with_experts(self, shape: LlamaConfig) -> LlamaConfig:
+        """The same model with what the flags say of its experts."""
+        asked = {field: getattr(self, name) for name, field in EXPERTS.items()}
+        asked = {field: value for field, value in asked.items() if value not in (0, "preset")}
+        if not asked:
+            return shape
+        if shape.moe is None:
+            name = next(name for name, field in EXPERTS.items() if field in asked)
+            raise ValueError(
+                f"{self._typed(name)} is about experts, and this model has none; use one that has, "
+                f"such as --preset tiny-moe"
+            )
+        return replace(shape, moe=replace(shape.moe, **asked))
 
     def weight_bytes(self) -> int:
         """Bytes of the model that each rank holds at first: all of it, before it is cut up, or

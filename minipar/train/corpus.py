@@ -236,8 +236,9 @@ def _read(
             yield _Document(name, name, None if is_binary else decode().decode(data, not is_cut))
         except UnicodeDecodeError as error:
             if must_be_text:
+                at = len(data) - len(error.object) + error.start  # it leaves out a mark in front
                 raise ValueError(
-                    f"{path} is not UTF-8: its byte {error.start} is 0x{data[error.start]:02x}; "
+                    f"{path} is not UTF-8: its byte {at} is 0x{data[at]:02x}; "
                     f"convert it, as by iconv -f LATIN1 -t UTF-8"
                 ) from None
             yield _Document(name, name, decode("replace").decode(data, not is_cut), False)

@@ -17,6 +17,17 @@ class Model:
     preset: str = "tiny"
     """The model: tiny, small, medium, large, llama-3.2-1b, llama-3.2-3b or llama-3-8b; with experts
     tiny-moe, small-moe, mixtral-8x7b or qwen3-30b-a3b."""
+    expert_balance: Literal["preset", "none", "sequence", "microbatch", "batch"] = "preset"
+    """Of experts: over what a loss balances them; as the preset has it, or not, or over each
+    sequence, the microbatch of a rank, or those of all ranks."""
+    expert_bias: float = 0.0
+    """Of experts: balance them by a bias on their scores that moves that far in each step, 0.001 in
+    DeepSeek-V3; 0: by none."""
+    expert_z_loss: float = 0.0
+    """Of experts: the weight of the loss that keeps the router's logits small, such as 0.001."""
+    expert_capacity: float = 0.0
+    """Of experts: seats over mean load in each sequence, such as 1.25; who finds none is dropped.
+    0: as many as it takes."""
     init: str = ""
     """Start from the model in this Hugging Face folder, instead of a fresh one of --preset."""
     data: str = "stdlib"
@@ -87,12 +98,14 @@ class Parallel:
     """Over tp, with --sequence-parallel: send pieces of products while others are computed."""
     context: Literal["ring", "gather", "ulysses"] = "ring"
     """Over cp: how attention sees all tokens."""
-    dispatch: Literal["all_to_all", "gather", "hierarchical", "overlapped", "halves", "paired"] = (
-        "all_to_all"
-    )
+    dispatch: Literal[
+        "all_to_all", "gather", "hierarchical", "overlapped", "halves", "paired", "padded"
+    ] = "all_to_all"
     """Over ep: how tokens meet their experts. gather suits ep up to the experts per token;
     hierarchical sends a token once to each node; overlapped and halves compute while tokens
-    travel, and so does paired, another microbatch of a pipeline with schedule dualpipe_v."""
+    travel, and so does paired, another microbatch of a pipeline with schedule dualpipe_v; padded
+    fills messages up to --expert-capacity, so that the host need not wait for a GPU to know sizes.
+    """
     expert_nodes: int = 1
     """Over ep, of hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False

@@ -25,9 +25,10 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from minipar.model import hf
+from minipar.model.experts import why_not_grouped
 from minipar.model.init import init_weights
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers, why_not_grouped
+from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers
 from minipar.model.recompute import checkpoint_activations
 from tests.model.oracle import exact_norm, randomised, some_tokens
 
@@ -256,17 +257,18 @@ def test_ample_capacity_drops_nothing_and_equals_dropless():
 
 
 def test_full_experts_drop_those_who_come_last():
-    """Against a count by hand: each expert computes its first C slots, in the order of tokens."""
+    """Against a count by hand: of each sequence, an expert computes its first C slots."""
     config = replace(SIX, capacity_factor=0.75)
     moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
-    capacity = config.capacity(40)
-    assert capacity == 10
+    capacity = config.capacity(20)
+    assert capacity == 5
     weights, experts = (t.tolist() for t in reversed(moe.gate(x)))
     flat, expected, load, dropped = x.flatten(0, 1), torch.zeros(40, 16, dtype=torch.float64), {}, 0
     for token in range(40):
         for weight, expert in zip(weights[token], experts[token], strict=True):
-            load[expert] = load.get(expert, 0) + 1
-            if load[expert] > capacity:
+            of_sequence = token // 20, expert
+            load[of_sequence] = load.get(of_sequence, 0) + 1
+            if load[of_sequence] > capacity:
                 dropped += 1
                 continue
             gate, up = (moe.experts.gate_up_proj[expert] @ flat[token]).chunk(2)
@@ -274,6 +276,41 @@ def test_full_experts_drop_those_who_come_last():
     assert dropped > 0
     torch.testing.assert_close(moe(x).flatten(0, 1), expected)
     assert moe.dropped == dropped
+
+
+def test_what_is_dropped_of_a_sequence_does_not_hang_on_the_others():
+    """So ranks, microbatches and orders of a batch drop alike. Mutant: seats are the batch's."""
+    moe = some_moe(replace(SIX, capacity_factor=0.5), dtype=torch.float64)
+    x = some_hidden(torch.float64)
+    both, alone = moe(x), torch.cat([moe(one) for one in x.split(1)])
+    torch.testing.assert_close(both, alone)
+    assert moe.dropped > 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_under_autocast_the_router_keeps_all_digits(score):
+    """Mutant: rounded to 16 bits, choices and counts are others."""
+    layer = some_moe(replace(SIX, score=score, normalise=False)).gate
+    x = some_hidden().detach()
+    logits = F.linear(x, layer.weight).flatten(0, 1)
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = layer(x)
+    wide = scores.topk(2)
+    assert torch.equal(wide.indices, cast.experts) and torch.equal(wide.values, cast.weights)
+    cast.weights.sum().backward()
+    assert layer.counts.sum() == 80
+
+
+def test_the_gradient_of_a_sum_is_taken_by_the_grouped_product():
+    """It is a view of one number, which torch's backward of that product refuses."""
+    rows, counts = some_hidden().detach().flatten(0, 1).requires_grad_(), torch.tensor([40, 0])
+    found = {}
+    for how in ("loop", "grouped"):
+        experts = some_moe(MoEConfig(2, 1, 8)).experts
+        experts(rows, counts, how).sum().backward()
+        found[how], rows.grad = (rows.grad, experts.down_proj.grad), None
+    torch.testing.assert_close(found["grouped"], found["loop"])
 
 
 def test_forced_balance_loads_all_experts_alike():
@@ -344,20 +381,18 @@ def test_scope_of_the_balance():
         assert torch.allclose(*found) == same
 
 
-def test_balance_over_the_batch_takes_in_earlier_microbatches():
-    """The share of tokens that chose an expert is that of all microbatches so far."""
+def test_each_microbatch_is_balanced_by_itself():
+    """Whatever came before it: schedules of a pipeline have microbatches in other orders."""
     config = replace(SIX, balance="batch", balance_weight=1.0)
-    moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
-    moe.gate.loss_weight = torch.tensor(1.0)
-    for rows in x.split(1):
-        (0.0 * moe(rows)).sum().backward()
-    scores = F.linear(x.detach(), moe.gate.weight).softmax(-1)
-    shares = moe.gate.counts / 40
-    wanted = torch.autograd.grad((6 / 2 * shares * scores[1].sum(0)).sum(), moe.gate.weight)[0]
-    first = some_moe(config, dtype=torch.float64)
-    first.gate.loss_weight = torch.tensor(1.0)
-    (0.0 * first(x.detach()[:1])).sum().backward()
-    torch.testing.assert_close(moe.gate.weight.grad - first.gate.weight.grad, wanted)
+    found = []
+    for rows in ([0, 1], [1]):
+        moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
+        moe.gate.loss_weight = torch.tensor(1.0)
+        for row in rows:
+            (0.0 * moe(x[row : row + 1])).sum().backward()
+        found.append(x.grad[1])
+    torch.testing.assert_close(*found)
+    assert found[0].abs().max() > 0
 
 
 def test_bias_finds_the_balance_that_a_loss_would_bend_gradients_for():
@@ -436,6 +471,9 @@ def test_model_of_dense_and_sparse_layers_is_made_on_meta_and_filled():
         (dict(top_k=0), "use 1 to 6"),
         (dict(capacity_factor=0.0), "capacity_factor=0.0 must be positive"),
         (dict(capacity_factor=float("nan")), "must be positive"),
+        (dict(capacity_factor=float("inf")), "must be positive and finite"),
+        (dict(bias_speed=float("nan")), "bias_speed=nan must not be negative, or infinite"),
+        (dict(balance_weight=float("inf")), "must not be negative, or infinite"),
         (dict(num_groups=4), r"does not divide num_experts=6; use one of \[1, 2, 3, 6\]"),
         (dict(num_groups=3, top_groups=4), "use 1 to 3"),
         (dict(num_groups=6, top_groups=2), "use at most 3"),
@@ -482,7 +520,8 @@ def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [dict(score="sigmoid"), dict(num_shared=1), dict(capacity_factor=1.0)]
+    "change",
+    [dict(score="sigmoid"), dict(num_shared=1), dict(capacity_factor=1.0), dict(bias_speed=0.1)],
 )
 def test_what_no_model_type_has_is_not_saved(change, tmp_path):
     config = MODELS["mixtral"][0]

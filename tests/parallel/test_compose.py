@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar.comm import backends, timeline
+from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
@@ -57,7 +57,7 @@ def test_meshes_are_all_there_are():
 def test_threads_and_nccl_do_not_go_together():
     """Ranks would launch collectives in two orders. Mutant: a hang, on GPUs alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "is_nccl", lambda: True)
+        patch.setattr(compose, "is_nccl", lambda: True)
         for text, refused in (("dp=4", False), ("dp=2,cp=2", True), ("dp=2,tp=2", True)):
             plan = Plan.parse(f"{text},compression=fp16")
             mesh, make = Mesh(**plan.mesh_sizes()), make_optimizer

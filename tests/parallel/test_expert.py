@@ -8,10 +8,11 @@ from torch import Tensor
 
 from minipar.comm import timeline
 from minipar.comm.collectives import all_reduce
+from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP, PRESETS
-from minipar.model.moe import MoE, MoEConfig, Routing
-from minipar.parallel import expert
+from minipar.model.moe import MoE, MoEConfig, Routing, routers
+from minipar.parallel import ddp, expert, fsdp, local_sgd, zero
 from minipar.parallel.plan import Plan
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
@@ -21,6 +22,7 @@ from tests.parity import models
 
 SIX = MoEConfig(6, 2, 8)
 CONFIG = models.llama(0, moe=SIX).config
+SEATED = replace(CONFIG, moe=replace(SIX, capacity_factor=1.0))
 ODD = replace(CONFIG, moe=replace(SIX, expert_size=9))
 
 
@@ -151,6 +153,9 @@ def test_a_token_touches_as_many_nodes_as_chance_lets_it():
         ("ep=2,tp=2,expert_tensor_parallel", ODD, "tp=2 does not divide expert_size=9; use one of"),
         ("ep=2,dispatch=hierarchical", CONFIG, "expert_nodes=1: hierarchical"),
         ("ep=3,expert_nodes=3", CONFIG, "no other dispatch asks for them"),
+        ("ep=2,dispatch=padded", CONFIG, "fills up to a capacity; capacity_factor=None has none"),
+        ("cp=2,ep=2", SEATED, "and 2 ranks hold pieces of one; use cp=1 without sequence_parallel"),
+        ("ep=2,tp=2,sequence_parallel", SEATED, "and 2 ranks hold pieces of one"),
         ("ep=3,dispatch=hierarchical,expert_nodes=2", CONFIG, "nodes=2 does not divide ep=3"),
     ],
 )
@@ -167,18 +172,25 @@ def test_plans_that_cannot_be_are_refused_with_one_that_can(text, config, says):
         ("dense", "Linear has no experts to spread over ep"),
         ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchical, "),
         ("nodes", "nodes=3 does not divide ep=2; use one of 1, 2"),
+        ("padded", "dispatch=padded fills up to a capacity; capacity_factor=None has none"),
+        ("pieces", "capacity_factor=1.0 serves the first tokens of each sequence, and 2 ranks"),
     ],
 )
 @on_ranks(2)
 def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(kind, says):
-    layer, axis = one_layer(replace(SIX, bias_speed=0.1)), Mesh(dp=1, ep=2).ep
-    options = {}
+    capacity = 1.0 if kind == "pieces" else None
+    layer = one_layer(replace(SIX, bias_speed=0.1, capacity_factor=capacity))
+    axis = Mesh(dp=1, ep=2).ep
+    options = {
+        "dispatch": dict(dispatch="pigeon"),
+        "nodes": dict(nodes=3),
+        "padded": dict(dispatch="padded"),
+        "pieces": dict(pieces=axis),
+    }.get(kind, {})
     if kind == "bias":
         layer.gate.e_score_correction_bias = torch.zeros(5)
     elif kind == "dense":
         layer = torch.nn.Linear(2, 2)
-    else:
-        options = dict(dispatch="pigeon") if kind == "dispatch" else dict(nodes=3)
     with timeline.record() as recorded, pytest.raises(ValueError) as caught:
         expert.apply(layer, axis, **options)
     assert not recorded.spans, "it has talked before"
@@ -226,22 +238,54 @@ def test_explain_says_that_tensor_parallelism_has_a_part_of_each_expert():
 
 
 # ---------------------------------------------------------------------- traps
-def test_trap_35_all_ranks_agree_on_the_capacity_however_uneven_they_are():
-    """Capacity is ceil(c k N / E) of all tokens; an expert is granted it, or what it was asked."""
-    moe = one_layer(replace(SIX, capacity_factor=0.7))
-    table = torch.tensor([[4, 0, 9, 3, 0, 0], [0, 0, 0, 1, 1, 0], [5, 1, 2, 2, 8, 4]])
-    capacity = 5  # ceil(0.7 x 2 x 20 / 6)
-    kept = [expert.admit(moe, table, slice(rank, rank + 1)) for rank in range(3)]
-    assert all(torch.equal(k, kept[0]) for k in kept)
-    assert torch.equal(kept[0].sum(0), table.sum(0).clamp(max=capacity))
-    assert kept[0][:, 2].tolist() == [5, 0, 0]  # the first ranks come first
-    assert moe.dropped == (table - kept[0])[2].sum()  # of the rank that asked last
+def _with_seats(dispatch: str) -> tuple[Tensor, int, Tensor]:
+    axis, layer = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, capacity_factor=0.7))
+    expert.apply(layer, axis, dispatch=dispatch)
+    x = torch.cat([tokens_of(3 * axis.rank + i) for i in range(2)])
+    return layer(x), layer.num_dropped, x
 
 
-def test_capacity_takes_the_first_slots_of_each_expert():
-    order = torch.arange(9)
-    asked, granted = torch.tensor([4, 0, 5]), torch.tensor([2, 0, 5])
-    assert expert.first_of_each(order, asked, granted).tolist() == [0, 1, 4, 5, 6, 7, 8]
+@pytest.mark.parametrize("dispatch", expert.CORES.keys() - {"hierarchical"})
+def test_trap_35_all_ranks_agree_on_the_capacity_however_uneven_they_are(ranks, dispatch):
+    """Each sequence has seats of its own, so what is dropped hangs on no rank."""
+    outcomes = ranks(2).run(_with_seats, dispatch)
+    alone = one_layer(replace(SIX, capacity_factor=0.7))
+    out = alone(torch.cat([x for *_, x in outcomes]))
+    torch.testing.assert_close(torch.cat([mine for mine, *_ in outcomes]), out)
+    dropped = [num for _, num, _ in outcomes]
+    assert sum(dropped) == alone.num_dropped and len(set(dropped)) > 1 and min(dropped) > 0
+
+
+def _messages(read_nothing: bool) -> tuple[dict, int]:
+    """Bytes with backward; with values that may not be read, if asked."""
+    axis, layer = Mesh(dp=1, ep=3).ep, one_layer(replace(SIX, capacity_factor=1.0))
+    expert.apply(layer, axis, dispatch="padded" if read_nothing else "all_to_all")
+    x = tokens_of(axis.rank).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch, timeline.record() as recorded:
+        for name in ("tolist", "item", "cpu", "__bool__", "__int__") if read_nothing else ():
+            patch.setattr(Tensor, name, _read)
+        layer(x).sum().backward()
+    sums: dict[str, int] = {}
+    for span in (span for span in recorded.spans if span.kind == "comm"):
+        sums[span.name] = sums.get(span.name, 0) + span.num_bytes
+    return sums, layer.config.capacity(20)
+
+
+def _read(*_: object) -> None:
+    raise AssertionError("the host has read a value")
+
+
+def test_with_a_capacity_nothing_is_read_and_messages_are_even(ranks):
+    for sent, seats in ranks(3).run(_messages, True):
+        assert sent == {"all_to_all": 4 * 2 * seats * 2 * 16 * 8}  # 2 ranks, 2 experts each
+    with pytest.raises(RankError, match="the host has read a value"):  # the mutant
+        ranks(3).run(_messages_read)
+
+
+def _messages_read() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(expert.CORES, "padded", expert.exchanged)
+        _messages(True)
 
 
 def _counts() -> tuple[Tensor, Tensor, Tensor]:
@@ -320,13 +364,23 @@ def test_one_rank_sends_nothing():
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
 
 
+def _cores(moe: MoEConfig) -> list[str]:
+    return [name for name in expert.CORES if name != "padded" or moe.capacity_factor is not None]
+
+
+def _rows(rank: int, dispatch: str) -> Tensor:
+    """Sequences of this rank: as many on each where messages are even."""
+    num = 2 + rank * (dispatch not in ("gather", "padded"))
+    return torch.cat([tokens_of(10 * rank + i, 5) for i in range(num)])
+
+
 def _by_each_core(moe: MoEConfig, ep: int, nodes: int) -> dict[str, tuple[Tensor, dict]]:
     axis = Mesh(dp=1, ep=ep).ep
     found = {}
-    for dispatch in expert.CORES:
+    for dispatch in _cores(moe):
         layer = one_layer(moe)
         spread = expert.apply(layer, axis, dispatch=dispatch, nodes=nodes)
-        out = layer(tokens_of(axis.rank, 5 + 3 * axis.rank * (dispatch != "gather")))
+        out = layer(_rows(axis.rank, dispatch))
         out.square().sum().backward()
         for p in (*layer.gate.parameters(), *layer.shared_experts.parameters()):
             p.grad = all_reduce(p.grad, axis)
@@ -341,15 +395,47 @@ def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(
 ):
     moe = replace(moe, capacity_factor=capacity, num_shared=1)
     outcomes = ranks(ep).run(_by_each_core, moe, ep, nodes)
-    for dispatch in expert.CORES:
+    for dispatch in _cores(moe):
         alone = one_layer(moe)
-        sizes = [5 + 3 * rank * (dispatch != "gather") for rank in range(ep)]
-        whole = torch.cat([tokens_of(rank, num) for rank, num in enumerate(sizes)], 1)
-        out = alone(whole)
+        each = [_rows(rank, dispatch) for rank in range(ep)]
+        out = alone(torch.cat(each))
         out.square().sum().backward()
         assert (alone.num_dropped > 3) == (capacity is not None)
-        for found, want in zip(outcomes, out.split(sizes, 1), strict=True):
+        for found, want in zip(outcomes, out.split([len(rows) for rows in each]), strict=True):
             torch.testing.assert_close(found[dispatch][0], want, rtol=1e-12, atol=1e-12)
             for name, p in alone.named_parameters():
                 theirs = found[dispatch][1][name]
                 torch.testing.assert_close(theirs, p.grad, rtol=1e-10, atol=1e-12)
+
+
+def _biases(kind: str) -> Tensor:
+    """Of a data-parallel mixture whose experts nobody spreads."""
+    axis, model = Mesh(dp=2).dp, models.llama(0, moe=replace(SIX, bias_speed=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "fsdp":
+        fsdp.apply(model, axis)
+    elif kind == "zero":
+        sharded = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, axis, lr=0.1)
+        zero.apply(model, axis, optimizer=sharded, stage=2)
+    elif kind == "ddp":
+        ddp.apply(model, axis)
+    else:
+        local_sgd.apply(model, axis, optimizer, method=kind)
+    model(
+        torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(axis.rank))
+    ).sum().backward()
+    gate = next(gate for _, gate in routers(model))
+    gate.update_bias()
+    return gate.e_score_correction_bias, gate.counts
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp", "delayed gradients"])
+def test_biases_of_copies_stay_alike(ranks, kind):
+    """Every strategy over data counts the tokens of all its ranks. Mutant: biases drift apart."""
+    (one, counts), (other, theirs) = ranks(2).run(_biases, kind)
+    assert torch.equal(one, other) and not torch.equal(counts, theirs) and one.any()
+
+
+def test_ranks_that_train_alone_take_no_bias(ranks):
+    with pytest.raises(RankError, match="balance experts by a loss"):
+        ranks(2).run(_biases, "diloco")

@@ -91,6 +91,37 @@ def test_experts_alone(ranks, dispatch):
         run(ranks, f"ep={ep},dispatch={dispatch}", SIX)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,ep=2,dispatch=padded,microbatches=2",
+        "ep=4,zero=3",
+        "dp=4",
+        "ep=2,tp=2,expert_tensor_parallel,dispatch=padded",
+        "pp=2,ep=2,dispatch=halves,microbatches=2",
+    ],
+)
+def test_a_capacity_drops_what_one_device_drops(ranks, text):
+    """Each sequence has seats of its own, wherever it is. Mutant: seats for all that a rank has."""
+    run(ranks, text, replace(FOUR, capacity_factor=0.75))
+
+
+def test_the_balance_of_a_batch_does_not_hang_on_the_schedule(ranks):
+    """A pipeline begins microbatches before others end: each is balanced by itself, over all ranks.
+
+    Mutant: counts of the microbatches so far are added.
+    """
+    task = task_of(replace(FOUR, balance="batch"), 4, num_layers=4)
+    run(ranks, "dp=2,ep=2", replace(FOUR, balance="batch"))
+    plain, piped = (
+        ranks(size).run(partial(train, Plan.parse(f"dp=2,microbatches=4{more}"), task))
+        for size, more in ((2, ""), (4, ",pp=2"))
+    )
+    for outcome in piped:
+        assert_parity(outcome, plain[0])
+
+
 FOLDED = [
     "dp=2,ep=2",
     "ep=4,dispatch=hierarchical,expert_nodes=2",

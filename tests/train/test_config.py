@@ -181,6 +181,36 @@ def test_what_does_not_go_with_zero_or_local_methods_is_refused(changes, message
         TrainConfig(**changes).check()
 
 
+def test_flags_about_experts_are_those_of_the_model():
+    flags_ = dict(expert_balance="none", expert_bias=0.001, expert_z_loss=0.01, expert_capacity=1.5)
+    config = TrainConfig(preset="tiny-moe", mesh="dp=2,ep=2", dispatch="padded", **flags_)
+    config.check()
+    fields = "balance", "bias_speed", "z_weight", "capacity_factor"
+    moe, plain = config.model_config().moe, TrainConfig(preset="tiny-moe").model_config().moe
+    assert [getattr(moe, field) for field in fields] == list(flags_.values())
+    assert [getattr(plain, field) for field in fields] == ["microbatch", None, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(expert_bias=0.1), "--expert-bias 0.1 is about experts, and this model has none"),
+        (dict(expert_balance="none"), "--expert-balance none is about experts"),
+        (dict(preset="tiny-moe", expert_capacity=-1.0), "--expert-capacity -1"),
+        (dict(preset="tiny-moe", mesh="ep=2", dispatch="padded"), "dispatch=padded fills up to a"),
+        (dict(preset="tiny-moe", mesh="cp=2", expert_capacity=1.0), "and 2 ranks hold pieces"),
+        (
+            dict(preset="tiny-moe", expert_balance="batch", microbatches=2, rebalance_every=1),
+            "use --expert-balance microbatch",
+        ),
+    ],
+)
+def test_what_cannot_be_said_of_experts_is_refused(changes, message):
+    with pytest.raises(ValueError) as caught:
+        TrainConfig(**changes).check()
+    assert message in str(caught.value)
+
+
 def test_comes_back_from_json(tmp_path):
     config = TrainConfig(mesh="dp=2", lr=1, dtype="float64", data="a.txt", resume="runs/x")
     config.save(tmp_path / "config.json")

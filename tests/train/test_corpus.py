@@ -150,6 +150,9 @@ def test_text_that_is_not_utf_8_is_refused_or_counted(tmp_path):
     latin.write_bytes("café ".encode("latin-1") * 40)
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8: its byte 3 is 0xe9"):
         load_corpus(str(latin), BYTES)
+    latin.write_bytes(b"\xef\xbb\xbf" + "café ".encode("latin-1") * 40)  # a mark in front counts
+    with pytest.raises(ValueError, match=r"its byte 6 is 0xe9"):
+        load_corpus(str(latin), BYTES)
     assert "(1 file not UTF-8)" in load_corpus(str(tmp_path / "folder"), BYTES).description
     latin.write_text("café " * 40, encoding="utf-8")
     for limit in (None, 40, 64, 65, 99):  # 64 cuts an é

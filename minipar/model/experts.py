@@ -1,0 +1,73 @@
+"""The experts of a mixture, side by side: one small MLP after the other, or all in one product.
+
+Which of their tokens they get is the business of moe.py. Proved by tests/model/test_moe.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Experts(nn.Module):
+    """E SwiGLUs side by side: down(silu(gate(x)) · up(x)), each D -> F -> D.
+
+    `gate_up_proj` [E, 2 F, D] holds gate above up; `down_proj` is [E, D, F].
+    """
+
+    def __init__(self, num_experts: int, width: int, expert_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, width))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
+
+    def forward(self, rows: Tensor, counts: Tensor, how: str = "auto") -> Tensor:
+        """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
+
+        `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
+        one product of torch's ("grouped": reads nothing; see `why_not_grouped`).
+        """
+        assert how in ("auto", "loop", "grouped")
+        reason = why_not_grouped(rows, self.gate_up_proj, self.down_proj)
+        if how == "grouped" and reason:
+            raise ValueError(f"no grouped product here: {reason}; use 'loop'")
+        if how == "loop" or reason:
+            # On "meta" there is nothing to read, and each expert has as many rows.
+            even = counts.is_meta and rows.tensor_split(len(counts))
+            pieces = even or rows.split(counts.tolist())
+            outs = [
+                F.linear(_swiglu(F.linear(piece, up)), down)
+                for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)
+            ]
+            return torch.cat(outs)
+        ends = counts.cumsum(0).to(rows.device, torch.int32)
+        hidden = _swiglu(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
+        out = torch._grouped_mm(hidden, self.down_proj.mT, offs=ends)
+        if out.requires_grad:  # its backward takes no view of one number, which a sum's gradient is
+            out.register_hook(Tensor.contiguous)
+        return out
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """As many rows for each expert, [E, C, D] -> the same: one batched product."""
+        return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
+
+
+def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
+    """Say why torch's grouped product does not take these tensors; "" if it does.
+
+    On a CPU it takes what is 16 bytes apart, on "meta" bf16 alone, and nowhere float64.
+    """
+    dtypes = {tensor.dtype for tensor in (rows, *weights)}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
+    if dtypes != {torch.bfloat16} and (rows.is_meta or rows.is_cuda):
+        where = "on meta" if rows.is_meta else "on a GPU"
+        return f"{where} it multiplies bfloat16 alone, not {dtypes.pop()}"
+    for tensor in (rows, *weights):
+        if tensor.shape[-1] * tensor.itemsize % 16:
+            least = 16 // tensor.itemsize
+            return f"rows of {tensor.shape[-1]} numbers are no multiple of {least}, 16 bytes"
+    return ""
+
+
+def _swiglu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
