@@ -270,7 +270,8 @@ def summary(report: Report) -> str:
         rows["speed"] = (
             f"{report.tokens_per_second:,.0f} tokens/s, {report.step_seconds * 1e3:.0f} ms a step"
         )
-        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}"
+        counting = " (FLOPs of the experts that a token passes)" if report.experts else ""
+        rows["utilisation"] = f"{report.mfu:.0%} of the FLOP/s of {report.peak}{counting}"
     rows["validation loss"] = f"{report.validation_loss:.3f} nats per token"
     if report.experts:
         slots = [n for layer in report.experts["tokens_per_expert"].values() for n in layer]

@@ -197,7 +197,12 @@ def test_trap_33_the_bias_chooses_and_never_weighs(exact, monkeypatch):
     def by_expert(weights: Tensor, experts: Tensor) -> Tensor:
         return torch.zeros(100, 16, dtype=torch.float64).scatter(1, experts, weights)
 
-    torch.testing.assert_close(by_expert(*reversed(mine)), by_expert(weights, experts))
+    whose, probe = [], torch.randn(100, 16, dtype=torch.float64, generator=generator)
+    for gate, found in ((ours, (mine.weights, mine.experts)), (theirs, (weights, experts))):
+        table = by_expert(*found)
+        (table * probe).sum().backward()
+        whose.append((table, gate.weight.grad))
+    torch.testing.assert_close(*whose, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(mine.weights.sum(-1), torch.full((100,), 2.5, dtype=torch.float64))
     unbiased = Router(replace(moe, bias_speed=None), 32).double()
     with torch.no_grad():
@@ -366,6 +371,19 @@ def test_trap_32_recomputation_routes_alike_and_counts_once(mode):
     assert found[0][0] == found[1][0]
     assert all(sum(counts) == tokens[:, :-1].numel() * 2 for counts in found[0][0].values())
     torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def test_the_loss_of_logits_is_the_mean_square_of_their_logsumexp():
+    """Zoph et al. 2202.08906, equation 5, over the tokens that count. Mutant: over all."""
+    moe = some_moe(replace(SIX, z_weight=0.1), dtype=torch.float64)
+    x, valid = some_hidden(torch.float64), torch.ones(2, 20, dtype=torch.bool)
+    valid[0, 12:] = False
+    (0.0 * moe(x, valid)).sum().backward()
+    logits = F.linear(x.detach(), moe.gate.weight)
+    expected = 0.1 * (logits.logsumexp(-1).square() * valid).sum() / valid.sum()
+    torch.testing.assert_close(
+        moe.gate.weight.grad, *torch.autograd.grad(expected, moe.gate.weight), rtol=1e-10, atol=0
+    )
 
 
 def test_scope_of_the_balance():

@@ -18,7 +18,8 @@ from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import dense_core, generate, rope_tables
 from minipar.model.masks import document_mask
-from minipar.parallel import context
+from minipar.parallel import blockwise, context
+from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences
 from tests.on_ranks import on_ranks
 from tests.parity import models
@@ -68,7 +69,7 @@ def test_zigzag_is_balanced_in_every_step(size):
 def test_the_blocks_of_a_step_joined_to_one_show_the_same(size, order):
     """Mutants: a rectangle that is not filled by its blocks; a first step that sees the future."""
 
-    def shown(blocks: list[context.Block]) -> Tensor:
+    def shown(blocks: list[blockwise.Block]) -> Tensor:
         counts = torch.zeros(16, 16)
         for mine, theirs, mask, causal in blocks:
             assert mask is None
@@ -78,7 +79,7 @@ def test_the_blocks_of_a_step_joined_to_one_show_the_same(size, order):
 
     for rank in range(size):
         for blocks in context.blocks_of(None, torch.empty(1, 1, 16, 1), axis_of(rank, size), order):
-            joined = context.joined(blocks)
+            joined = blockwise.joined(blocks)
             assert len(joined) == min(len(blocks), 1)
             assert torch.equal(shown(joined), shown(blocks))
 
@@ -137,8 +138,8 @@ def test_blocks_merge_to_the_softmax_over_all_keys(cuts, kernel):
     start = 0
     for width in cuts:
         keys = slice(start, start + width)
-        block = context.KERNELS[kernel].forward(q, k[:, :, keys], v[:, :, keys], visible[..., keys])
-        context.merge(out, lse, *block)
+        block = KERNELS[kernel].forward(q, k[:, :, keys], v[:, :, keys], visible[..., keys])
+        blockwise.merge(out, lse, *block)
         start += width
     expected = dense_core(q, k, v, visible)
     rows = torch.tensor([0, 1, 3, 4, 5])
@@ -169,7 +170,7 @@ def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, au
     for x in (q, k, v):
         x.requires_grad_()
     with timeline.record() as forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = context.EXCHANGES[exchange].apply(q, k, v, rows, axis, order, context.KERNELS[kernel])
+        out = context.EXCHANGES[exchange].apply(q, k, v, rows, axis, order, KERNELS[kernel])
     with timeline.record() as backward:
         out.backward(d_out)
     whole = [context.unshard(x.detach(), axis, order, dim=2) for x in (out, q.grad, k.grad, v.grad)]
@@ -239,8 +240,8 @@ def test_trap_20_errors_in_bf16_do_not_grow_with_the_ring(ranks, kernel, autocas
 
 def _narrow(size):
     """The ring around a kernel of 16 bits: that of the CPU in the place of a GPU's."""
-    kernel = context.KERNELS["fused"]._replace(narrow=True)
-    with mock.patch.dict(context.KERNELS, narrow=kernel):
+    kernel = KERNELS["fused"]._replace(narrow=True)
+    with mock.patch.dict(KERNELS, narrow=kernel):
         return _ring("ring", "zigzag", "narrow", 4, 2, 64, torch.bfloat16)
 
 
@@ -270,21 +271,19 @@ def test_a_mask_is_not_forgotten(ranks):
 def test_the_kernel_of_a_gpu_is_chosen_and_called_as_it_wants_to_be(heads, kv_heads):
     """On "meta", which stands for one. Mutants: float32 handed to it; a mask; an odd width."""
     q, k, v, d_out = (x.to("meta") for x in _qkv(1, heads, kv_heads, 24, torch.bfloat16))
-    assert context.best_kernel(q, None) == "flash"
-    assert context.best_kernel(q.float(), None) == context.best_kernel(q[..., :6], None) == "fused"
-    assert context.best_kernel(q, torch.ones(2, 1, 24, 24).bool()) == "fused"
-    assert context.best_kernel(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16), None) == "fused"
+    assert best_kernel(q, None) == "flash"
+    assert best_kernel(q.float(), None) == best_kernel(q[..., :6], None) == "fused"
+    assert best_kernel(q, torch.ones(2, 1, 24, 24).bool()) == "fused"
+    assert best_kernel(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16), None) == "fused"
     for version, name in [((7, 5), "math"), ((8, 0), "flash")]:
         on_gpu = mock.Mock(is_cuda=True, is_meta=False, dtype=q.dtype, shape=q.shape)
         on_gpu.device.type = "cuda"
         with mock.patch("torch.cuda.get_device_capability", return_value=version):
-            assert context.best_kernel(on_gpu, None) == name
+            assert best_kernel(on_gpu, None) == name
     for x in (q, k, v):
         x.requires_grad_()
     with FlopCounterMode(display=False) as counter:
-        out = context.GatherAttention.apply(
-            q, k, v, None, Mesh().cp, "zigzag", context.KERNELS["flash"]
-        )
+        out = context.GatherAttention.apply(q, k, v, None, Mesh().cp, "zigzag", KERNELS["flash"])
         out.backward(d_out)
     called = {str(op) for op in counter.get_flop_counts()["Global"]}
     assert called == {
@@ -299,8 +298,8 @@ def _products(mask, order):
     axis = Mesh(cp=4).cp
     q, k, v, _ = (context.shard(x, axis, order, dim=2) for x in _qkv(4, 4, 2, 32))
     rows = None if mask is None else context.shard(mask, axis, order, dim=2)
-    attend = mock.Mock(wraps=context.attend)
-    kernel = context.Kernel(attend, context.attend_backward)
+    attend = mock.Mock(wraps=blockwise.attend)
+    kernel = blockwise.Kernel(attend, blockwise.attend_backward)
     context.RingAttention.apply(q, k, v, rows, axis, order, kernel)
     return attend.call_count
 
@@ -339,8 +338,8 @@ def _timed(exchange, tries=3):
 
         return call
 
-    kernel = context.Kernel(
-        slowly(context.attend, BLOCK), slowly(context.attend_backward, 2 * BLOCK)
+    kernel = blockwise.Kernel(
+        slowly(blockwise.attend, BLOCK), slowly(blockwise.attend_backward, 2 * BLOCK)
     )
     attention = context.EXCHANGES[exchange]
     message = 2 * k.nbytes

@@ -155,19 +155,26 @@ def test_experts_folded_with_all_else(ranks, text):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_every_legal_plan_of_four_ranks(ranks):
-    config, plans = task_of(FOUR, num_layers=4).build(0).config, []
     flags = "experts_over_cp", "sequence_parallel", "expert_tensor_parallel"
-    for sizes, *options in itertools.product(
-        meshes(4), range(4), get_args(expert.Dispatch), *[(False, True)] * len(flags)
-    ):
-        words = dict(zip(("zero", "dispatch", *flags), options, strict=True))
-        words["expert_nodes"] = 2 if words["dispatch"] == "hierarchical" else 1
-        plan = Plan(**sizes, **words, microbatches=2 if sizes["pp"] > 1 else 1)
-        if plan.problem(config) is None:
-            plans.append(str(plan))
-    assert len(plans) > 100
-    for plan in plans:
-        run(ranks, plan, num_layers=4)
+    for moe in (FOUR, replace(FOUR, capacity_factor=0.75)):
+        config, plans = task_of(moe, num_layers=4).build(0).config, []
+        for sizes, context, *options in itertools.product(
+            meshes(4),
+            ("ring", "ulysses"),
+            range(4),
+            get_args(expert.Dispatch),
+            *[(False, True)] * len(flags),
+        ):
+            words = dict(zip(("zero", "dispatch", *flags), options, strict=True))
+            words["expert_nodes"] = 2 if words["dispatch"] == "hierarchical" else 1
+            if words["dispatch"] == "paired":
+                words["schedule"] = "dualpipe_v"
+            plan = Plan(**sizes, **words, context=context, microbatches=4 if sizes["pp"] > 1 else 1)
+            if plan.problem(config) is None:
+                plans.append(str(plan))
+        assert len(plans) > 100
+        for plan in plans:
+            run(ranks, plan, moe, num_layers=4)
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,265 @@
+"""Attention over keys that come block by block: what a rank multiplies while others travel.
+
+Math.   With scores s = q kT / sqrt(K), a block b of keys gives  lse_b = log sum exp s  and
+        out_b = sum exp(s - lse_b) v.  Two blocks merge exactly:  lse = log(exp lse_a + exp lse_b)
+        and  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+Source. The merge: Milakov and Gimelshein 2018 (arXiv 1805.02867); the backward of a block: Dao
+        2023, "FlashAttention-2" (arXiv 2307.08691), algorithm 2.
+Proved by tests/parallel/test_context.py. Nothing here talks to another rank: see context.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.model import casts
+
+KernelName = Literal["math", "fused", "flash"]
+aten = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """Rows of queries, rows of keys, and who may look at whom: a mask, or causal, or all at all."""
+
+    mine: slice
+    theirs: slice
+    mask: Tensor | None
+    causal: bool
+
+
+# ---------------------------------------------------------------------- one block
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Softmax over one block of keys, and what it takes to merge it with others.
+
+    q [B, H, t, K]; k, v [B, G, s, K] -> output [B, H, t, K], log-sum-exp [B, H, t, 1]. `mask`, as
+    in `dense_core`, or `causal`. A query that may look at nothing here gets 0 and -inf.
+    """
+    scores = _scores(_by_kv_head(q, k.shape[1]), k, mask, causal)  # [B, G, H/G * t, s]
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = scores.sub_(_finite(lse)).exp_() @ v
+    return out.view(q.shape), lse.view(*q.shape[:-1], 1)
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Add the keys of another block to the softmax in `out` and `lse`, in place."""
+    total = torch.logaddexp(lse, new_lse)
+    finite = _finite(total)
+    out.mul_((lse - finite).exp()).addcmul_(new_out, (new_lse - finite).exp())
+    lse.copy_(total)
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from one block; `out` and `lse` are of the softmax over *all* keys.
+
+    With p = exp(s - lse) and dot = sum(dout * out) over K, [B, H, t, 1]:
+    dv = pT dout,  ds = p (dout vT - dot) / sqrt(K),  dq = ds k,  dk = dsT q.
+    """
+    dot = (d_out * out).sum(-1, keepdim=True)
+    shape, num_kv_heads = q.shape, k.shape[1]
+    q, lse, d_out, dot = (_by_kv_head(x, num_kv_heads) for x in (q, lse, d_out, dot))
+    weights = _scores(q, k, mask, causal).sub_(_finite(lse)).exp_()  # [B, G, H/G * t, s]
+    d_v = weights.mT @ d_out
+    d_scores = weights * (d_out @ v.mT - dot) / math.sqrt(shape[-1])
+    return (d_scores @ k).view(shape), d_scores.mT @ q, d_v
+
+
+def _by_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[B, H, t, K] -> [B, G, H/G * t, K]: heads that share keys become rows of one product."""
+    return x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """q kT / sqrt(K), -inf where a query may not look: [B, G, H/G * t, K] -> [..., s]."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        mask = torch.ones(2 * k.shape[2:3], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return scores
+    by_head = scores.unflatten(2, (-1, mask.shape[-2]))  # [B, G, H/G, t, s]
+    return by_head.masked_fill_(~mask.unsqueeze(-3), -math.inf).flatten(2, 3)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """-inf - -inf would be nan: where nothing is visible, exp(-inf - finite) is the 0 we want."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+def fused_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's FlashAttention for the CPU, which never holds a whole block of scores."""
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_bias(q, mask)
+    )
+    lse = lse.unsqueeze(-1)
+    if mask is not None:  # the kernel returns 0 for a query that may look at nothing
+        lse = lse.masked_fill(~mask.any(-1, keepdim=True), -math.inf)
+    return out, lse
+
+
+def fused_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by torch's FlashAttention for the CPU."""
+    lse = _finite(lse).squeeze(-1)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_out, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(q, mask)
+    )
+
+
+def flash_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attend` by torch's FlashAttention for GPUs: without a mask, see `best_kernel`."""
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse.unsqueeze(-1)
+
+
+def flash_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by torch's FlashAttention for GPUs."""
+    lse = lse.squeeze(-1).contiguous()
+    # Of sequences of one length: no offsets. Without dropout: a random state that is not looked at.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = None, None, q.shape[2], k.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        d_out, q, k, v, out, lse, *lengths, 0.0, causal, seed, torch.empty_like(seed[:0])
+    )
+
+
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What is added to the scores: 0 or -inf."""
+    return None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
+
+
+def joined(blocks: list[Block]) -> list[Block]:
+    """The blocks of one step as one, unless there are masks: fewer calls, fewer merges.
+
+    In "zigzag" they fill a rectangle; in the first step all of it but the future.
+    """
+    if len(blocks) < 2 or blocks[0].mask is not None:
+        return blocks
+    mine, theirs = (
+        slice(min(rows.start for rows in sides), max(rows.stop for rows in sides))
+        for sides in ([b.mine for b in blocks], [b.theirs for b in blocks])
+    )
+    return [Block(mine, theirs, None, causal=any(b.causal for b in blocks))]
+
+
+class Kernel(NamedTuple):
+    """What multiplies one block: `attend` and `attend_backward`, or functions like them.
+
+    `arrange` is for a kernel that leaves out the future by itself, and holds no block of scores. A
+    `narrow` one takes 16 bits as they are, sums in fp32 inside, and rounds once for each block.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    arrange: Callable[[list[Block]], list[Block]] = list
+    narrow: bool = False
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return `x` in the dtype of the products."""
+        return x if self.narrow else _wide(x)
+
+
+KERNELS = {
+    "math": Kernel(attend, attend_backward),
+    "fused": Kernel(fused_attend, fused_backward, arrange=joined),
+    "flash": Kernel(flash_attend, flash_backward, arrange=joined, narrow=True),
+}
+
+
+def best_kernel(q: Tensor, mask: Tensor | None) -> KernelName:
+    """Return the kernel for q [B, H, T/n, K]; on "meta", which stands for a GPU, as there.
+
+    Torch's FlashAttention runs from Ampere on, compute capability 8.
+    """
+    in_16_bits = q.dtype in (torch.bfloat16, torch.float16)
+    fits = in_16_bits and mask is None and q.shape[-1] in range(8, 257, 8)
+    is_new = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if fits and (is_new or q.is_meta):
+        return "flash"
+    # A block of scores is not to be held on "meta", either.
+    return "fused" if q.device.type in ("cpu", "meta") else "math"
+
+
+# ---------------------------------------------------------------------- all blocks as they come
+class OnlineSoftmax:
+    """The softmax over the keys seen so far: output [B, H, T/n, K] and lse [B, H, T/n, 1].
+
+    In fp32 at least: rounded to bf16 at every step, they would be off by more on a longer ring.
+    """
+
+    def __init__(self, kernel: Kernel, q: Tensor) -> None:
+        self.kernel, self.q = kernel, kernel.inputs(q)
+        self.out = torch.zeros_like(_wide(q))
+        self.lse = self.out.new_full((*q.shape[:-1], 1), -math.inf)
+
+    def add(self, kv: Tensor, blocks: list[Block]) -> None:
+        """Multiply with the keys and values [2, B, G, T/n, K] of one rank."""
+        k, v = self.kernel.inputs(kv)
+        with casts.off(k.device.type):  # autocast would round these back to bf16
+            for mine, theirs, *who in self.kernel.arrange(blocks):
+                keys = k[:, :, theirs], v[:, :, theirs]
+                new = self.kernel.forward(self.q[:, :, mine], *keys, *who)
+                merge(self.out[:, :, mine], self.lse[:, :, mine], *new)
+
+
+class OnlineGradients:
+    """The gradient of q from the keys seen so far, [B, H, T/n, K]; in fp32 at least."""
+
+    def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
+        self.kernel, self.q = kernel, kernel.inputs(q)
+        self.results = out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous()
+        self.d_q = torch.zeros_like(out)
+
+    def add(self, kv: Tensor, blocks: list[Block]) -> Tensor:
+        """Multiply with one rank's keys and values; return their gradients [2, B, G, T/n, K]."""
+        k, v = self.kernel.inputs(kv)
+        d_k, d_v = d_kv = torch.zeros_like(kv, dtype=self.d_q.dtype)
+        with casts.off(k.device.type):
+            for mine, theirs, *who in self.kernel.arrange(blocks):
+                keys = k[:, :, theirs], v[:, :, theirs]
+                results = (x[:, :, mine] for x in self.results)
+                new_d_q, new_d_k, new_d_v = self.kernel.backward(
+                    self.q[:, :, mine], *keys, *who, *results
+                )
+                self.d_q[:, :, mine] += new_d_q
+                d_k[:, :, theirs] += new_d_k
+                d_v[:, :, theirs] += new_d_v
+        return d_kv
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32, if it is in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
