@@ -25,6 +25,7 @@ def test_routing_is_as_uneven_as_was_asked(imbalance):
 
 def test_check_refuses_what_cannot_work():
     SMALL.check()
+    replace(SMALL, whole_steps=4).check()
     for change in (dict(preset="tiny"), dict(ranks=3), dict(ranks=1), dict(imbalance=(5,))):
         with pytest.raises(ValueError, match=f"--{next(iter(change))}"):
             replace(SMALL, **change).check()
@@ -43,6 +44,15 @@ def test_all_contenders_take_the_same_steps():
     assert last < first
     for name, theirs in losses.items():
         assert theirs == pytest.approx(losses["all_to_all"], rel=1e-4), name
+
+
+@pytest.mark.timed
+@pytest.mark.exhaustive
+def test_whole_steps_of_dualpipe_v_hide_most_of_what_travels():
+    rows = {row["way"][1]: row for row in expert_overlap.whole_steps(8)}
+    assert rows["a"]["hidden"] < 0.1 < max(rows["b"]["hidden"], rows["c"]["hidden"]) < 0.7
+    assert rows["d"]["hidden"] > 0.75
+    assert rows["d"]["ratio"] < 0.95 * min(rows[way]["ratio"] for way in "abc")
 
 
 @pytest.mark.timed

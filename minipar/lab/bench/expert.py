@@ -58,6 +58,10 @@ class ExpertConfig(StepConfig):
     """Slots of the busiest expert, over the mean."""
     overlap_ranks: tuple[int, ...] = (2, 4)
     """Emulated devices on which to compare ways to hide what travels."""
+    whole_steps: int = 0
+    """Compare them in whole steps of DualPipeV, too, of so many microbatches; takes minutes."""
+
+    least = {"whole_steps": 0}
 
     def check(self) -> None:
         super().check()
@@ -67,6 +71,8 @@ class ExpertConfig(StepConfig):
         for one in self.overlap_ranks:
             if one not in (2, 4, 8):
                 raise ValueError(f"--overlap-ranks {one}: these share 8 experts; use 2, 4 or 8")
+        if self.whole_steps:
+            expert_overlap.plan_of("paired", self.whole_steps).check(expert_overlap.shape_of(8))
         for one in self.imbalance:
             if not 1 <= one <= moe.num_experts // moe.top_k:
                 raise ValueError(
@@ -103,6 +109,10 @@ def run(config: ExpertConfig) -> list[dict[str, Any]]:
     hidden = [row for n in config.overlap_ranks for row in expert_overlap.rows(n)]
     print("\n" + race.table(hidden, expert_overlap.COLUMNS))
     print(f"({hidden[-1]['link']} and the like)")
+    if config.whole_steps:
+        whole = expert_overlap.whole_steps(config.whole_steps)
+        print("\n" + race.table(whole, expert_overlap.COLUMNS))
+        hidden += whole
     race.save(rows + hidden, config.json)
     return rows + hidden
 

@@ -19,6 +19,7 @@ from minipar.model.moe import MoEConfig
 from minipar.parallel import expert
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.pairs import side_by_side
+from minipar.parallel.plan import Plan
 from minipar.sim import emulate
 
 WAYS = {
@@ -57,16 +58,21 @@ class Overlaps(NamedTuple):
 
 
 def _journeys(timeline: Timeline) -> Timeline:
-    """Rank 0 without its other collectives, which are counts."""
-    return Timeline(s for s in timeline if s.rank == 0 and s.name != "all_gather")
+    """Rank 0 without what else it sends: counts, activations of a pipeline, gradients."""
+    own = timeline.select(rank=0)
+    return Timeline(s for s in own if s.kind != "comm" or s.name == "all_to_all")
+
+
+def shape_of(num_layers: int) -> LlamaConfig:
+    """A Llama of so many layers, all with experts."""
+    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
+    return LlamaConfig(61, 64, 256, num_layers=num_layers, num_heads=4, num_kv_heads=4, moe=moe)
 
 
 def play(axis: Axis, dispatch: str) -> Timeline:
     """One forward and one backward, each way; on every rank of `axis`, with an emulated device."""
-    moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
-    shape = LlamaConfig(61, 64, 256, num_layers=LAYERS, num_heads=4, num_kv_heads=4, moe=moe)
     with device.paused():
-        model = Llama(shape, seed=0)
+        model = Llama(shape_of(LAYERS), seed=0)
         expert.apply(model, axis, dispatch=dispatch)
         layers = stages.part_of(model, range(LAYERS))
         x, before = torch.randn(2, 1, 64, 64).requires_grad_().unbind()
@@ -93,15 +99,25 @@ def play(axis: Axis, dispatch: str) -> Timeline:
 
 def compare(axis: Axis) -> Overlaps:
     """Play all ways on the link on which all-to-alls take `SHARE`; called on every rank."""
-    link.check_calls(False)  # which would be waited for, too
-    link.use("none")
-    alone = play(axis, "all_to_all").select(rank=0)
-    computing = sum(s.duration for s in alone if s.kind != "comm")
-    num_bytes = sum(s.num_bytes for s in alone.select(name="all_to_all"))
+    _use("none")
+    computing, slow = _slow_link(play(axis, "all_to_all"))
+    _use(slow)
     sending = computing * SHARE / (1 - SHARE)
-    bandwidth = num_bytes / sending
-    link.use(link.Link(f"link of {bandwidth / 1e9:.0f} GB/s", 2e-6, bandwidth))
     return Overlaps({way: play(axis, way) for way in WAYS}, computing, sending)
+
+
+def _slow_link(alone: Timeline) -> tuple[float, link.Link]:
+    """Seconds that rank 0 computes in `alone`, and the link on which all-to-alls take `SHARE`."""
+    own = alone.select(rank=0)
+    computing = sum(s.duration for s in own if s.kind != "comm")
+    num_bytes = sum(s.num_bytes for s in own.select(name="all_to_all"))
+    bandwidth = num_bytes / (computing * SHARE / (1 - SHARE))
+    return computing, link.Link(f"link of {bandwidth / 1e9:.0f} GB/s", 2e-6, bandwidth)
+
+
+def _use(wire: link.Link | str) -> None:
+    link.check_calls(False)  # checks would be waited for, too
+    link.use(wire)
 
 
 def rows(num_ranks: int) -> list[dict[str, Any]]:
@@ -125,3 +141,38 @@ def rows(num_ranks: int) -> list[dict[str, Any]]:
 
 def _on_rank(num_ranks: int) -> Overlaps:
     return compare(Mesh(dp=1, ep=num_ranks).ep)
+
+
+def plan_of(way: str, microbatches: int) -> Plan:
+    """DualPipeV on two stages, each on two ranks that share experts."""
+    schedule = f"schedule=dualpipe_v,microbatches={microbatches}"
+    return Plan.parse(f"pp=2,ep=2,{schedule},dispatch={way}")
+
+
+def whole_steps(microbatches: int) -> list[dict[str, Any]]:
+    """A row for each way in whole training steps: see `plan_of`.
+
+    Not every slot of the schedule is a pair, and there is a bubble: so (d) hides less than of one
+    pair alone, and the ideal is what rank 0 computes.
+    """
+    with race.pool(4, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
+
+        def ran(way: str) -> emulate.Ran:
+            plan = plan_of(way, microbatches)
+            return emulate.step(ranks, shape_of(2 * LAYERS), plan, seq_len=64)
+
+        computing, slow = _slow_link(ran("all_to_all").timeline)
+        ranks.run(_use, slow)
+        found = {way: ran(way) for way in WAYS}
+    return [
+        {
+            "bench": "expert overlap, whole steps",
+            "ranks": 4,
+            "way": WAYS[way],
+            "ms": 1e3 * step.seconds,
+            "hidden": _journeys(step.timeline).hidden_fraction,
+            "ratio": step.seconds / computing,
+            "link": step.timeline.label,
+        }
+        for way, step in found.items()
+    ]
