@@ -20,11 +20,13 @@ def heat(
     title: str = "",
     note: str = "",
     form: str = "{:.0f}",
+    across: int | None = None,
 ) -> Figure:
     """Tables of numbers side by side, the larger the darker: `{name: [[...], ...]}`, alike in size.
 
-    A load by layer and expert, step by step, say, or rows from each rank to each. Raises
-    `ValueError` for tables that differ in size from their `rows` and `columns`.
+    A load by layer and expert, step by step, say, or rows from each rank to each; `across` of them
+    beside each other, by default all. Raises `ValueError` for tables that differ in size from their
+    `rows` and `columns`.
     """
     for name, table in panels.items():
         if len(table) != len(rows) or any(len(line) != len(columns) for line in table):
@@ -32,16 +34,17 @@ def heat(
     most = max(max(line) for table in panels.values() for line in table) or 1
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, AXIS["ep"]])
     left, side = 0.25 + 0.075 * max(map(len, rows)), WIDE * len(columns)
-    width = max(left + (side + 0.3) * len(panels), 0.4 + 0.105 * len(title))
-    height = TALL * len(rows) + 1.35
+    across = min(across or len(panels), len(panels))
+    width = max(left + (side + 0.3) * across, 0.4 + 0.105 * len(title))
+    high = TALL * len(rows) + 0.65  # of a panel with its heading
+    height = high * -(-len(panels) // across) + 0.7
     figure = pen.figure(width, height)
     ax = pen.canvas(figure, width, height)
     pen.title(figure, title)
-    top = height - 0.95
-    for i, row in enumerate(rows):
-        pen.text(ax, left - 0.1, top - TALL * (i + 0.5), row, ha="right", color=MUTED)
     for number, (name, table) in enumerate(panels.items()):
-        x = left + number * (side + 0.3)
+        x, top = left + number % across * (side + 0.3), height - 0.95 - number // across * high
+        for i, row in enumerate(rows if not number % across else ()):
+            pen.text(ax, left - 0.1, top - TALL * (i + 0.5), row, ha="right", color=MUTED)
         pen.text(ax, x, top + 0.4, name)
         for j, column in enumerate(columns):
             pen.text(ax, x + WIDE * (j + 0.5), top + 0.13, column, ha="center", color=MUTED, size=8)
