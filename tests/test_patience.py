@@ -25,7 +25,12 @@ def stolen():  # asked before and after each look
     return WAS[0]
 
 stolen.inside = False
-patience.stolen = stolen
+
+@pytest.fixture(autouse=True, scope="module")
+def told(usual=patience.stolen):
+    patience.stolen = stolen
+    yield
+    patience.stolen = usual
 
 @pytest.mark.timed
 def test_it():
@@ -34,32 +39,47 @@ def test_it():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shares, late, said",
-    [
-        ([0.5, 0.4, 0.3, 0.2], True, "1 skipped"),
-        ([0.5, 0.0, 0.3, 0.2], True, "1 failed"),
-        ([0.5], False, "1 passed"),
-    ],
-)
-def test_what_is_late_is_skipped_where_the_cores_were_not_its_own(tmp_path, shares, late, said):
-    """Mutants: one look of a busy machine is enough to skip; or the last look alone counts."""
+CASES = {
+    "was_always_taken": ([0.5, 0.4, 0.3, 0.2], True, "SKIPPED"),
+    "was_its_own_once": ([0.5, 0.0, 0.3, 0.2], True, "FAILED"),
+    "was_in_time": ([0.5], False, "PASSED"),
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> str:
+    """What pytest says of all cases, a file each, in a process of its own."""
+    folder = tmp_path_factory.mktemp("patience")
     hooks = "from tests.conftest import pytest_collection_modifyitems, pytest_runtest_call\n"
-    (tmp_path / "conftest.py").write_text(hooks, encoding="utf-8")
-    text = FILE.format(shares=shares, late=late)
-    (tmp_path / "test_it.py").write_text(text, encoding="utf-8")
+    (folder / "conftest.py").write_text(hooks, encoding="utf-8")
+    for name, (shares, late, _) in CASES.items():
+        text = FILE.format(shares=shares, late=late)
+        (folder / f"test_{name}.py").write_text(text, encoding="utf-8")
     root = Path(__file__).parents[1]
-    env = os.environ | {"PYTHONPATH": str(root)}
+    env = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "300"}
     env.pop("MINIPAR_TESTS_TIMED", None)
-    command = [sys.executable, "-m", "pytest", "-rs", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "-c", "/dev/null", "--rootdir"]
     done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, encoding="utf-8", env=env
+        [*command, str(folder)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=env,
     )
-    assert said in done.stdout, done.stdout + done.stderr
-    assert late == ("3 rerun" in done.stdout)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_late_is_skipped_where_the_cores_were_not_its_own(said, name):
+    """Mutants: one look of a busy machine is enough to skip; or the last look alone counts."""
+    _, late, outcome = CASES[name]
+    seen = re.findall(rf"^test_{name}\.py::test_it (\w+)", said, re.M)
+    assert seen == ["RERUN"] * (3 * late) + [outcome], said
     shares = r"other virtual machines had (\d\d\.\d%, ){3}\d\d\.\d% of the cores"
-    assert ("skipped" in said) == bool(re.search(shares, done.stdout)), done.stdout
+    reason = rf"^test_{name}\.py::test_it SKIPPED \({shares}"
+    assert (outcome == "SKIPPED") == bool(re.search(reason, said, re.M)), said
 
 
 def test_what_was_stolen_is_a_share_of_all_cores(monkeypatch):
