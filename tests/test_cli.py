@@ -603,6 +603,52 @@ def test_a_second_signal_ends_everything_at_once(work, tmp_path):
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
+# Not root, who may write anywhere; reads all, as Python may have been installed for root alone.
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+can_leave_rights = pytest.mark.skipif(
+    not shutil.which("setpriv") or os.getuid() != 0 or subprocess.call([*NOBODY, "true"]) != 0,
+    reason="needs root, to be somebody else",
+)
+
+
+@pytest.mark.slow
+@can_leave_rights
+def test_a_user_without_rights(work, tmp_path):
+    """Of nothing but a folder; with a HOME that is another's. Mutants: a cache in the package; a
+    traceback where nothing can be written."""
+    for folder in (*reversed(tmp_path.parents[:2]), tmp_path):
+        folder.chmod(0o755)
+    (own := tmp_path / "own").mkdir()
+    os.chown(own, 65534, 65534)
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path), "TMPDIR": str(own)}
+
+    def run(where: Path, *words) -> subprocess.CompletedProcess:
+        command_line = [*NOBODY, *command("train", "--data", work / "a.txt", *SMALL, *words)]
+        pipes = dict(capture_output=True, text=True, encoding="utf-8")
+        return subprocess.run(command_line, cwd=where, env=environment, **pipes)
+
+    done = run(own, "--mesh", "dp=2", "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    assert (own / "runs" / "mine" / "loss.png").exists()
+    done = run(tmp_path, "--mesh", "dp=2")
+    assert done.returncode == 2 and "minipar: error: --out runs: cannot make" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_folder_for_temporary_files():
+    """Mutant: forty lines of what draws, which is imported first."""
+    code = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "import minipar.cli.main"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("minipar: error: ") and "set TMPDIR to" in line
+
+
 @pytest.mark.slow
 def test_kill_9_of_a_rank_and_resume(work, tmp_path, capfd, uninterrupted):
     process = start(work, tmp_path)

@@ -5,3 +5,11 @@ code 1, with that rank's own traceback where one line cannot say why; a model th
 exit code 3; Ctrl-C in exit code 130. A run that was asked to stop by a signal, and has saved, ends
 with 0.
 """
+
+import sys
+import tempfile
+
+try:
+    tempfile.gettempdir()  # before what draws is imported, which ends without one in many lines
+except OSError as error:
+    sys.exit(f"minipar: error: {error}; set TMPDIR to a folder that you may write in")

@@ -46,6 +46,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
@@ -64,6 +65,18 @@ class _Transition(torch.autograd.Function):
         return ctx.transpose(gradient), None, None
 
 
+def _transition(x: Tensor, forward: Callable, backward: Callable) -> Tensor:
+    """Apply it; a graph of torch.compile breaks here: the compiler fails at what collectives do."""
+    if torch.compiler.is_compiling():
+        return _outside_of_graphs(x, forward, backward)
+    return _Transition.apply(x, forward, backward)
+
+
+@_disable_dynamo  # torch.compiler.disable, which imports the compiler only where it is called
+def _outside_of_graphs(*args: Any) -> Tensor:
+    return _Transition.apply(*args)
+
+
 def all_reduce(x: Tensor, axis: Axis, *, to: Literal["R", "I"]) -> Tensor:
     """Add up over the axis: [D, ...] P -> [D, ...] R or I.
 
@@ -76,7 +89,7 @@ def all_reduce(x: Tensor, axis: Axis, *, to: Literal["R", "I"]) -> Tensor:
     Raises `ValueError` for another type.
     """
     _check_target("all_reduce", to)
-    return _Transition.apply(
+    return _transition(
         x,
         lambda x: collectives.all_reduce(x, axis),
         lambda g: all_reduce(g, axis, to="R") if to == "R" else convert(g, axis),
@@ -90,7 +103,7 @@ def convert(x: Tensor, axis: Axis) -> Tensor:
     Backward  P -> I: each way contributed a part of the gradient
               [a b] [c d]  ->  [a+c b+d] [a+c b+d]
     """
-    return _Transition.apply(x, lambda x: x.view_as(x), lambda g: all_reduce(g, axis, to="I"))
+    return _transition(x, lambda x: x.view_as(x), lambda g: all_reduce(g, axis, to="I"))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -102,7 +115,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Raises `ValueError` when n does not divide that dim.
     """
-    return _Transition.apply(
+    return _transition(
         x,
         lambda x: collectives.reduce_scatter(x, axis, dim),
         lambda g: all_gather(g, axis, dim, to="R"),
@@ -121,7 +134,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, to: Literal["R", "I"]) ->
     Raises `ValueError` for another type.
     """
     _check_target("all_gather", to)
-    return _Transition.apply(
+    return _transition(
         x,
         lambda x: collectives.all_gather(x, axis, dim),
         lambda g: reduce_scatter(g, axis, dim) if to == "R" else cut(g, axis, dim),
@@ -144,7 +157,7 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
             f"cut: {axis.name}={axis.size} does not divide dim {dim} of shape {tuple(x.shape)}; "
             f"pad it to {below + axis.size} or cut it to {below}"
         )
-    return _Transition.apply(
+    return _transition(
         x,
         # a copy: a view would keep the whole tensor alive
         lambda x: x.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format),
@@ -169,7 +182,7 @@ def all_to_all(
 
     Counts, shapes and errors as in `collectives.all_to_all`.
     """
-    return _Transition.apply(
+    return _transition(
         x,
         lambda x: collectives.all_to_all(
             x, axis, split_dim, concat_dim, send_counts=send_counts, recv_counts=recv_counts

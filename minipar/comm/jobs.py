@@ -44,6 +44,12 @@ class Job:
             f"signal {-exitcode} ({signal_name(-exitcode)})" if exitcode < 0 else f"exit {exitcode}"
         )
         message = f"the process ended by {how}"
+        if exitcode == -signal.SIGABRT:
+            message += (
+                "; gloo ends it where ranks call different collectives, or with other sizes: all "
+                "ranks must make the same calls in the same order, and run a model that fsdp or "
+                "tensor parallelism has cut alike, in evaluation too"
+            )
         for other, failure in list(self.failures.items()):
             if failure.broken:
                 del self.failures[other]

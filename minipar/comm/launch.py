@@ -202,7 +202,10 @@ class Ranks:
             self._join_all()
 
     def close(self) -> None:
-        """End all ranks, at once; a call that is running in another thread fails."""
+        """End all ranks, at once, and what was started in them, also in sessions of their own.
+
+        With start="spawn" the latter go on. A call that is running in another thread fails.
+        """
         if self._pid != os.getpid():
             return  # a fork of the process whose ranks they are
         self.closed = True

@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from typing import Any
+
+import psutil
 
 from minipar.comm.worker import Setup, rank_main
 
@@ -81,12 +84,19 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
+        end_descendants(self._process.pid)
         self._process.kill()
         self._process.wait()
 
 
 def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
-    """Import torch once, fork a rank per request, report exits; end with the parent."""
+    """Import torch once, fork a rank per request, report exits; end with the parent.
+
+    What a rank leaves behind in a session of its own becomes a child of this process, and ends with
+    it. With start="spawn" nobody would know of it, and it lives on.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     # The first optimizer or DDP of a rank would import it: a second each.
     import torch._dynamo  # noqa: F401
 
@@ -122,8 +132,13 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
             else:
                 pids.discard(content)
                 parent.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(content, 0)[1])))
+                for orphan in psutil.Process().children():
+                    if orphan.pid not in pids:
+                        with suppress(ChildProcessError):
+                            os.waitpid(orphan.pid, os.WNOHANG)  # if it has ended
     for pid in pids:
         kill_group(pid)
+    end_descendants(os.getpid())
     for each in folders:
         shutil.rmtree(each, ignore_errors=True)
     os._exit(0)
@@ -133,6 +148,26 @@ def kill_group(pid: int) -> None:
     """End a rank at once, and the processes that were started in it."""
     with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left of it
         os.killpg(pid, signal.SIGKILL)
+
+
+def end_descendants(pid: int) -> None:
+    """End all processes below `pid` at once, in whichever session they are."""
+    left, limit = [None], time.monotonic() + 2
+    while left and time.monotonic() < limit:  # one may have started another meanwhile
+        left = []
+        with suppress(psutil.Error):
+            left = psutil.Process(pid).children(recursive=True)
+        left = [child for child in left if _condition(child) != psutil.STATUS_ZOMBIE]
+        for child in left:
+            with suppress(psutil.Error):
+                child.kill()
+
+
+def _condition(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.Error:
+        return psutil.STATUS_ZOMBIE
 
 
 class Process:

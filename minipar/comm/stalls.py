@@ -19,6 +19,7 @@ class Call:
     num_bytes: int  # on the wire
     seconds: float  # since it began, or since this rank waits in it
     peers: tuple[int, ...] = ()  # of a message: who is at the other end
+    subject: str = ""  # what is sent, such as "weights of layers.0"
 
     @property
     def key(self) -> tuple:
@@ -27,6 +28,7 @@ class Call:
 
     def __str__(self) -> str:
         size = f" ({_size(self.num_bytes)} on the wire)" if self.num_bytes else ""
+        size = f" of {self.subject}{size}" if self.subject else size
         if self.peers:
             return f"{self.verb} on {self.axis} with {names(self.peers)}{size}"
         return f"{self.verb} #{self.number} on {self.axis}{size}"

@@ -58,7 +58,8 @@ class _Page:
     the call waited in. There is no lock: the table is read when nothing moves any more.
     """
 
-    CALL = struct.Struct("<qqdq4q24s")  # number, bytes, time, peers: how many, who; verb
+    # number, bytes, time, peers: how many, who; verb; subject
+    CALL = struct.Struct("<qqdq4q24s96s")
     TEXT = struct.Struct("<H")  # its length, then the text
     HEADER, SLOT, SLOTS, BEGUN, AWAITED = 512, 4096, 255, 3584, 3840
 
@@ -109,13 +110,14 @@ class _Page:
         return tuple(begun), tuple(awaited)
 
     def _read_call(self, at: int, axis: str, ranks: tuple[int, ...]) -> list[Call]:
-        number, num_bytes, begun, num_peers, *peers, verb = self.CALL.unpack_from(self.memory, at)
+        number, num_bytes, begun, num_peers, *rest = self.CALL.unpack_from(self.memory, at)
         if not number:
             return []
         seconds = time.monotonic() - begun
+        *peers, verb, subject = rest
         peers = tuple(peers[:num_peers])
-        name = verb.rstrip(b"\0").decode(errors="replace")
-        return [Call(name, axis, ranks, number, num_bytes, seconds, peers)]
+        name, subject = (text.rstrip(b"\0").decode(errors="replace") for text in (verb, subject))
+        return [Call(name, axis, ranks, number, num_bytes, seconds, peers, subject)]
 
 
 def _condition(pid: int) -> str:
@@ -222,7 +224,8 @@ class Watchdog:
         slot.count += 1
         ends = _NO_PEERS if peers is None else _ends([axis.ranks[peer] for peer in peers])
         now = time.monotonic()
-        record = _Page.CALL.pack(slot.count, num_bytes, now, *ends, verb.encode())
+        words = verb.encode(), _subject.encode()
+        record = _Page.CALL.pack(slot.count, num_bytes, now, *ends, *words)
         memory = self._page.memory
         memory[slot.begun : slot.begun + len(record)] = record
         return _Ticket(memory, slot.awaited, record)
@@ -305,7 +308,19 @@ STACK_FRAMES = 12
 
 
 _active: Watchdog | None = None
+_subject = ""  # of the calls that this rank begins now
 _UNWATCHED = nullcontext()
+
+
+@contextmanager
+def about(subject: str) -> Iterator[None]:
+    """Calls in the body are about `subject`, such as "weights of layers.0", in a report."""
+    global _subject
+    before, _subject = _subject, subject
+    try:
+        yield
+    finally:
+        _subject = before
 
 
 def begin(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import memory
+from minipar.comm import memory, watchdog
 from minipar.comm.collectives import (
     Op,
     Pending,
@@ -160,7 +160,8 @@ class Flat(Row):
         self.options.ledger.note(f"gather {self.block}")
         # Through `.data`, or autograd would take the saved weights for modified ones.
         shard, row = self.home.fetch(self), self.full.data
-        self.gathering = all_gather(shard, self.axis, out=row, async_op=True)
+        with watchdog.about(f"weights of {self.block}"):
+            self.gathering = all_gather(shard, self.axis, out=row, async_op=True)
 
     def wait_for_unshard(self) -> None:
         """Return when the weights are here."""

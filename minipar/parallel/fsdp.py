@@ -55,6 +55,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from minipar.comm import watchdog
 from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
@@ -172,7 +173,8 @@ class FullySharded(Strategy):
         self.reducing = unit.trainable
         for flat in unit.trainable:
             own, gradients = gradients[: len(flat.views)], gradients[len(flat.views) :]
-            flat.reduce(flat.flatten(own), is_last=self.synchronises)
+            with watchdog.about(f"gradients of {flat.block}"):
+                flat.reduce(flat.flatten(own), is_last=self.synchronises)
 
     @torch.no_grad()
     def finish_backward(self) -> None:

@@ -5,7 +5,8 @@ nn.Embedding(..., sparse=True)             `check_dense`, `check_gradient`: refu
 optimizer.step() before finish_backward()  `watch`: refused
 an optimizer made before fsdp.apply        `watch`: refused at its first step
 an optimizer that looks at whole matrices  `check_elementwise`: refused where it sees pieces
-torch.nn.utils.clip_grad_norm_             `watch`: refused where a rank has pieces of gradients
+torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_with_norm_
+                                           `notice`: refused where they see too little
 torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
 a layer unfrozen, or replaced, after apply `watch`: refused at the next step
 optimizer.state_dict() of one rank's pieces `watch`: refused where it is loaded by others
@@ -13,6 +14,7 @@ a weight used while it is not here         `Absent`: it is waited for, or refuse
 ranks that run different blocks            `Ledger`: refused at the end of the step
 """
 
+import inspect
 import weakref
 import zlib
 from collections import OrderedDict, defaultdict, deque
@@ -72,8 +74,15 @@ def check_gradient(p: nn.Parameter, gradient: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------- when an optimizer steps
-_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # strategies
+_strategies: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # strategies, too
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def notice(strategy: Any) -> None:
+    """Refuse what torch's clipping and norms would see of the model of `strategy` too little of."""
+    _strategies.add(strategy)
+    _listen()
 
 
 def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -82,7 +91,6 @@ def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
     strategy.watched = set(parameters)
     strategy.frozen = {p for p in strategy.model.parameters() if not p.requires_grad}
     _watched.add(strategy)
-    _listen()
 
 
 def check_finished(strategy: Any, what: str) -> None:
@@ -98,24 +106,13 @@ def check_finished(strategy: Any, what: str) -> None:
 @cache
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    torch_clips = clip_grad._clip_grads_with_norm_
-
-    @wraps(torch_clips)
-    def clip(parameters: Any, *args: Any, **options: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        _check_finished(parameters, "clip_grad_norm_()")
-        for p in parameters:
-            axes = [axis.name for axis in axes_of(p) if axis.size > 1]
-            if axes or hasattr(p, "stepped_elsewhere"):
-                raise RuntimeError(
-                    f"torch's clip_grad_norm_ sees the gradients of this rank alone, and here each "
-                    f"rank has pieces of them{f' along {axes[0]}' if axes else ''}; "
-                    f"call strategy.clip_grad_norm_(max_norm) in its place"
-                )
-        torch_clips(parameters, *args, **options)
-
-    # Only here does torch look at parameters, by whichever name its function was imported.
-    clip_grad._clip_grads_with_norm_ = clip
+    for function in (
+        clip_grad.clip_grad_norm_,
+        clip_grad._get_total_norm,
+        clip_grad.clip_grad_value_,
+        clip_grad._clip_grads_with_norm_,
+    ):
+        _look_first(function)
     unscale = GradScaler._unscale_grads_
 
     @wraps(unscale)
@@ -137,6 +134,60 @@ def _listen() -> None:
         load(optimizer, state_dict)
 
     Optimizer.load_state_dict = load_own  # a hook would have to be in place before
+
+
+def _look_first(function: Callable[..., Any]) -> None:
+    """Let `_check_seen` see what `function` of torch is given, by whichever name it was imported.
+
+    What it does lies in a cell of a wrapper, torch's own no_grad, that all its names share.
+    """
+    (cell,) = function.__closure__
+    inner = cell.cell_contents
+    signature, name = inspect.signature(inner), inner.__name__.lstrip("_")
+
+    @wraps(inner)
+    def checked(*args: Any, **options: Any) -> Any:
+        call = signature.bind(*args, **options)
+        first, given = next(iter(call.arguments.items()))
+        tensors = [given] if isinstance(given, Tensor) else list(given)
+        _check_seen(name, tensors)
+        if tensors:  # torch warns of a generator that is empty
+            call.arguments[first] = tensors
+        return inner(*call.args, **call.kwargs)
+
+    cell.cell_contents = checked
+
+
+def _check_seen(name: str, tensors: list[Tensor]) -> None:
+    """Raise `RuntimeError` where torch's `name` of parameters or gradients would be wrong."""
+    owners, missed = {}, []
+    for strategy in list(_strategies):
+        pieces = [p for row in strategy.rows for p in row.pieces]
+        own = [*strategy.model.parameters(), *pieces]
+        owners |= {id(t): p for p in own for t in (p, p.grad)}
+        is_elsewhere = any(hasattr(p, "stepped_elsewhere") for p in own)
+        has_some = [p for p in own if p.grad is not None]
+        missed += own if not strategy.is_finished else has_some if is_elsewhere else []
+    if name == "get_total_norm" and not tensors:
+        tensors = missed[:1]  # else the norm of nothing, 0
+    parameters = [owners.get(id(t), t) for t in tensors]
+    _check_finished(parameters, f"{name}()")
+    for p in parameters:
+        axes = [axis.name for axis in axes_of(p) if axis.size > 1]
+        if name in ("clip_grad_norm_", "get_total_norm") and (
+            axes or hasattr(p, "stepped_elsewhere")
+        ):
+            raise RuntimeError(
+                f"torch's {name} sees the gradients of this rank alone, and here each "
+                f"rank has pieces of them{f' along {axes[0]}' if axes else ''}; "
+                f"call strategy.clip_grad_norm_(max_norm) in its place, which returns the norm of "
+                f"all (max_norm=math.inf only measures)"
+            )
+        if hasattr(p, "stepped_elsewhere"):
+            raise RuntimeError(
+                f"torch's {name} changes nothing here, as these parameters do not get the "
+                f"gradients of the batch; give it strategy.with_gradients()"
+            )
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -8,7 +8,8 @@ Math.   That of the optimizer, which does not know: a parameter has two homes, a
         optimizer, or clipping, looks at one, `param.data` and `param.grad` *are* those of the host.
 Shapes. Those of the parameters; where they are shards (zero, fsdp), of the shards.
 Comms.  Nothing between ranks. Over PCIe, per step and rank that holds P bytes of parameters:
-        P of gradients down and P of weights up, in the dtype that the device computes in.
+        P of gradients down and P of weights up, in the dtype that the device computes in; gradients
+        of `shards_on_host` in that of the host.
 Memory. Device: P bytes of weights, and of gradients three buckets at most (`apply`), or P
         (`step_on_host`); only blocks in use (`shards_on_host`). Host: with fp32 Adam 4 P of
         weights, gradients and moments.
@@ -81,18 +82,23 @@ class TwoHomes:
         self.param.data, self.on_host = self.device, False
         if gradient is not None:
             self.param.grad = torch.empty_like(self.device)
-            pair = gradient.to(self.device.dtype), self.param.grad
-            self.copies.to_device([pair]).wait()
+            source = _cast(gradient, self.param.grad, self.copies)
+            self.copies.to_device([(source, self.param.grad)]).wait()
 
     def news(self) -> tuple[Tensor, Tensor]:
         """What has to be copied to bring the weights of the host to the device."""
         self.version = self.param._version
-        with memory.on_host():
-            return self.host.to(self.device.dtype), self.device
+        return _cast(self.host, self.device, self.copies), self.device
 
     def is_stale(self) -> bool:
         """Whether `param` was written to since both homes were equal."""
         return self.version != self.param._version
+
+
+def _cast(on_host: Tensor, like: Tensor, copies: HostCopy) -> Tensor:
+    """Return `on_host` in the dtype of `like`, in memory that a GPU reads while it computes."""
+    same = on_host.dtype == like.dtype
+    return on_host if same else copies.empty_like(like).copy_(on_host)
 
 
 # ---------------------------------------------------------------------- 1. around the step
@@ -454,21 +460,19 @@ class HostShards:
         return copy.wait()[0]
 
     def _bring(self, flat: Any) -> Copy:
-        with memory.on_host():
-            shard = flat.shard.to(flat.full.dtype)
-        arriving = flat.full.new_empty(shard.shape)
+        arriving = flat.full.new_empty(flat.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
-        return self.copies.to_device([(shard, arriving)])
+        return self.copies.to_device([(_cast(flat.shard, arriving, self.copies), arriving)])
 
     # ------------------------------------------------------------------ gradients, down
     def store(self, flat: Any, gradient: Tensor) -> None:
         """Let `gradient` leave for the host, where it is added to those of the parameters."""
-        copy = self.copies.to_host([gradient])
+        # Cast on the device, or backward would have to wait until there are numbers to cast.
+        copy = self.copies.to_host([gradient.to(flat.shard.dtype)])
         [on_host] = copy.tensors
         memory.tag("gradients", on_host, on_host=True)
-        adds_up = any(p.grad is not None for p in flat.pieces)
-        if adds_up or on_host.dtype != flat.shard.dtype:
-            copy.wait()  # its numbers are needed now
+        if any(p.grad is not None for p in flat.pieces):
+            copy.wait()  # it is added to them now
         else:
             self.leaving.append(copy)
         with memory.on_host():

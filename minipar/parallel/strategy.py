@@ -39,6 +39,7 @@ class Strategy:
         self.synchronises = True
         self.is_finished = True  # false from a backward on, see `guard.watch`
         self.finishes = 0
+        guard.notice(self)
 
     def finish_backward(self) -> None:
         """Complete the communication of gradients that backward started."""

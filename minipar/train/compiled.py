@@ -4,11 +4,10 @@ A compiler sees a block's own operations: norms, rotations and products that bec
 What hooks do before and after a block, such as gathering its weights, and what runs it twice, is
 none of its business: so a function inside of the block is compiled, and not the module.
 
-Supported are strategies that stay outside of blocks: ddp, ZeRO, fsdp and pipelines. What talks
-inside of a block (tensor, context, expert parallelism) would have to break the graph, and torch's
-compiler fails at some of our collectives there; a schedule that computes gradients of weights apart
-finds only one piece of backward; selective recomputation looks at single operations. All of these
-are refused.
+Supported are strategies that stay outside of blocks: ddp, local SGD, ZeRO, fsdp and pipelines, as
+README's table has it. What talks inside of a block (tensor, context, expert parallelism) would
+break the graph; a schedule that computes gradients of weights apart finds only one piece of
+backward; selective recomputation looks at single operations. All of these are refused.
 
 In torch: `torch.compile`; torchtitan compiles block by block, too.
 Proved by: tests/train/test_compiled.py.

@@ -16,7 +16,7 @@ repeating or dropping samples instead.
 
 import hashlib
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -239,3 +239,29 @@ class Batches:
                 f"{len(self.sequences):,} samples"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+
+
+def on_device(
+    batches: Iterable[Sequence[tuple[Tensor, Tensor]]],
+    device: torch.device,
+    shard: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Yield `batches` on `device`, each microbatch cut by `shard`; none is read before its turn.
+
+    A GPU takes them from pinned memory while it computes what was launched before: on the stream
+    that computes, they would come after all of it.
+    """
+    lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def moved(tokens: Tensor) -> Tensor:
+        if device.type != "cuda":
+            return tokens.to(device)
+        with torch.cuda.stream(lane):
+            arriving = tokens.pin_memory().to(device, non_blocking=True)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(lane)
+        arriving.record_stream(computing)  # the allocator must not reuse it before it is read
+        return arriving
+
+    for batch in batches:
+        yield [shard((moved(inputs), moved(targets))) for inputs, targets in batch]

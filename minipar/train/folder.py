@@ -54,7 +54,9 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             word = secrets.token_hex(8)
             lock = _lock(folder / RUNNING, word)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            problem = OSError(f"{folder} cannot be written: {error}; is it another user's?")
+        except ValueError as error:
             problem = error
     me = f"rank {axis.rank} on {platform.node()}"
     word, problem, first = all_gather_object((word, problem, me), axis)[0]

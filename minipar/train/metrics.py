@@ -11,15 +11,22 @@ tokens_per_expert, see `report.expert_figures`.
 import json
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu"]
 MEASURED += ["peak_memory", "hidden_fraction", "save_seconds"]
 """Keys whose values differ between two runs that do the same."""
 
 
+PATIENCE = 10.0  # seconds that a run which fails waits for the numbers of its last step
 _NUMBERS = (int, float, type(None))  # null stands for infinity
 
 
@@ -112,3 +119,117 @@ def _numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _one_line(line: dict[str, Any]) -> str:
     lost = [name for name, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
     return json.dumps(line | dict.fromkeys(lost), allow_nan=False) + "\n"
+
+
+# ---------------------------------------------------------------------- a step late
+def _mark(device: torch.device) -> Any:
+    """This moment; on a GPU, an event: when all is done that was launched until now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Stopwatch:
+    """Adds up the seconds of the bodies of its `with`; of what they launch, where that is a GPU.
+
+    Those run from when the GPU comes to a body, or waits for it, until it has done it. They are
+    known when it has: to measure, nobody waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks = device, []
+
+    def __enter__(self) -> "Stopwatch":
+        self.marks.append(_mark(self.device))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.marks.append(_mark(self.device))
+
+    @property
+    def seconds(self) -> float:
+        """The seconds so far."""
+        pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        if self.device.type == "cuda":
+            return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+        return sum(end - start for start, end in pairs)
+
+
+class Telling:
+    """Tells of each step of a run: to `metrics`, to `progress`, and in `lines` to who comes later.
+
+    To read a number of a GPU is to wait until it has nothing left to do. So the numbers of a step
+    leave for pinned memory of the host behind it, and are read when the next step is launched, or
+    `now`, where something hangs on them. `complete` then adds what follows from them to their line.
+
+    When its body fails, the step before is still told, if that is done within `PATIENCE`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        complete: Callable[[dict[str, Any]], None],
+        progress: Callable[[dict[str, Any]], None],
+        metrics: Metrics | None,
+    ) -> None:
+        self.device, self.complete = device, complete
+        self.progress, self.metrics = progress, metrics
+        self.lag = 1 if device.type == "cuda" else 0  # steps whose numbers may be on their way
+        self.held: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
+        self.known: deque[dict[str, Any]] = deque()  # read, and not told
+        self.lines: list[dict[str, Any]] = []
+
+    def hold(self, line: dict[str, Any]) -> None:
+        """Take in a step that was launched; tensors in `line` are numbers, seconds a stopwatch."""
+        coming = [value.to(line["loss"]) for value in line.values() if isinstance(value, Tensor)]
+        values = torch.stack(coming).to("cpu", non_blocking=True)
+        self.held.append((line, values, _mark(self.device)))
+
+    def read(self, *, now: bool) -> Iterator[dict[str, Any]]:
+        """Yield the lines whose numbers are due: all of them, `now`. A caller who raises keeps one
+        from being told.
+        """
+        while len(self.held) > (0 if now else self.lag):
+            line, values, landed = self.held.popleft()
+            if self.lag:
+                landed.synchronize()
+            names = [name for name, value in line.items() if isinstance(value, Tensor)]
+            for name, value in zip(names, values.tolist(), strict=True):
+                line[name] = value if line[name].is_floating_point() else int(value)
+            line["seconds"] = line["seconds"].seconds
+            self.complete(line)
+            yield line
+            self.known.append(line)
+
+    def tell(self) -> None:
+        """Tell of the steps whose numbers have been read."""
+        while self.known:
+            line = self.known.popleft()
+            if self.lines:
+                self.lines[-1].pop("tokens_per_expert", None)  # long, and only told of the last
+            self.lines.append(dict(line))
+            if self.metrics is not None:
+                self.metrics.write(line)
+            self.progress(line)
+
+    def __enter__(self) -> "Telling":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None and self.lag:
+            with suppress(Exception):  # what has ended the run says more
+                if kind is not FloatingPointError and self._have_landed():
+                    deque(self.read(now=True), maxlen=0)
+                self.tell()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _have_landed(self) -> bool:
+        deadline = time.monotonic() + PATIENCE
+        while self.held and not self.held[-1][2].query():
+            if time.monotonic() > deadline:  # another rank has failed, and the GPU waits for it
+                return False
+            time.sleep(0.01)
+        return True

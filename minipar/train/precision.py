@@ -112,12 +112,11 @@ class Precision:
             self.scaler.step(optimizer)
             self.scaler.update()
 
-    def report(self) -> dict[str, float]:
+    def report(self) -> dict[str, Tensor]:
         """What belongs into the metrics of a step: the loss scale and the steps left out so far."""
         if self.scaler is None:
             return {}
-        scale, skipped = self.scaler.loss_scale.item(), int(self.scaler.num_skipped)
-        return {"loss_scale": scale, "skipped_steps": skipped}
+        return {"loss_scale": self.scaler.loss_scale, "skipped_steps": self.scaler.num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs."""

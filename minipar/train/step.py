@@ -32,11 +32,9 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     noise: Tensor  # sums over the ranks of the `own_numbers` of a NoiseScale; or empty
 
-    def numbers(self) -> dict[str, float]:
-        """Return loss, grad_norm and tokens as metrics name them; waits for the device, once."""
-        told = [self.loss, self.grad_norm, self.num_tokens]
-        loss, grad_norm, num_tokens = torch.stack([one.to(self.loss) for one in told]).tolist()
-        return {"loss": loss, "grad_norm": grad_norm, "tokens": int(num_tokens)}
+    def numbers(self) -> dict[str, Tensor]:
+        """Return loss, grad_norm and tokens as metrics name them; no device is waited for."""
+        return {"loss": self.loss, "grad_norm": self.grad_norm, "tokens": self.num_tokens}
 
 
 def computing_on(model: nn.Module, strategies: Sequence[Strategy]) -> torch.device:

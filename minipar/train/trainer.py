@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -25,9 +25,9 @@ from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
-from minipar.train.data import Batches, Sequences, check_same
+from minipar.train.data import Batches, Sequences, check_same, on_device
 from minipar.train.folder import held
-from minipar.train.metrics import Metrics
+from minipar.train.metrics import Metrics, Stopwatch, Telling
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.out_of_memory import noted
 from minipar.train.precision import COMPUTE_DTYPES, Precision
@@ -41,7 +41,7 @@ from minipar.train.report import (
 )
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
-from minipar.train.step import Microbatch, evaluate, train_step
+from minipar.train.step import evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
 from minipar.train.workload import Workload
@@ -135,6 +135,7 @@ class Trainer:
     ) -> Report | None:
         """Train up to ``config.steps``; `progress` is called with every line of the metrics.
 
+        On a GPU a step is told, and its numbers are checked, when the next one has been launched.
         When `request` has come on any rank, all save after that step, and return None.
 
         Raises `FloatingPointError` on every rank at the first loss or gradient that is not finite,
@@ -142,12 +143,14 @@ class Trainer:
         cannot be written: of one that is written in the background, after a later step.
         """
         with closing(self.saver):
-            return self._run(progress, request or StopRequest())
+            board = self.folder / "tensorboard" if self.config.tensorboard else None
+            path = self.folder / "metrics.jsonl"
+            metrics = Metrics(path, self.step, board) if self.is_first else None
+            with Telling(self.device, self._add_speed, progress, metrics) as told:
+                return self._run(told, request or StopRequest())
 
-    def _run(
-        self, progress: Callable[[dict[str, Any]], None], request: StopRequest
-    ) -> Report | None:
-        config, first_step, lines = self.config, self.step, []
+    def _run(self, told: Telling, request: StopRequest) -> Report | None:
+        config, first_step = self.config, self.step
         of_blocks = None if self.setup.strategy.run else self.model  # a pipeline tells by itself
         every = config.record_every
         if self.setup.period and self.device.type != "cuda":
@@ -160,20 +163,16 @@ class Trainer:
             self.setup.crosses_steps,
             self.setup.period or 1,
         )
-        board = self.folder / "tensorboard" if config.tensorboard else None
-        path = self.folder / "metrics.jsonl"
-        metrics = Metrics(path, self.step, board) if self.is_first else None
-        batches = self._on_device(self.batches.forever())
+        shard = self.setup.strategy.shard
+        batches = on_device(self.batches.forever(), self.device, shard)
         while self.step < config.steps:
-            begun = time.perf_counter()
-            self.workload.deal(self.step, self.batches)
-            batch = next(batches)
-            lr = self.learning_rate()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            seconds = time.perf_counter() - begun
-            with recorder.step(self.step):
-                begun = time.perf_counter()  # to begin and end a recording is no part of the step
+            with Stopwatch(self.device) as clock:
+                self.workload.deal(self.step, self.batches)
+                batch = next(batches)
+                lr = self.learning_rate()
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+            with recorder.step(self.step), clock:  # to begin and end it is no part of the step
                 result = train_step(
                     self.model,
                     [self.setup.strategy],
@@ -184,57 +183,56 @@ class Trainer:
                     precision=self.precision,
                     noise=self.workload.noise,
                 )
-                told = result.numbers()
-                seconds += time.perf_counter() - begun
+                numbers = result.numbers()
             self.step += 1
             line = {
                 "step": self.step,
                 "lr": lr,
-                **told,
-                "seconds": seconds,
+                **numbers,
+                "seconds": clock,
                 **self.precision.report(),
                 **self.workload.learn(result, self.batches),
                 **recorder.figures(self.step - 1),
                 **expert_figures(self.model, self.mesh),
+                **self._costs(),
             }
-            line |= self._speed(line["tokens"], line["seconds"])
-            is_last = self.step == config.steps
-            saves = is_last or self.step % config.save_every == 0
-            self._check_finite(line, saves)
+            told.hold(line)
+            is_last, saves = self.step == config.steps, self._saves_after(self.step)
+            validates = is_last or bool(config.eval_every and self.step % config.eval_every == 0)
+            self._check(told, now=saves or validates)
             if is_last:
                 self.setup.finish()
                 self.save()  # what comes now may fail, and the training is done
-            if is_last or (config.eval_every and self.step % config.eval_every == 0):
+            if validates:
                 line["validation_loss"] = self.validate()
-            if lines:
-                lines[-1].pop("tokens_per_expert", None)  # long, and only told of the last
-            lines.append(dict(line))
-            if metrics is not None:
-                metrics.write(line)
-            progress(line)
+            told.tell()
             if saves and not is_last:
                 self.save()
             is_to_stop = self._agree(request.came)
             if is_to_stop and not is_last:
                 if not saves:
+                    self._check(told, now=True)
+                    told.tell()
                     self.save()
                 break
         self._finish_save()
-        if metrics is not None:
-            metrics.close()
-        return self._report(first_step, lines, recorder) if self.step == config.steps else None
+        return self._report(first_step, told.lines, recorder) if self.step == config.steps else None
 
-    def _speed(self, num_tokens: int, seconds: float) -> dict[str, Any]:
-        """What the metrics tell of time and memory."""
-        speed = {
-            "tokens_per_second": num_tokens / seconds,
-            "mfu": self.peak.utilisation(self.flops_per_token, num_tokens, seconds),
-            "peak_memory": peak_memory(self.device),
-        }
+    def _saves_after(self, step: int) -> bool:
+        return step == self.config.steps or step % self.config.save_every == 0
+
+    def _costs(self) -> dict[str, Any]:
+        """What the metrics tell of time and memory; `_add_speed` fills in what needs numbers."""
+        costs = {"tokens_per_second": None, "mfu": None, "peak_memory": peak_memory(self.device)}
         if self.save_seconds > self.told_save_seconds:
-            speed["save_seconds"] = self.save_seconds - self.told_save_seconds
+            costs["save_seconds"] = self.save_seconds - self.told_save_seconds
             self.told_save_seconds = self.save_seconds
-        return speed
+        return costs
+
+    def _add_speed(self, line: dict[str, Any]) -> None:
+        num_tokens, seconds = line["tokens"], line["seconds"]
+        line["tokens_per_second"] = num_tokens / seconds
+        line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
 
     def _agree(self, is_asked: bool) -> bool:
         """Return whether any rank was asked to stop; a collective.
@@ -248,6 +246,10 @@ class Trainer:
         if self.saver.in_progress and (has_failed or not is_writing):
             self._finish_save()
         return bool(is_to_stop)
+
+    def _check(self, told: Telling, now: bool) -> None:
+        for line in told.read(now=now):
+            self._check_finite(line, self._saves_after(line["step"]))
 
     def _check_finite(self, line: dict[str, Any], saves: bool) -> None:
         norms = [line["grad_norm"]]
@@ -288,19 +290,8 @@ class Trainer:
         batches = self._batches(self.corpus.validation, seed=0, microbatches=parts)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
         with self.setup.agreed_model(), self.precision.autocast():
-            few = self._on_device(few)
+            few = on_device(few, self.device, self.setup.strategy.shard)
             return evaluate(self.model, few, self.setup.data_axis, self.setup.strategy.evaluate)
-
-    def _on_device(self, batches: Iterable[Sequence[Microbatch]]) -> Iterator[list[Microbatch]]:
-        shard = self.setup.strategy.shard
-        for batch in batches:
-            yield [shard((self._moved(x), self._moved(y))) for x, y in batch]
-
-    def _moved(self, tokens: Tensor) -> Tensor:
-        """Return `tokens` on the device. A GPU takes them while it computes, from pinned memory."""
-        if self.device.type == "cuda":
-            return tokens.pin_memory().to(self.device, non_blocking=True)
-        return tokens.to(self.device)
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:

@@ -561,7 +561,9 @@ def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
     assert "data:image/png;base64," in page and "http" not in page
-    assert "\x1b" not in page + capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\x1b" not in page + said
+    assert said.endswith("page.html: ProfilerStep#4\n")  # of two, the one after a warm-up
     looking.overlap(looking.Overlap([str(path)], json=True))
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0

@@ -532,6 +532,13 @@ def test_who_died_between_two_calls_is_replaced(pool):
     assert_works(pool)
 
 
+def test_what_gloo_ends_says_why(pool):
+    """It aborts a process that meets another collective than it called."""
+    with pytest.raises(RankError, match="SIGABRT.; gloo ends it where ranks call different"):
+        pool.run(os.abort)
+    assert_works(pool)
+
+
 def test_the_nursery_itself_may_die(pool):
     os.kill(pool._nursery._process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 3 * busy()
@@ -980,6 +987,29 @@ def test_nothing_survives_the_parent(parent, start, end):
         os.kill(int(pid), signal.SIGKILL)
     assert left == []
     assert not os.path.exists(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked from one")
+def test_a_session_of_its_own_ends_with_the_pool():
+    """Mutants: a server that a rank has started outlives it; zombies of ranks that were mended."""
+
+    def serve(dies: bool) -> int:
+        pid = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        return os.kill(os.getpid(), signal.SIGKILL) if dies else pid
+
+    with Ranks(2, preload=("json",)) as pool:  # a nursery of its own
+        below = psutil.Process(pool._nursery._process.pid)
+        with pytest.raises(RankError):
+            pool.run(serve, True)
+        pids = pool.run(serve, False)
+        left = [each.pid for each in below.children(recursive=True) if each.name() == "sleep"]
+        assert len(left) == 4 and set(pids) < set(left)
+        pool.restart()
+        os.kill(left[0], signal.SIGKILL)
+        pool.restart()
+        assert all(each.status() != psutil.STATUS_ZOMBIE for each in below.children())
+        assert all(map(is_alive, left[1:]))  # until the pool ends, as servers should
+    assert not any(map(is_alive, left))
 
 
 def test_spawn_is_a_pool_for_one_call(ranks):

@@ -28,6 +28,8 @@ def test_a_row_compares_round_by_round():
     assert direct["ratio"] == pytest.approx(2.0) and direct["ratio_high"] == pytest.approx(2.5)
     assert ring["ours_mb_per_s"] == pytest.approx(1024 / 3e-3 / 1e6)  # 2 (n-1)/n of 1024 bytes
     assert ring["backend_mb_per_s"] == pytest.approx(1024 / 4e-3 / 1e6)
+    four = bench._rows(replace(SMALL, ranks=4), "1gbe", 1024, measured, Tuning(4, 1e-3, 1e-6))
+    assert four[0]["ours_mb_per_s"] == pytest.approx(1.5 * 1024 / 3e-3 / 1e6)
     assert direct["predicted_ms"] == pytest.approx(1 + 1.024)
     assert (ring["picked"], direct["picked"]) == (False, True)
     head, *lines = table([ring, direct]).splitlines()

@@ -18,6 +18,8 @@ def test_the_dense_model_has_the_active_size():
     routers = sparse.num_layers * sparse.moe.num_experts * sparse.hidden_size
     assert sparse.num_active_parameters - routers == dense.num_parameters
     assert dense == PRESETS["tiny"]
+    shared = replace(sparse, moe=replace(sparse.moe, num_shared=1))
+    assert shared.num_active_parameters - routers == dense_like(shared).num_parameters
 
 
 def test_check_refuses_what_cannot_work():

@@ -448,3 +448,17 @@ def test_what_one_rank_reads_all_of_them_learn(learn, method):
     short = partial(learn, halves=True, steps=80)
     assert short("local sgd", every=10**6)[1] > 1.0  # its own, never averaged
     assert short(method)[0] < 0.3
+
+
+@on_ranks(2)
+def test_a_late_gradient_of_a_layer_that_one_rank_alone_has_used_is_everybodys():
+    """And where nobody has, there is none. Mutants: none where this rank had none; zeros."""
+    axis, layers = Mesh(dp=2).dp, nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+    strategy = local_sgd.apply(layers, axis, None, method="delayed gradients")
+    layers[axis.rank](torch.ones(1, 2)).sum().backward()
+    strategy.finish_backward()
+    assert all(p.grad is None for p in layers.parameters())  # the step before is yet to come
+    strategy.finish()
+    for layer in layers[:2]:
+        assert layer.weight.grad.tolist() == [[0.5, 0.5]]
+    assert layers[2].weight.grad is None

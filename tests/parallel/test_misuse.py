@@ -7,17 +7,28 @@ import copy
 import re
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, weight_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    weight_norm,
+)
 
+from minipar.comm import watchdog
 from minipar.comm.hostcopy import HostCopy
+from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.parallel import compose, ddp, fsdp, offload, zero
+from minipar.model.moe import MoEConfig
+from minipar.parallel import compose, ddp, expert, fsdp, offload, tensor, zero
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
@@ -148,6 +159,63 @@ def test_torchs_clipping_waits_for_finish_backward_too(kind):
         clip_grad_norm_(model.parameters(), 0.5)
     strategy.finish_backward()
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm, rtol=1e-9, atol=0.0)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(SIZE)
+def test_torchs_other_words_on_gradients(kind):
+    """Mutants: the norm of this rank's pieces, or of nothing; a clip that no rank's step sees."""
+    model, alone = Net(), Net()
+    strategy, _ = attach(model, kind)
+    model(data(Mesh(dp=SIZE).dp.rank)).square().sum().backward()
+    with refuses("get_total_norm.*(finish_backward|strategy.clip_grad_norm_)"):
+        get_total_norm(gradients(model))
+    with refuses("clip_grad_value_.*(finish_backward|with_gradients)"):
+        clip_grad_value_(model.parameters(), 0.5)
+    strategy.finish_backward()
+    sum(alone(data(rank)).square().sum() / SIZE for rank in range(SIZE)).backward()
+    norm = get_total_norm(tensors=gradients(alone))
+    if kind.startswith(("zero", "fsdp")):
+        with refuses(r"get_total_norm sees .*strategy.clip_grad_norm_\(max_norm\)"):
+            get_total_norm(gradients(model))
+        with refuses("get_total_norm sees"):
+            get_total_norm(p.grad for p in strategy.with_gradients())
+    else:
+        torch.testing.assert_close(get_total_norm(gradients(model)), norm, rtol=1e-9, atol=0.0)
+    if kind.startswith("zero"):
+        with refuses(r"clip_grad_value_ changes nothing.*strategy.with_gradients\(\)"):
+            clip_grad_value_(model.parameters(), 0.5)
+    for clip in (partial(clip_grads_with_norm_, max_norm=2.0, total_norm=norm), clip_by_value):
+        clip(alone.parameters())
+        clip(strategy.with_gradients())
+        expected = {name: p.grad for name, p in alone.named_parameters()}
+        assert_close(strategy.full_gradients(), expected)
+
+
+def clip_by_value(parameters) -> None:
+    clip_grad_value_(parameters, 0.05)
+
+
+@pytest.mark.parametrize("cuts", [tensor, expert])
+@on_ranks(SIZE)
+def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
+    """Mutant: only strategies that share gradients are known to torch's functions."""
+    model = models.llama(0, moe=None if cuts is tensor else MoEConfig(4, 2, 8))
+    strategy = cuts.apply(model, Mesh(tp=SIZE).tp)
+    model(torch.arange(8)[None]).square().sum().backward()
+    strategy.finish_backward()
+    for norm in (
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+        lambda: get_total_norm(gradients(model)),
+    ):
+        with refuses(r"along tp; call strategy.clip_grad_norm_\(max_norm\)"):
+            norm()
+    clip_grad_value_(model.parameters(), 0.05)
+    assert max(g.abs().max() for g in gradients(model)) <= 0.05
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
@@ -382,6 +450,33 @@ def test_blocks_in_another_order_on_another_rank(differs):
             strategy.finish_backward()
     else:
         strategy.finish_backward()
+
+
+def evaluated_on_one_rank() -> str:
+    """What rank 0 is told when it alone runs a model that is cut."""
+    dp, model, told = Mesh(dp=SIZE).dp, Net(), []
+    attach(model, "fsdp")
+    with watchdog.watch(1, told.append):
+        try:
+            if dp.rank == 0:
+                with torch.no_grad():
+                    model(data(0))
+            time.sleep(4)
+        except RuntimeError as error:
+            told += [str(error), *error.__notes__]
+    return "\n".join(told)
+
+
+@pytest.mark.slow
+def test_evaluation_on_one_rank_says_so():
+    """Mutant: a time-out that names no module."""
+    with Ranks(SIZE, timeout=3) as pool:
+        alone, _ = pool.run(evaluated_on_one_rank)
+    assert "rank 1 of 2 (dp=1) has not reached all_gather #" in alone
+    assert "on dp of weights of the root (88 bytes on the wire), in which rank 0 of 2" in alone
+    assert "time.sleep(4)" in alone  # where rank 1 is
+    assert "while gathering the root. fsdp: all ranks must run" in alone
+    assert "or ran the model alone" in alone
 
 
 @on_ranks(SIZE)

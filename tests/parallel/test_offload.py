@@ -307,6 +307,58 @@ def test_copies_are_hidden_behind_backward_and_forward():
     assert hidden["apply"] > 0.4
 
 
+class Pinned(HostCopy):
+    """Knows the memory that it gave out, which would be pinned on a GPU, and who waits for what."""
+
+    def __init__(self):
+        super().__init__(pcie="none")
+        self.given, self.sources, self.waited = [], [], []
+
+    def empty_like(self, tensor):
+        self.given.append(super().empty_like(tensor))
+        return self.given[-1]
+
+    def to_device(self, pairs):
+        pairs = list(pairs)
+        self.sources += [source for source, _ in pairs]
+        return super().to_device(pairs)
+
+    def to_host(self, tensors):
+        copy = super().to_host(tensors)
+        wait = copy.wait
+        copy.wait = lambda **options: self.waited.append(copy) or wait(**options)
+        return copy
+
+
+@pytest.mark.parametrize("how", ["apply", "shards_on_host"])
+def test_what_a_gpu_takes_is_pinned_though_it_computes_in_half_precision(how):
+    """And no gradient is waited for in backward. Mutants: casts in memory like any other."""
+    model, copies = llama(2), Pinned()
+    if how == "apply":
+        options = {"copies": copies, "compute_dtype": torch.bfloat16, "bucket_mb": 100}
+        strategy = offload.apply(model, Mesh().dp, **options)
+    else:
+        strategy = fsdp.apply(model, Mesh().dp, compute_dtype=torch.bfloat16)
+        offload.shards_on_host(strategy, copies)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        copies.waited.clear()
+        token_loss(model(TOKENS), TOKENS).backward()
+        assert not copies.waited
+        strategy.finish_backward()
+        assert copies.waited
+        optimizer.step()
+        if how == "apply":
+            model(TOKENS)  # gradients of the host come along
+            assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+        optimizer.zero_grad()
+    pinned = {tensor.untyped_storage().data_ptr() for tensor in copies.given}
+    assert copies.sources
+    for source in copies.sources:
+        assert source.dtype == torch.bfloat16
+        assert source.untyped_storage().data_ptr() in pinned
+
+
 def test_gradients_leave_before_backward_is_over():
     model = llama()
     strategy = offloaded(model, bucket_mb=0.01)

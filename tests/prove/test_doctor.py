@@ -3,8 +3,11 @@
 import os
 import re
 import resource
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from minipar.cli import main
@@ -118,3 +121,13 @@ def test_under_torchrun_hosts_must_share_the_folder_of_runs(ranks, tmp_path):
             assert sum(line.what == "2 ranks" for line in lines) == 1
             assert "on 1 of" in next(line.says for line in lines if line.what == "2 ranks")
     assert not os.path.exists(tmp_path / "runs")
+
+
+def test_nccl_would_take_infiniband_first(monkeypatch):
+    """Mutants: InfiniBand last; one that is down, that leads nowhere, or speaks no IP."""
+    has_ip = [SimpleNamespace(family=socket.AF_INET)]
+    found = dict.fromkeys(("docker0", "eth1", "ib1", "ib0", "lo"), has_ip)
+    states = {name: SimpleNamespace(isup=name != "ib1") for name in (*found, "eth0")}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [], **found})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    assert doctor._outward() == ["ib0", "eth1"]

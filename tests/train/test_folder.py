@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import minipar
-from minipar.cli import training
+from minipar.cli import main, training
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train import folder as folders
@@ -38,6 +38,15 @@ with held(Path(sys.argv[1]), Axis("world", 0, 1, (0,))):
 
 
 # ---------------------------------------------------------------------- one job at a time
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    """As in one of another user's. Mutant: a traceback that ends in the name of a file."""
+    (tmp_path / RUNNING).mkdir()
+    says = f"{tmp_path} cannot be written: .*{RUNNING}.*another user"
+    with pytest.raises(OSError, match=says) as raised, held(tmp_path, ALONE):
+        pass
+    assert type(raised.value).__name__ in main._SAY_IT_ALL
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeypatch, has_locks):
