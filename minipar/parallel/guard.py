@@ -168,8 +168,12 @@ def _check_seen(name: str, tensors: list[Tensor]) -> None:
         is_elsewhere = any(hasattr(p, "stepped_elsewhere") for p in own)
         has_some = [p for p in own if p.grad is not None]
         missed += own if not strategy.is_finished else has_some if is_elsewhere else []
-    if name == "get_total_norm" and not tensors:
-        tensors = missed[:1]  # else the norm of nothing, 0
+    if name == "get_total_norm" and missed and not tensors:  # else the norm of nothing, 0
+        raise RuntimeError(
+            "torch's get_total_norm sees no gradient here, as those of the batch are elsewhere, or "
+            "not complete; after finish_backward(), call strategy.clip_grad_norm_(max_norm) in its "
+            "place, which returns the norm of all (max_norm=math.inf only measures)"
+        )
     parameters = [owners.get(id(t), t) for t in tensors]
     _check_finished(parameters, f"{name}()")
     for p in parameters:
