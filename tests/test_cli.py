@@ -357,6 +357,15 @@ def test_flags_of_training_are_shown_in_groups_and_read_as_one(capfd, monkeypatc
     assert config == expected and type(config) is TrainConfig
 
 
+def test_what_there_is_is_told_without_importing_torch():
+    """Mutant: help that takes five seconds."""
+    code = "import sys; from minipar.cli.main import main\ntry: main(['--help'])\n"
+    code += (
+        "except SystemExit: sys.exit(not sys.modules.keys().isdisjoint({'torch', 'matplotlib'}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
 def test_python_m_minipar(capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["minipar", "train", "--steps", "0"])
     with pytest.raises(SystemExit) as stop:
@@ -397,12 +406,10 @@ def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
 def test_a_full_disk_and_a_bad_number_are_one_line(capfd, monkeypatch):
     for error in (OSError(28, "No space left on device"), FloatingPointError("step 3: loss nan")):
 
-        def fails(_, error=error):
+        def fails(_: TrainConfig, error=error):
             raise error
 
-        monkeypatch.setitem(
-            commands.COMMANDS, "train", commands.COMMANDS["train"]._replace(run=fails)
-        )
+        monkeypatch.setattr(training, "train", fails)
         code, _, err = call(capfd, "train")
         assert code == 1 and err == f"minipar: error: {error}\n"
 

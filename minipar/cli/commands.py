@@ -1,35 +1,22 @@
-"""All commands by name; their flags are read, their help is written."""
+"""All commands by name; their flags are read, their help is written.
+
+A command is imported when it is asked for: `minipar --help` needs none of them, and no torch.
+"""
 
 import contextlib
 import difflib
+import importlib
 import inspect
 import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import fields, make_dataclass
 from typing import Any, NamedTuple, get_type_hints
 
 import tyro
 
 from minipar import __version__
-from minipar.cli.looking import hang, overlap, plan, prove
-from minipar.cli.training import run_of, train
-from minipar.cli.weights import export, generate
-from minipar.lab.bench import (
-    collectives,
-    compression,
-    context,
-    ddp,
-    expert,
-    fsdp,
-    mixture,
-    pipeline,
-    tensor,
-)
-from minipar.prove import doctor
-from minipar.sim import calibrate
-from minipar.train.config import TrainConfig
 
 
 def parse(argv: list[str]) -> tuple[str, Any]:
@@ -52,11 +39,8 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         raise ValueError(f"{asked!r} is no command; {hint} {', '.join(COMMANDS)}")
     kind, flags = COMMANDS[name].config, argv[len(name.split()) :]
     default = tyro.MISSING_NONPROP
-    if kind is TrainConfig and (resumed := _value_of("--resume", flags)):
-        run = run_of(resumed)
-        default = TrainConfig.load(run / "config.json")
-        if default.tokenizer and (run / "tokenizer.json").exists():
-            default = replace(default, tokenizer=str(run / "tokenizer.json"))
+    if name == "train" and (resumed := _value_of("--resume", flags)):
+        default = importlib.import_module("minipar.cli.training").config_of(resumed)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -132,47 +116,67 @@ def _first_words(box: str) -> str:
 
 
 class _Command(NamedTuple):
-    config: type
-    run: Callable[[Any], Any]
+    where: str  # module:function
     summary: str
 
+    @property
+    def run(self) -> Callable[[Any], Any]:
+        """The function; what it takes is the flags."""
+        module, _, name = self.where.partition(":")
+        return getattr(importlib.import_module(f"minipar.{module}"), name)
 
-def _command(run: Callable[[Any], Any], summary: str) -> _Command:
-    """What `run` takes is the flags."""
-    return _Command(next(iter(get_type_hints(run).values())), run, summary)
+    @property
+    def config(self) -> type:
+        """The dataclass of the flags."""
+        return next(iter(get_type_hints(self.run).values()))
 
 
 COMMANDS = {
-    "train": _command(train, "train a Llama on several ranks"),
-    "bench ddp": _command(ddp.run, "our data parallel beside PyTorch's own"),
-    "bench collectives": _command(
-        collectives.run, "our all-reduce algorithms beside the backend's"
-    ),
-    "bench compression": _command(
-        compression.run, "every way to send less: what it saves, and costs"
-    ),
-    "bench fsdp": _command(fsdp.run, "our ZeRO and FSDP beside PyTorch's own"),
-    "bench tensor": _command(tensor.run, "our tensor parallelism beside PyTorch's own"),
-    "bench context": _command(
-        context.run, "our context parallelism beside PyTorch's; zigzag or not"
-    ),
-    "bench expert": _command(
-        expert.run, "our expert parallelism beside plain torch, balanced or not"
-    ),
-    "bench mixture": _command(
-        mixture.run, "a mixture of experts beside a dense model, after equal FLOPs"
-    ),
-    "bench pipeline": _command(
-        pipeline.run, "our pipeline beside PyTorch's, and how idle ranks are"
-    ),
-    "generate": _command(generate, "let a trained model go on with a text"),
-    "doctor": _command(doctor.run, "what this machine has, and whether ranks work on it"),
-    "export": _command(export, "write the weights of a run for Hugging Face's libraries"),
-    "overlap": _command(overlap, "how much communication do these traces hide?"),
-    "hang": _command(hang, "who keeps this hanging job waiting?"),
-    "prove": _command(prove, "is your parallel training equal to one device?"),
-    "plan": _command(plan, "which plan would train this model fastest there?"),
-    "calibrate": _command(calibrate.run, "measure this machine, for `minipar plan`"),
+    name: _Command(where, summary)
+    for name, where, summary in (
+        ("train", "cli.training:train", "train a Llama on several ranks"),
+        ("bench ddp", "lab.bench.ddp:run", "our data parallel beside PyTorch's own"),
+        (
+            "bench collectives",
+            "lab.bench.collectives:run",
+            "our all-reduce algorithms beside the backend's",
+        ),
+        (
+            "bench compression",
+            "lab.bench.compression:run",
+            "every way to send less: what it saves, and costs",
+        ),
+        ("bench fsdp", "lab.bench.fsdp:run", "our ZeRO and FSDP beside PyTorch's own"),
+        ("bench tensor", "lab.bench.tensor:run", "our tensor parallelism beside PyTorch's own"),
+        (
+            "bench context",
+            "lab.bench.context:run",
+            "our context parallelism beside PyTorch's; zigzag or not",
+        ),
+        (
+            "bench expert",
+            "lab.bench.expert:run",
+            "our expert parallelism beside plain torch, balanced or not",
+        ),
+        (
+            "bench mixture",
+            "lab.bench.mixture:run",
+            "a mixture of experts beside a dense model, after equal FLOPs",
+        ),
+        (
+            "bench pipeline",
+            "lab.bench.pipeline:run",
+            "our pipeline beside PyTorch's, and how idle ranks are",
+        ),
+        ("generate", "cli.weights:generate", "let a trained model go on with a text"),
+        ("doctor", "prove.doctor:run", "what this machine has, and whether ranks work on it"),
+        ("export", "cli.weights:export", "write the weights of a run for Hugging Face's libraries"),
+        ("overlap", "cli.looking:overlap", "how much communication do these traces hide?"),
+        ("hang", "cli.looking:hang", "who keeps this hanging job waiting?"),
+        ("prove", "cli.looking:prove", "is your parallel training equal to one device?"),
+        ("plan", "cli.looking:plan", "which plan would train this model fastest there?"),
+        ("calibrate", "sim.calibrate:run", "measure this machine, for `minipar plan`"),
+    )
 }
 
 _GROUPS = {

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh, check_fits_here
 from minipar.comm.timeline import Timeline
-from minipar.lab import draw
-from minipar.sim import remedy
 from minipar.train import checkpoint, out_of_memory, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import find_job, forget_job, how_to_go_on, newest, note_job
@@ -44,7 +43,7 @@ def train(config: TrainConfig) -> None:
             _train_under_torchrun(config, folder, start)
         except out_of_memory.OutOfMemory as error:
             if error.speaks:
-                error.add_note(remedy.page_of(config, error.folder))
+                error.add_note(_remedy(config, error.folder))
             raise
         return
     backend = config.backend
@@ -70,9 +69,16 @@ def train(config: TrainConfig) -> None:
             print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
         failures = error.failures.values() if isinstance(error, RankError) else ()
         if any(failure.kind == "OutOfMemory" for failure in failures):
-            error.add_note(remedy.page_of(config, folder))
+            error.add_note(_remedy(config, folder))
         raise
     conclude(report, folder)
+
+
+def _remedy(config: TrainConfig, folder: Path) -> str:
+    """The page of a run that is out of memory; what simulates is imported for it alone."""
+    from minipar.sim import remedy
+
+    return remedy.page_of(config, folder)
 
 
 def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str | None) -> None:
@@ -141,6 +147,15 @@ def _headline(config: TrainConfig, folder: Path, start: str | None) -> str:
     model = config.init or config.preset
     verb = f"Resuming {start}" if start else f"Training {model} on {config.data}"
     return f"{verb} with mesh {config.mesh}, into {folder}/"
+
+
+def config_of(resumed: str) -> TrainConfig:
+    """Return the configuration of the run of which `resumed` is the folder, or a checkpoint."""
+    run = run_of(resumed)
+    config = TrainConfig.load(run / "config.json")
+    if config.tokenizer and (run / "tokenizer.json").exists():
+        return replace(config, tokenizer=str(run / "tokenizer.json"))
+    return config
 
 
 def is_bad_input(error: RankError) -> bool:
@@ -238,6 +253,8 @@ def conclude(report: Report | None, folder: Path) -> None:
     if report is None:
         say(f"\n{how_to_go_on(folder)}")
         return
+    from minipar.lab import draw  # a second, of which training knows nothing
+
     steps = read(folder / "metrics.jsonl")
     lines = {"training": [(line["step"], line["loss"]) for line in steps]}
     validated = [(s["step"], s["validation_loss"]) for s in steps if "validation_loss" in s]

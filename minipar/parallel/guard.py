@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -77,6 +78,7 @@ def check_gradient(p: nn.Parameter, gradient: Tensor) -> None:
 _strategies: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()  # strategies, too
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_is_looking: ContextVar[bool] = ContextVar("is_looking", default=False)  # at a call of torch's
 
 
 def notice(strategy: Any) -> None:
@@ -147,13 +149,19 @@ def _look_first(function: Callable[..., Any]) -> None:
 
     @wraps(inner)
     def checked(*args: Any, **options: Any) -> Any:
+        if _is_looking.get():  # one of these calls another, with what has been looked at
+            return inner(*args, **options)
         call = signature.bind(*args, **options)
         first, given = next(iter(call.arguments.items()))
         tensors = [given] if isinstance(given, Tensor) else list(given)
         _check_seen(name, tensors)
         if tensors:  # torch warns of a generator that is empty
             call.arguments[first] = tensors
-        return inner(*call.args, **call.kwargs)
+        token = _is_looking.set(True)
+        try:
+            return inner(*call.args, **call.kwargs)
+        finally:
+            _is_looking.reset(token)
 
     cell.cell_contents = checked
 

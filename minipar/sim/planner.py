@@ -33,6 +33,8 @@ GB = 1e9
 class NothingFits(ValueError):
     """No plan does; the message has the cheapest change that would."""
 
+    exit_code = 3
+
 
 @dataclass(frozen=True)
 class Ranked:

@@ -196,6 +196,18 @@ def test_torchs_other_words_on_gradients(kind):
         assert_close(strategy.full_gradients(), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(SIZE)
+def test_torchs_norm_of_another_model_that_has_no_gradients(kind):
+    """It is 0, whatever strategy is at work beside it. Mutant: refused, as the norm of nothing."""
+    model, other = Net(), Net()
+    strategy, _ = attach(model, kind)
+    model(data(Mesh(dp=SIZE).dp.rank)).square().sum().backward()
+    assert clip_grad_norm_(other.parameters(), 0.5) == 0
+    strategy.finish_backward()
+    assert clip_grad_norm_(other.parameters(), 0.5) == 0
+
+
 def clip_by_value(parameters) -> None:
     clip_grad_value_(parameters, 0.05)
 

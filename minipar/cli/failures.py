@@ -1,0 +1,64 @@
+"""What went wrong, in a line or by the traceback of the rank that failed; and the exit code."""
+
+import os
+import sys
+
+from minipar.cli.output import BROKEN_PIPE
+from minipar.cli.training import is_bad_input
+from minipar.comm import backends
+from minipar.comm.launch import RankError
+from minipar.comm.mesh import Mesh
+from minipar.comm.spans import printable
+from minipar.train import out_of_memory
+
+
+def exit_code(error: Exception) -> int:
+    """Print what went wrong; return the exit code. Raises again what nobody has foreseen."""
+    match error:
+        case ValueError():
+            backends.excuse(str(error))
+            complain(error)
+            return getattr(error, "exit_code", 2)
+        case RankError():
+            return _of_ranks(error)
+        case out_of_memory.OutOfMemory():  # of torchrun's ranks, maybe of this one alone
+            complain(MemoryError(f"{Mesh.label}: {error}"), *getattr(error, "__notes__", ()))
+            return 1
+        case OSError() | FloatingPointError():
+            complain(error)
+            return 1
+    raise error
+
+
+def complain(error: BaseException, *notes: str) -> None:
+    """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, MemoryError):
+        notes = *notes, *getattr(error, "__notes__", ())
+        said = printable(" ".join(str(error).split()))
+        print(f"minipar: error: {said}", file=sys.stderr, flush=True)
+        print(*notes, sep="", end="", file=sys.stderr, flush=True)
+
+
+def _of_ranks(error: RankError) -> int:
+    """Print who failed and why; return the exit code."""
+    failures = list(error.failures.values())
+    # The others have only lost their connection to it.
+    failures = [f for f in failures if f.kind == "OutOfMemory"] or failures
+    if any(failure.kind == "BrokenPipeError" for failure in failures):
+        return BROKEN_PIPE
+    messages = {failure.message: failure for failure in failures}  # most often all ranks' is one
+    if is_bad_input(error) and len(messages) == 1:
+        complain(ValueError(failures[0].message))
+        return 2
+    if all(f.kind in _SAY_IT_ALL or "allocate memory" in f.message for f in failures):
+        for message, failure in messages.items():
+            alone = "" if len(messages) < len(failures) else f"{failure.label}: "
+            complain(RuntimeError(f"{alone}{message}"))
+    else:
+        print("\n".join(error.reports()), file=sys.stderr)
+    print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr)
+    return 1
+
+
+_SAY_IT_ALL = ("Died", "FloatingPointError", "OSError", "MemoryError", "OutOfMemory")
+"""Failures of ranks whose message is all that there is to know."""
