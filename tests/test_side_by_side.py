@@ -1,4 +1,4 @@
-"""Two pytests share the tests: none is left out, none runs twice, and no failure is lost."""
+"""Several pytests share the tests: none is left out, none runs twice, and no failure is lost."""
 
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_every_test_runs_once_and_every_failure_counts(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_is_timed_runs_once_when_all_else_is_done(tmp_path: Path, monkeypatch, capfd, bad):
-    """Mutants: both processes run it; its failure is lost; it runs beside the others."""
+    """Mutants: each process runs it; its failure is lost; it runs beside the others."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     log = tmp_path / "log"
     for name in "abcd":
