@@ -205,7 +205,7 @@ EXAMPLES = {
     "overlap": (
         "traces/",
         "trace-rank0.json trace-rank1.json.gz --out mine.png",
-        "runs/tiny-dp4/timeline.json",
+        "runs/tiny-dp4",
     ),
     "plan": (
         "--model llama-3-70b --gpus 64 --hardware h100-ndr",

@@ -32,7 +32,7 @@ class Overlap:
 
     traces: tyro.conf.Positional[list[str]]
     """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;
-    or a timeline.json of `minipar train`."""
+    or a run of `minipar train`, or its timeline.json."""
     out: str = "overlap.png"
     """Where to draw the picture; or, if it ends with .html, to write all of it as one page."""
     json: bool = False
@@ -124,7 +124,11 @@ def overlap(command: Overlap) -> None:
 
 
 def read_timeline(traces: list[str]) -> Timeline:
-    """Read a timeline of ours, or the traces of torch.profiler."""
+    """Read a timeline of ours, also by the folder of its run, or the traces of torch.profiler."""
+    if len(traces) == 1 and (run := Path(traces[0]) / "metrics.jsonl").exists():
+        traces = [str(run.with_name("timeline.json"))]
+        if not Path(traces[0]).exists():
+            raise ValueError(f"{run.parent} has no timeline.json yet: a run writes it at its end")
     if len(traces) == 1 and is_ours(traces[0]):
         recorded = Timeline.load(traces[0])
         if not recorded.spans:

@@ -90,7 +90,7 @@ def notice(strategy: Any) -> None:
 def watch(strategy: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse to step or to clip `parameters` while `strategy.is_finished` is false, and to step
     what no rank shares of its model: a layer that was frozen here, or takes another's place."""
-    strategy.watched = set(parameters)
+    strategy.watched = frozenset(parameters)
     strategy.frozen = {p for p in strategy.model.parameters() if not p.requires_grad}
     _watched.add(strategy)
 
@@ -219,7 +219,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check_finished(parameters: list[nn.Parameter], what: str) -> None:
-    for strategy in list(_watched):
+    for strategy in list(_strategies):
         if not strategy.watched.isdisjoint(parameters):
             check_finished(strategy, what)
 

@@ -123,10 +123,13 @@ class _Local(Strategy):
             "covers them; balance experts by a loss (bias_speed=None)",
         )
         replicate(model, axis)
+        if not average:
+            self.watch_backward(self.parameters)
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
         """Make the gradients those of this rank's own tokens; nothing is sent."""
+        super().finish_backward()
         if not self.average:
             for p in self.parameters:
                 if p.grad is not None:
@@ -184,10 +187,13 @@ class LocalSGD(_Local):
         check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(*common, **options)
         self.synchronous_steps = synchronous_steps
+        if synchronous_steps and not self.watched:
+            self.watch_backward(self.parameters)
 
     def finish_backward(self) -> None:
         """At first, gradients of the whole batch; later, this rank's own."""
         if self.steps < self.synchronous_steps:
+            Strategy.finish_backward(self)
             op = "avg" if self.average else "sum"
             Gradients.send(self.parameters, self.axis, op).receive()
         else:
@@ -398,9 +404,11 @@ class DelayedGradients(Strategy):
         replicate(model, axis, is_data=True)
         self.axis = with_own_group(axis)
         self.under_way: Gradients | None = None
+        self.watch_backward(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step, put those of the last one in their place."""
+        super().finish_backward()
         before = self.under_way
         self.under_way = Gradients.send(self.parameters, self.axis, self.op)
         self._receive(before)

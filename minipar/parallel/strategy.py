@@ -1,6 +1,6 @@
 """What every strategy has in common: three words, and how to leave synchronisation out."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Strategy:
 
     shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
     rows: Sequence[Row] = ()  # of the pieces that are stepped in the place of parameters
+    watched: Set[nn.Parameter] = frozenset()  # whose gradients are to be completed
     run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
     evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
 
@@ -45,6 +46,17 @@ class Strategy:
         """Complete the communication of gradients that backward started."""
         self.is_finished = True
         self.finishes += 1
+
+    def watch_backward(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse to step `parameters` between a backward and its `finish_backward`, which makes
+        their gradients those of the batch."""
+        self.watched = frozenset(p for p in parameters if p.requires_grad)
+        for p in self.watched:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete here."""
+        self.is_finished = False
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Parameters, or pieces of them, whose ``grad`` is that of the batch."""

@@ -179,6 +179,8 @@ class TensorParallel(Strategy):
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
             self.whole = [n for n, _ in model.named_parameters() if n not in self.pieces]
             _pad_and_cut(model, self.axis.size)
+        if self.axis.size > 1:
+            self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
         config, n = self.model.config, self.axis.size
@@ -284,6 +286,7 @@ class TensorParallel(Strategy):
 
     def finish_backward(self) -> None:
         """Sum what every rank computed a part of: whole parameters, and shared heads."""
+        super().finish_backward()
         self._sum(self.whole, num_groups=1)
         self._sum(self.shared, num_groups=self.num_kv_heads)
 

@@ -10,7 +10,7 @@ from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, hardware
+from minipar.sim import cost, hardware, load
 
 LARGER = {
     "llama-3-70b": dict(hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
@@ -43,11 +43,14 @@ class PlanConfig:
     global_batch: int = 512
     """Sequences of a step."""
     software: str = "any"
-    """Whose habits are assumed: any, minipar, megatron, nanotron or llm-foundry."""
+    """Whose habits are assumed: any, compiled, minipar, megatron, nanotron or llm-foundry."""
     top: int = 5
     """Plans to show."""
     fix: str = ""
     """Only plans such as tp=8,zero=1; microbatch is one of the words."""
+    experts: str = ""
+    """Tokens of each expert, as measured, in any unit: 90,40,...; or drawn by Zipf's law: zipf=1,
+    the i-th of them gets 1 / i of the first. Empty: as many each."""
     what_if: str = ""
     """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
     explain: str = ""
@@ -115,6 +118,18 @@ def fixed(text: str) -> dict[str, Any]:
     return found | {w.partition("=")[0]: getattr(plan, w.partition("=")[0]) for w in words}
 
 
+def load_of(text: str, model: LlamaConfig) -> load.Load:
+    """Return what `--experts` says of a model. Raises `ValueError`."""
+    law, _, exponent = text.partition("=")
+    try:
+        if law == "zipf" and model.moe and 0 <= float(exponent) <= 9:
+            return load.skewed(model.moe.num_experts, float(exponent))
+        found = tuple(float(word) for word in text.split(",") if word)
+    except ValueError:
+        raise ValueError(f"--experts {text[:60]}: write numbers, or zipf=1") from None
+    return load.check(found, model)
+
+
 def base_of(config: PlanConfig) -> cost.Job:
     """Return what all plans have in common. Raises `ValueError` for what cannot be asked."""
     for name in ("gpus", "global_batch", "top"):
@@ -130,4 +145,5 @@ def base_of(config: PlanConfig) -> cost.Job:
     machine = machine_of(config)
     dtype = "bf16" if "bf16" in machine.device.peak else "fp16"
     plan = Plan(precision="bf16" if dtype == "bf16" else "fp16")
-    return cost.Job(model, plan, machine, software, seq, dtype=dtype)
+    experts = load_of(config.experts, model)
+    return cost.Job(model, plan, machine, software, seq, dtype=dtype, experts=experts)

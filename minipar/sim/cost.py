@@ -31,7 +31,9 @@ from functools import cache
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import stages
 from minipar.parallel.plan import Plan
+from minipar.sim import load
 from minipar.sim.hardware import BYTES, Device, Machine, Software
+from minipar.sim.load import Load
 
 BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualpipe_v": 1 / 4}
 """Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank.
@@ -60,6 +62,7 @@ class Job:
     gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
     flash: bool = True  # attention in one kernel
     ep: int = 1  # of the ranks of dp, how many share the experts, where no axis of the plan does
+    experts: Load = ()  # tokens of each
 
     @property
     def tokens(self) -> float:
@@ -85,6 +88,12 @@ class Job:
     def experts_over(self) -> int:
         """Ranks among which experts are shared out."""
         return max(self.ep, self.plan.ep)
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the experts of one rank, of which all wait for it, beside those of the mean."""
+        even = self.plan.dispatch == "padded"  # to what the fullest expert may have
+        return 1.0 if even else load.busiest(self.experts, self.experts_over)[1]
 
     @property
     def experts_cut(self) -> int:
@@ -167,7 +176,7 @@ def seconds(job: Job) -> dict[str, float]:
     if plan.pp > 1:
         far = 1 + (plan.num_ranks > job.machine.gpus)
         message = 2 * job.tokens * job.config.hidden_size
-        message /= plan.tp if plan.sequence_parallel else 1
+        message /= plan.tp if plan.sequence_parallel or software.scattered else 1
         one = job.machine.seconds_of_collective("send", message, 2, far)
         total["pp"] = 2 * one * (m * job.chunks + left * (plan.pp - 1))
     mine = max(n * layer for n in layers) + table
@@ -202,9 +211,10 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         own = n / tp if cut < tp and plan.sequence_parallel else n  # tokens of whole experts
         chosen, held = own * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
         f = c.moe.expert_size / cut
+        chosen *= job.busiest
         experts = product(ups * f, width, chosen / held, held)
         experts += product(width, f, chosen / held, held)
-        hidden, touched = c.moe.num_shared * f, 4 * c.moe.top_k * (width + 2 * f) * own / n
+        hidden, touched = c.moe.num_shared * f, 4 * (width + 2 * f) * chosen / n
     dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
     compute += experts + dense
     # A ring computes cp pieces of a square each, and adds up their results in float32.
@@ -217,9 +227,15 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
     if backward and plan.checkpointing == "selective" and not job.flash:
         attention *= 1.5
-    # Two norms and two residual sums of the stream, a rotation, and the hidden layer's product.
-    stream = (10 if job.gated else 16) * width / (tp if plan.sequence_parallel else 1)
-    touched += stream + 4 * (queries + keys) + 5 * hidden
+    # Two norms and two residual sums of the stream, and what becomes of the hidden layer. A Llama
+    # rotates queries and keys, and multiplies by a gate; a GPT has neither, but may have dropout's
+    # masks, and biases, whose gradients are sums of those of all outputs: half of them per way.
+    touched += 10 * width / (tp if plan.sequence_parallel else 1)
+    touched += 4 * (queries + keys) + 5 * hidden if job.gated else 2 * hidden
+    if not job.gated:
+        touched += job.software.biases * (2 * width + (queries + 2 * keys + hidden) / 2)
+    if not job.flash:  # its result is put in the order of tokens
+        touched += 2 * queries
     if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
         touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
     numbers = n * touched * job.software.passes
@@ -234,7 +250,7 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     if (ep := job.experts_over) > 1 and c.moe is not None:
         # The whole tensor of an all-to-all is what one rank deals out.
         halves = 2 if plan.dispatch == "halves" else 1
-        num_bytes = 2 * own * c.moe.top_k * width / halves
+        num_bytes = 2 * own * c.moe.top_k * width * job.busiest / halves
         trip = job.collective("all_to_all", num_bytes, tp, ep)
         parts["ep"] = _trips(plan.dispatch, halves, trip, times * dense, times * experts)
     host, doublings = job.software.host, math.log2(tp)
@@ -344,10 +360,12 @@ def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     # Experts that ranks share out are cut among fewer of them.
     group = job.dp * plan.cp
     cut = (mine + (job.experts_over - 1) * shared) / group
+    # With activations at their highest there are no gradients yet, unless of microbatches before.
+    freed = plan.microbatches == 1 and not software.buffered
     held = {
         "weights": software.weights * (cut if plan.zero == 3 else mine)
         + 4 * layer * (plan.zero == 3),
-        "gradients": software.gradients * (cut if plan.zero >= 2 else mine),
+        "gradients": software.gradients * (cut if plan.zero >= (1 if freed else 2) else mine),
         "optimizer": software.optimizer * (cut if plan.zero else mine),
     }
     stored = sum(activations(job).values())
@@ -372,7 +390,7 @@ def activations(job: Job) -> dict[str, float]:
     c, plan, tp = job.config, job.plan, job.plan.tp
     moe, hidden = c.moe, c.intermediate_size
     if moe is not None:
-        hidden = (moe.top_k + moe.num_shared) * moe.expert_size
+        hidden = (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
     inputs, whole = 8 if job.gated else 5, job.software.gathered * plan.sequence_parallel
     heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
     numbers = {

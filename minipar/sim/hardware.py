@@ -99,9 +99,11 @@ class Device:
         tiles = batch * math.ceil(m / self.tile) * math.ceil(n / self.tile)
         waves = math.ceil(tiles / self.processors)
         flops = waves * self.processors * self.tile**2 * 2 * k
-        num_bytes = batch * (m * k + k * n + m * n) * BYTES[dtype]
-        through_memory = num_bytes / (self.memory_bandwidth * self.memory_efficiency)
-        return self.launch + max(flops / (OF_CEILING * self.ceiling_of(dtype)), through_memory)
+        speed = self.memory_bandwidth * self.memory_efficiency / BYTES[dtype]
+        through_memory = batch * (m * k + k * n + m * n) / speed
+        # A processor multiplies nothing while it writes its tile.
+        multiplied = flops / (OF_CEILING * self.ceiling_of(dtype)) + batch * m * n / speed
+        return self.launch + max(multiplied, through_memory)
 
     def seconds_of_attention(
         self, batch: float, heads: float, queries: float, keys: float, head_dim: float,
@@ -121,8 +123,9 @@ class Device:
         if kernel == "unfused":
             scores = self.seconds_of_matmul(queries, keys, head_dim, dtype, batch=batch * heads)
             values = self.seconds_of_matmul(queries, head_dim, keys, dtype, batch=batch * heads)
-            # Mask and softmax read and write the scores once each; the backward does as much.
-            between = self.seconds_of_bytes(4 * batch * heads * queries * keys * BYTES[dtype])
+            # Mask and softmax read and write the scores once each; in backward, softmax reads two.
+            between = (3 + passes) * batch * heads * queries * keys * BYTES[dtype]
+            between = self.seconds_of_bytes(between)
             return passes * (scores + values) + between
         _at_least_0(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim)
         law = self.attention[kernel]
@@ -256,9 +259,12 @@ class Software:
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
+    biases: float  # 1: a GPT has biases and dropout; 0: neither
+    scattered: float  # 1: ranks of tp send a part each to the next stage, and gather it there
     weights: float  # bytes per parameter; with those of
     gradients: float
     optimizer: float
+    buffered: float  # 1: ZeRO 1 has room for all gradients; 0: what one microbatch sends is freed
 
 
 def _at_least_0(**numbers: float) -> None:
@@ -284,7 +290,7 @@ _POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficie
 _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
 _POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
-_SHARES |= {"forward", "backward", "selective"}
+_SHARES |= {"forward", "backward", "selective", "buffered"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""
 

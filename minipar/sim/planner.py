@@ -310,7 +310,7 @@ def _by_part(ranked: Ranked) -> str:
     held = [f"{part} {b / GB:.1f}" for part, b in ranked.memory.items() if b >= 0.05 * GB]
     lines = [f"  seconds: {', '.join(seconds)}", f"  GB: {', '.join(held)}"]
     unpriced = {"tp_overlap", "experts_over_cp", "expert_nodes", "compression"}
-    if ranked.job.plan.dispatch in ("gather", "hierarchical", "paired"):
+    if ranked.job.plan.dispatch in ("gather", "hierarchical", "padded", "paired"):
         unpriced.add("dispatch")
     words = [w for w in str(ranked.job.plan).split(",") if w.partition("=")[0] in unpriced]
     if words:
@@ -333,7 +333,9 @@ def explain(ranked: Ranked) -> str:
 def simulate(ranked: Ranked) -> Simulated:
     """Trace minipar's own code under a plan, and replay it on the machine: no closed form."""
     job = ranked.job
-    traces = trace(job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len)
+    traces = trace(
+        job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len, experts=job.experts
+    )
     return replay(traces, job.machine, host=job.software.host)
 
 

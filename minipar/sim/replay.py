@@ -5,17 +5,16 @@ Idea.   A rank is a list of events (`trace.py`), a machine says how long each ta
         all of its ranks have made it; a wait until its call is over.
 Streams. A device computes on one, and has another for each process group, where calls run in the
         order in which they were launched. Messages of one rank to one other queue up; they leave
-        when both ends have called (rendezvous). Those of an exchange, in which a group's ranks all
-        take part, run where its collectives do, as NCCL's; on the emulated link beside them.
+        when both ends have called (rendezvous). An exchange is a message with each neighbour, and
+        waits for no other rank; it runs where its group's collectives do, as NCCL's does; on the
+        emulated link beside them.
 Host.   It launches kernels ahead of the device, and no layer is over before its host has launched
         it, in so many seconds for a forward, a recomputation and a backward each.
 Ranks.  One of each place on the pipeline is played; the others of its dp, cp and tp do the same at
         the same time. Of a slow rank all its pipeline is played, too, and calls wait for the last.
 Steps.  Two are played, and the second is told: what the first leaves to be waited for is in it.
 
-Limits: a machine's links are not shared between groups; nothing fails or is slow by chance. An
-exchange begins when all of its group have called, not neighbours alone: of a ring of 4 ranks whose
-blocks differ, the hidden share is some points off.
+Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
 """
 
 import math
@@ -29,6 +28,7 @@ from minipar.comm import operations
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.comm.spans import Span, clipped, wire_bytes
 from minipar.comm.timeline import Timeline
+from minipar.parallel.pipeline.messages import AHEAD
 from minipar.sim.hardware import Machine
 from minipar.sim.trace import Trace, Traces
 from minipar.sim.tracer import Compute, Launch, Segment, Wait
@@ -179,14 +179,12 @@ class _Prices:
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
         """Seconds of a collective, or of a message, among `ranks`."""
-        key = launch.verb, launch.axis, launch.num_bytes, ranks
+        num_bytes = max(launch.num_bytes, launch.arriving)
+        key = launch.verb, launch.axis, num_bytes, ranks
         if key not in self.known:
             nodes = len({rank // self.machine.gpus for rank in ranks})
-            verb, num_bytes = launch.verb, launch.num_bytes
-            if launch.peers:
-                verb, ranks = "send", ranks[:2]
-                nodes = min(nodes, 2)
-            elif rounds := wire_bytes(verb, len(ranks), len(ranks)):
+            verb = "send" if launch.peers else launch.verb
+            if rounds := wire_bytes(verb, len(ranks), len(ranks)):
                 num_bytes = num_bytes * len(ranks) / rounds  # of the whole tensor
             self.known[key] = self.machine.seconds_of_collective(verb, num_bytes, len(ranks), nodes)
         return self.known[key]
@@ -195,13 +193,29 @@ class _Prices:
 # ---------------------------------------------------------------------- ranks at play
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A collective or a message: over when all that take part have made it."""
+    """A collective or a message: it begins when all that take part have made it, and are free."""
 
     missing: int
     ready: float = 0.0
-    span: tuple[float, float] | None = None  # once it is known
     seconds: float = 0.0
-    made_by: list[tuple["_Player", Launch]] = field(default_factory=list)
+    span: tuple[float, float] | None = None  # once it is known
+    before: list["_Call"] = field(default_factory=list)  # in the streams that it runs in
+    after: list["_Call"] = field(default_factory=list)  # made, but for this one
+    made_by: list["_Made"] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Made:
+    """What a rank has launched: a call; of an exchange, a message with each neighbour."""
+
+    player: "_Player"
+    launch: Launch
+    calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known when it is over."""
+        return all(call.span for call in self.calls)
 
 
 @dataclass(eq=False)
@@ -216,8 +230,9 @@ class _Player:
     talks_until: float = 0.0
     computing: float = 0.0
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    turns: list[float] = field(default_factory=list)  # of receives
     counts: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
-    latest: dict[str, list[_Call]] = field(default_factory=dict)  # calls of a family's last segment
+    latest: dict[str, list[_Made]] = field(default_factory=dict)  # of a family's last segment
 
 
 class _Stage:
@@ -234,7 +249,7 @@ class _Stage:
                 rank = place * stride + column
                 self.players[rank] = _Player(rank, trace, slow.get(rank, 1.0))
         self.calls: dict[Any, _Call] = {}  # by who takes part, and the how-manieth of theirs
-        self.free: dict[Any, float] = defaultdict(float)  # when those who take part are next
+        self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []
         self.ends: list[dict[int, float]] = []  # of steps, by rank
 
@@ -254,8 +269,9 @@ class _Stage:
         """A step of a player; yields where others have to move first."""
         player.host = player.clock  # it has read the loss of the step before
         player.computing, player.waited = 0.0, defaultdict(float)
+        player.turns = [player.clock] * AHEAD
         for segment in player.trace.segments:
-            calls: list[_Call] = []
+            calls: list[_Made] = []
             for what, *word in self.prices.words(segment):
                 self.num_moves += 1
                 if what == "work":
@@ -269,7 +285,7 @@ class _Stage:
                     family, index = word
                     known = player.latest.get(family, []) if family else calls
                     if index < len(known):  # else of a step before the first
-                        while known[index].span is None:
+                        while not known[index].is_known:
                             yield True
                         self._wait(player, known[index])
             player.latest[segment.family] = calls
@@ -282,39 +298,66 @@ class _Stage:
         player.computing += seconds
         self.spans.append(Span(kind, block, player.rank, start, player.clock))
 
-    def _launch(self, player: _Player, launch: Launch) -> _Call:
+    def _launch(self, player: _Player, launch: Launch) -> _Made:
         group, own = self.prices.group(player.rank, launch.axis), player.rank
-        if launch.verb == "exchange" and launch.axis == "pp":  # of the ranks that share a weight
-            ranks = tuple(sorted({own, *(group[peer] for peer in launch.peers)}))
-        elif launch.peers and launch.verb != "exchange":
-            peer = group[launch.peers[0]]
-            ranks = (peer, own) if launch.verb == "recv" else (own, peer)
-        else:
-            ranks = group
-        key = launch.axis, ranks, bool(launch.peers) and self.prices.has_lanes
-        player.counts[key] += 1
-        call = self.calls.get((key, player.counts[key]))
-        if call is None:
-            missing = sum(rank in self.players for rank in ranks) if len(ranks) > 1 else 1
-            call = self.calls[key, player.counts[key]] = _Call(missing)
-        call.made_by.append((player, launch))
-        call.missing -= 1
-        call.ready = max(call.ready, player.clock)
-        call.seconds = max(call.seconds, self.prices.call(launch, ranks))
-        if not call.missing:
-            start = max(call.ready, self.free[key])
-            call.span = start, start + call.seconds
-            self.free[key] = call.span[1]
-            del self.calls[key, player.counts[key]]
-            for other, made in call.made_by:
-                other.talks_until = max(other.talks_until, call.span[1])
-                num_bytes = self.prices.counted(made.num_bytes)
-                words = made.verb, other.rank, *call.span, made.axis, num_bytes
-                self.spans.append(Span("comm", *words))
-        return call
+        made, ends = _Made(player, launch), [(own, group[peer]) for peer in launch.peers]
+        parts = ends or [group]  # a send may have another name
+        if launch.verb == "recv":
+            parts = [pair[::-1] for pair in ends]
+        elif launch.verb == "exchange":  # both ways at once
+            parts = [tuple(sorted(pair)) for pair in ends]
+        posted = player.clock
+        if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
+            posted = player.turns[-AHEAD]
+            player.turns.append(player.clock)
+        in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
+        for ranks in parts:
+            key = launch.axis, launch.verb == "exchange", ranks
+            player.counts[key] += 1
+            number = key, player.counts[key]
+            if number not in self.calls:
+                missing = sum(rank in self.players for rank in ranks) if len(ranks) > 1 else 1
+                self.calls[number] = _Call(missing)
+            call = self.calls[number]
+            call.missing -= 1
+            call.ready = max(call.ready, posted)
+            call.seconds = max(call.seconds, self.prices.call(launch, ranks))
+            call.made_by.append(made)
+            made.calls.append(call)
+            stream = own, key if in_lanes else launch.axis
+            call.before += self.streams[stream]
+            if in_lanes:
+                self.streams[stream] = [call]
+            if not call.missing:
+                del self.calls[number]
+        if not in_lanes:
+            self.streams[stream] = made.calls
+        for call in made.calls:
+            if not call.missing:
+                self._begin(call)
+        return made
 
-    def _wait(self, player: _Player, call: _Call) -> None:
-        end, axis = call.span[1], call.made_by[0][1].axis
-        if end > player.clock:
-            player.waited[axis] += end - max(call.ready, player.clock)  # for those before it, too
+    def _begin(self, call: _Call) -> None:
+        """Let a call that all have made run, if those before it have, and then those after it."""
+        if unknown := [other for other in call.before if other.span is None]:
+            unknown[0].after.append(call)
+            return
+        start = max([call.ready, *(other.span[1] for other in call.before)])
+        call.span = start, start + call.seconds
+        for made in call.made_by:
+            if made.is_known:
+                launch, spans = made.launch, [part.span for part in made.calls]
+                start, end = min(s for s, _ in spans), max(e for _, e in spans)
+                made.player.talks_until = max(made.player.talks_until, end)
+                num_bytes = self.prices.counted(launch.num_bytes)
+                words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
+                self.spans.append(Span("comm", *words))
+        for other in call.after:
+            self._begin(other)
+        call.before = call.after = call.made_by = []
+
+    def _wait(self, player: _Player, made: _Made) -> None:
+        last = max(made.calls, key=lambda call: call.span[1])
+        if (end := last.span[1]) > player.clock:  # it has waited for those before it, too
+            player.waited[made.launch.axis] += end - max(last.ready, player.clock)
             player.clock = end

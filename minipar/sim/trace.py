@@ -41,6 +41,8 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
+from minipar.sim import load
+from minipar.sim.load import Load
 from minipar.sim.tracer import Compute, Event, Launch, Memory, Segment, Tracer
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
@@ -164,6 +166,7 @@ def trace(
     seq_len: int,
     every_cp: bool = False,
     loss_chunk: int = 0,
+    experts: Load = (),
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
@@ -172,10 +175,16 @@ def trace(
         every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
             where kernels are short that makes a difference of some percent.
         loss_chunk: as of `minipar train`.
+        experts: tokens of each expert, see `load.py`; of ranks that share experts out, the busiest
+            is traced, and taken to be what all of them wait for.
 
-    Raises `ValueError` for a plan that does not work, and in a process that is a rank of a group.
+    Raises `ValueError` for a plan or a load that does not work, and in a process that is a rank of
+    a group.
     """
     plan.check(config)
+    is_uneven = bool(load.check(experts, config))
+    if is_uneven and (plan.experts_over_cp or plan.dispatch == "hierarchical"):
+        raise ValueError(f"plan {plan}: a load is for experts over ep alone, and for one trip each")
     if plan.dispatch == "paired":
         raise ValueError(
             f"plan {plan}: a trace replays the actions of a rank one by one, but dispatch=paired "
@@ -193,11 +202,12 @@ def trace(
     sizes = plan.mesh_sizes()
     for c in range(plan.cp if every_cp else 1):
         for places in alike.values():
-            own = {"pp": places[0], "cp": c}
-            with pretend(plan, rank_at({a: own.get(a, 0) for a in sizes}, sizes)) as mesh:
+            own = {"pp": places[0], "cp": c, "ep": load.busiest(experts, plan.ep)[0]}
+            rank = rank_at({a: own.get(a, 0) for a in sizes}, sizes)
+            with load.assumed(experts), pretend(plan, rank) as mesh:
                 actor = Actor(config, plan, mesh, sequences, seq_len)
                 actor.model.loss_chunk = loss_chunk
-                found[c] |= _record(actor, places)
+                found[c] |= _record(actor, places, Tracer(is_uneven))
                 del actor
         found[c] = dict(sorted(found[c].items()))
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
@@ -220,9 +230,8 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
     return tuple(found)
 
 
-def _record(actor: Actor, places: Sequence[int]) -> dict[int, Trace]:
+def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
     """The steps of ranks that are alike, of which `actor` is the first."""
-    tracer = Tracer()
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     observers.append(tracer)
     try:
@@ -276,7 +285,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
     roles = [_roles(schedule, stage, distinct) for stage in own]
     x = actor.microbatch[0]
     shape = (len(x), x.shape[1] // pipeline.token_shards, pipeline.config.hidden_size)
-    dtype = next(actor.model.parameters()).dtype
+    dtype = pipeline.dtype or next(actor.model.parameters()).dtype
 
     def hidden() -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -51,6 +51,7 @@ class Launch(NamedTuple):
     size: int
     num_bytes: int
     peers: tuple[int, ...] = ()
+    arriving: int = 0  # bytes, of an all-to-all that is uneven
 
 
 class Wait(NamedTuple):
@@ -91,8 +92,9 @@ class _Holding:
 class Tracer(TorchDispatchMode):
     """Writes down every operation, collective and storage that passes by, into `segment`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_uneven: bool = False) -> None:
         super().__init__()
+        self.is_uneven = is_uneven  # what all-to-alls deal out
         self.recorder = Recorder()  # knows which block is at work, and in which phase
         self.segments: list[Segment] = []
         self.segment = self.begin("before")
@@ -146,7 +148,12 @@ class Tracer(TorchDispatchMode):
         self.unawaited.add(number)
         self.launches[number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
-        self.segment.events.append(Launch(verb, axis.name, axis.size, num_bytes, tuple(peers)))
+        arriving = 0
+        if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
+            whole = sum(tensor.nbytes for tensor in operations.tensors(result))
+            arriving = whole * (axis.size - 1) // axis.size
+        words = axis.name, axis.size, num_bytes, tuple(peers), arriving
+        self.segment.events.append(Launch(verb, *words))
 
     def waited(self, number: int) -> None:
         self.unawaited.discard(number)

@@ -36,7 +36,7 @@ from minipar.parallel.plan import Plan
 from minipar.sim import cost, fit, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "megatron": "megatron"}
-FAMILIES |= {"nemo": "megatron", "mcore": "megatron"}
+FAMILIES |= {"nemo": "megatron", "mcore": "megatron", "fms-fsdp": "compiled"}
 """By the beginning of a table's `framework`; "any" for others."""
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
@@ -339,7 +339,7 @@ def fitted(runs: Sequence[Run]) -> str:
     for family in sorted(by_family):
         own = [run for run in runs if run.job.software.name == family]
         lines.append(f"{family}: {_shown(best_software(own))}")
-    keys = [key for key in FITTED if key != "host_across"]
+    keys = [key for key in FITTED if key not in ("host_across", "passes")]  # as each alone says
     everywhere = [replace(r, job=replace(r.job, software=hardware.software("any"))) for r in runs]
     return "\n".join([*lines, f"any: {_shown(best_software(everywhere, keys))}"])
 

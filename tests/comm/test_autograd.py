@@ -133,6 +133,7 @@ def test_values_are_those_of_the_type(ranks, name, size):
     assert torch.allclose(after, before, rtol=1e-12)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in TRANSITIONS if not name.endswith("dim 1")])
 def test_gradients_are_those_of_finite_differences(ranks, name, size):

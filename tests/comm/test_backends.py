@@ -39,6 +39,7 @@ def test_restarts_are_counted(monkeypatch):
     assert backends.restarts() == 2 and backends.restarts_left() == 1
 
 
+@pytest.mark.slow
 def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")

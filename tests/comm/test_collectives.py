@@ -120,6 +120,7 @@ def check_verbs(dtype: torch.dtype, how: str) -> int:
     return checked
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_verb_equals_one_process(ranks, size):
     """Catches: a wrong dim, root or order; an input reduced in place; layouts taken for equal."""

@@ -653,6 +653,15 @@ def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, ca
     assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
 
 
+def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
+    """Mutant: its config.json and others are taken for traces."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert "has no timeline.json yet" in overlap(tmp_path)
+    Timeline([Span("comm", "send", 0, 0.0, 1.0, "pp")]).save(tmp_path / "timeline.json")
+    assert overlap(tmp_path) is None
+
+
 # ---------------------------------------------------------------------- hypothesis hands it over
 JUNK = st.one_of(
     st.none(),

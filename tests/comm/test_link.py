@@ -456,6 +456,7 @@ def overlap():
         return clock(step, False)[1], clock(step, True)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_communication_hides_behind_computing(ranks):
     """Catches a work that only waits when waited for: it would take the sum, not the maximum."""

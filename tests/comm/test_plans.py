@@ -74,6 +74,7 @@ def is_all_reduce(every: Sequence[Plan], numel: int) -> bool:
     return all(result == total for result in play(every, xs))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", plans.ALL_REDUCE)
 def test_every_all_reduce_for_any_number_of_ranks(name):
     """Catches: a fold that forgets a rank, a tree of the wrong depth, uneven parts, chunk orders.

@@ -187,6 +187,7 @@ def _nothing_is_lost(names, size):
                 before = sum(residues)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sent_plus_residue_is_the_truth(ranks, size):
     """Mutants: the second rounding's error dropped or not divided by the weight; a residue of the
@@ -342,6 +343,7 @@ def _resume(make, steps: int, at: int, forget: str = "") -> tuple[list[Tensor], 
     return [p.detach().clone() for p in model.parameters()], not first.equal(second)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumes_to_the_bit(ranks, name):
     """6 steps, or 3 and another 3. Mutants, also run here: residues or the place forgotten.

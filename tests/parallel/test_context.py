@@ -178,6 +178,7 @@ def _ring(exchange, order, kernel, heads, kv_heads, tokens, dtype, mask=None, au
     return whole, forward.bytes_by_axis(), backward.bytes_by_axis(), len(forward), len(backward)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("exchange", context.EXCHANGES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kernel", ON_CPU)

@@ -110,6 +110,7 @@ def test_trap_03_gradients_are_reduced_weights_are_not(version):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
 @on_ranks(2)
@@ -298,6 +299,7 @@ def _unused(version, average, name):
         model.zero_grad()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", USED)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_trap_16_unused_parameters(ranks, version, name):
@@ -322,6 +324,7 @@ def _torch_ddp(uses_of, version):
         theirs.zero_grad()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["never", "by one rank", "by ranks in turn"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_equals_torch_ddp(ranks, version, name):
@@ -431,6 +434,7 @@ def test_one_rank_needs_no_torch_distributed(version):
 
 
 # ---------------------------------------------------------------------- living with it
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
 @on_ranks(2)
@@ -540,6 +544,7 @@ class Boom(torch.autograd.Function):
         raise ArithmeticError("boom")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("places", [(3, 3), (2, 4), (None, 3)])
 @pytest.mark.parametrize("failing_step", [0, 2])
 @pytest.mark.parametrize("version", VERSIONS)

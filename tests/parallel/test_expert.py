@@ -388,6 +388,7 @@ def _by_each_core(moe: MoEConfig, ep: int, nodes: int) -> dict[str, tuple[Tensor
     return found
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("capacity", [None, 0.5])
 @pytest.mark.parametrize(("moe", "ep", "nodes"), [(SIX, 3, 3), (EIGHT, 4, 2)])
 def test_each_core_equals_one_device_with_uneven_numbers_of_tokens_and_drops(

@@ -88,6 +88,7 @@ def _sent(method: str) -> tuple[list[int], list[int]]:
     return [num for _, num in sent], per_step
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", BYTES)
 def test_sends_what_the_docstring_says(ranks, method, size):
@@ -108,6 +109,7 @@ def test_sends_what_the_docstring_says(ranks, method, size):
             assert max(per_step) <= ring * max(largest, 1.2 * num_bytes / 3)
 
 
+@pytest.mark.slow
 def test_each_method_sends_less_than_data_parallelism_or_as_much(ranks):
     """The table of the docstring beside what ddp.py sends."""
     sent = {method: sum(ranks(2).run(_sent, method)[0][0]) for method in BYTES}
@@ -126,6 +128,7 @@ def _synchronous() -> int:
     return sum(s.num_bytes for s in recorded if s.name == "all_reduce")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", BYTES)
 def test_traffic_on_512_ranks_without_values(method):
     """Mutants: code that looks at a value; a formula that is right for two ranks only."""
@@ -172,6 +175,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", RESUMED)
 @on_ranks(2)
 def test_resumes_exactly(method):
@@ -217,6 +221,7 @@ def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
     return bool(before.any()), agreed, {k: v.detach() for k, v in model.state_dict().items()}
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", RESUMED)
 def test_all_ranks_agree_in_the_end(ranks, method):
     """Bit for bit, after six steps at none of which they agreed. Mutants: a fragment left out; the

@@ -117,6 +117,7 @@ def test_nor_what_is_written_under_zero():
         assert torch.equal(p, expected[name].bfloat16()), name
 
 
+@pytest.mark.slow
 def test_a_llama_learns_as_in_float32():
     """At a low rate, at which bf16 alone stalls (tests/train/test_precision.py)."""
     model, losses = learn(torch.bfloat16, lr=5e-5, steps=30)
@@ -211,6 +212,7 @@ def test_a_closure_is_refused():
     assert model.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("precision, recipe", [("bf16", MASTER_ADAM), ("autocast-bf16", FP32_ADAM)])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_bytes_per_parameter_are_those_of_the_closed_form(zero, precision, recipe):

@@ -28,7 +28,7 @@ from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, expert, fsdp, offload, tensor, zero
+from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, offload, tensor, zero
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
@@ -109,6 +109,7 @@ def refuses(match: str, kind: type[Exception] = RuntimeError):
 
 
 # ---------------------------------------------------------------------- one step, in torch's words
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
 @on_ranks(SIZE)
 def test_a_step_in_torchs_words(kind):
@@ -133,6 +134,29 @@ def test_a_step_in_torchs_words(kind):
         torch.testing.assert_close(strategy.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0.0)
         optimizer.step()
     assert_close(strategy.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "synchronous", "summed", "delayed"])
+@on_ranks(SIZE)
+def test_a_step_before_finish_backward_of_a_strategy_that_has_no_buckets(kind):
+    """Norms of sequence parallelism, and gradients of local updates. Mutant: each steps alone."""
+    axis = Mesh(dp=SIZE).dp
+    model = models.llama(0) if kind == "tensor" else Net()
+    optimizer = adamw(model.parameters())
+    if kind == "tensor":
+        strategy = tensor.apply(model, axis, sequence=True)
+    elif kind == "delayed":
+        strategy = local_sgd.DelayedGradients(model, axis)
+    else:
+        options = dict(average=False) if kind == "summed" else dict(synchronous_steps=1)
+        strategy = local_sgd.LocalSGD(model, axis, optimizer, **options)
+    model(torch.arange(8)[None] if kind == "tensor" else data(0)).square().sum().backward()
+    with refuses(r"optimizer.step\(\) came before finish_backward"):
+        optimizer.step()
+    with refuses(r"clip_grad_norm_\(\) came before finish_backward"):
+        strategy.clip_grad_norm_(0.5)
+    strategy.finish_backward()
+    optimizer.step()
 
 
 @on_ranks(SIZE)
@@ -649,6 +673,7 @@ def _blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.S)
 
 
+@pytest.mark.slow
 def test_readme_runs_in_the_pool(ranks):
     """Every kind computes the same, on two ranks of the pool."""
     scope: dict = {"__name__": "script"}

@@ -67,6 +67,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("how", ["apply", "step_on_host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_computes_the_same_to_the_bit(how, name):
@@ -245,6 +246,7 @@ def _step_of_fsdp(num_layers: int) -> tuple[dict, dict, dict]:
     return device, host, formula | sizes | sent
 
 
+@pytest.mark.slow
 def test_with_shards_on_the_host_the_device_holds_only_blocks_in_use(ranks):
     """Mutant: a shard that stays on the device; copies that are prefetched and thrown away."""
     for device, host, formula in ranks(2).run(_step_of_fsdp, 8):

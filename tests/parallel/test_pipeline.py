@@ -289,6 +289,7 @@ def _differ(what: str) -> None:
     pipeline.run(model, [], [(tokens, tokens)])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_agree_are_told_so(ranks):
     with pytest.raises(RankError, match="ranks 0 and 1 of pp were given different schedules"):
         ranks(2).run(_differ, "schedules")
@@ -373,6 +374,7 @@ def _spied(schedules: list[Schedule], m: int) -> list:
 _stage_forward, _stage_backward = stages.Stage.forward, stages.Stage.backward
 
 
+@pytest.mark.slow
 def test_trap_17_gradients_are_synchronised_once_at_the_last_backward(ranks):
     """Of every parameter, by every schedule: not before its last gradient, and then for sure.
 

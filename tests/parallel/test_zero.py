@@ -330,6 +330,7 @@ def _trains(
         assert step or any(not torch.equal(p, old) for p, old in changed)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_trap_18_accumulation_with_unbalanced_gradients(ranks, stage):
     """Which parameters get gradients differs by rank, by microbatch and by step.
@@ -395,6 +396,7 @@ def _trains_in_used_memory(*given) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_trap_16_reentrant_checkpoints_that_share_a_weight(ranks, stage):
     """Mutant: the second part of a gradient is lost, or waits for the next step."""

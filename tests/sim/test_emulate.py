@@ -13,6 +13,7 @@ from minipar.comm import link
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import LlamaConfig
+from minipar.parallel import context
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan, meshes
@@ -39,6 +40,9 @@ STRATEGIES = (
     "tp=4,sequence_parallel",
     "tp=4,sequence_parallel,tp_overlap",
     "cp=2",
+    "cp=4",
+    "dp=2,cp=4",
+    "cp=8",
     "cp=4,context=gather",
     "cp=4,context=ulysses",
     *(f"pp=2,microbatches=4,schedule={name}" for name in schedules.SCHEDULES),
@@ -50,15 +54,12 @@ SAMPLE = (
     "dp=2,zero=3,microbatches=2,tp=2,sequence_parallel",
     "pp=4,microbatches=6,schedule=zb_h1",
     "cp=2,pp=2,microbatches=2",
+    "cp=4",
 )
 
 
 def random_plans(num_ranks: int, count: int) -> list[Plan]:
-    """Legal plans, as they fall; the same ones each time.
-
-    Not those in which the simulator is known to part from the ranks: rings of more than two, whose
-    exchanges it starts too late.
-    """
+    """Legal plans, as they fall; the same ones each time."""
     lot, found = random.Random(num_ranks), []
     while len(found) < count:
         sizes = lot.choice([sizes for sizes in meshes(num_ranks)])
@@ -80,8 +81,6 @@ def random_plans(num_ranks: int, count: int) -> list[Plan]:
         if sizes["pp"] == 1:
             words["schedule"] = "1f1b"
         plan = Plan(**sizes, **words)
-        if plan.cp > 2 and plan.context == "ring":
-            continue
         if plan not in found and plan.problem(CONFIG) is None:
             found.append(plan)
     return found
@@ -109,8 +108,13 @@ class Both:
 
 
 @pytest.fixture
-def both(ranks):
-    """``both(plan, link)`` runs a plan on emulated ranks, and simulates it."""
+def both(ranks, monkeypatch):
+    """``both(plan, link)`` runs a plan on emulated ranks, and simulates it.
+
+    Rings in 16 bits multiply a block with another kernel on a GPU, for which "meta" stands, than on
+    the CPU on which these ranks are: both are to do what ranks on a CPU do.
+    """
+    monkeypatch.setattr(context, "best_kernel", lambda q, mask: "fused")
 
     @contextmanager
     def emulated(size, wire):
@@ -138,7 +142,7 @@ def both(ranks):
 
 @pytest.mark.parametrize("text", SAMPLE)
 def test_simulated_is_emulated(both, text):
-    """Of four plans. Mutant: a simulator in which calls of a group do not queue."""
+    """Mutants: a simulator in which calls of a group do not queue, or an exchange waits for all."""
     found = both(Plan.parse(text))
     found.check()
     assert found.wall > 2 * DEVICE.slowdown * found.emulated.seconds  # it has been slept

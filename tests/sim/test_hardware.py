@@ -57,11 +57,14 @@ def test_peaks_are_those_of_the_data_sheets(name, bf16, fp8, fp32, memory):
     ],
 )
 def test_ceilings_are_the_fastest_products_measured(name, dtype, best, shape):
-    """Mutant: a product beats the ceiling, or the shape that reached it is held for a bad one."""
+    """Mutant: a product beats the ceiling, or the shape that reached it is held for a bad one.
+
+    (Its inner side is short for two of them, so that the law lets them write for long.)
+    """
     device = load(name).device
     assert device.ceiling_of(dtype) == best * 1e12 < device.peak[dtype]
     rate = 2 * math.prod(shape) / device.seconds_of_matmul(*shape, dtype)
-    assert 0.73 < rate / (best * 1e12) <= 0.95
+    assert 0.72 < rate / (best * 1e12) <= 0.95
 
 
 def test_a_ceiling_that_is_not_published_is_the_peak_at_the_share_of_bf16():
@@ -115,7 +118,9 @@ def test_small_products_are_far_from_the_ceiling():
     assert rate(16, 8192, 8192) < 0.2 * rate(8192, 8192, 8192)
     written = 8192**2 * 2 / H100.device.memory_bandwidth  # with k = 16 that is what takes time
     assert written < H100.device.seconds_of_matmul(8192, 8192, 16) < 2 * written
-    assert rate(8192, 8192, 8192) == pytest.approx(0.95 * 794.5e12, rel=0.05)
+    # A tile is written when it is done: of two products as long, the deeper one is the faster.
+    assert 0.85 < rate(8192, 8192, 8192) / 794.5e12 < 0.9 < rate(8192, 8192, 65536) / 794.5e12
+    assert rate(8192, 8192, 2048) < 0.9 * rate(8192, 8192, 65536)
 
 
 def test_bytes_travel_at_a_share_of_the_data_sheet_s_rate():

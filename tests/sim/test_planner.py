@@ -61,6 +61,7 @@ def test_never_slower_than_the_rule_of_thumb(found):
     assert found.best().step <= thumb.step
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("better", ["nic=800", "nvlink=900", "memory=141", "gpus=16"])
 def test_a_better_machine_is_never_slower(found, better):
     config = replace(EIGHT, model="llama-3.2-1b", hardware="rtx4090", seq=2048)
@@ -199,6 +200,7 @@ def test_words_without_a_price_are_said():
     assert "does not price tp_overlap" in planner.answer(replace(EIGHT, fix="tp_overlap"))[0]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "fix",
     [
@@ -335,6 +337,7 @@ def test_64_gpus_take_less_than_a_minute(tmp_path, capfd):
     assert time.process_time() - start < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "more"),
     [

@@ -43,6 +43,12 @@ class Round:
         return self.latency + num_bytes / self.bytes_per_second
 
 
+class Lanes(Round):
+    """As an emulated link: messages do not queue behind collectives."""
+
+    has_lanes = True
+
+
 FAST = Round(bytes_per_second=1e18)
 
 
@@ -81,6 +87,7 @@ def test_bubble_is_that_of_the_schedule(schedule, stages, m):
     assert step.bubble == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "tp=4,sequence_parallel"])
 def test_a_slower_network_only_adds_what_it_exposes(text):
     """Same computing; steps grow with what nothing hides; bytes are those of the trace."""
@@ -132,6 +139,18 @@ def test_all_wait_for_a_slow_rank():
         assert uneven.idle > even.idle
 
 
+@pytest.mark.parametrize("machine", [Round(), Lanes()])
+def test_an_exchange_waits_for_neighbours_alone(machine):
+    """Of a ring of four, the one opposite the slow rank goes on at once. Mutant: all wait."""
+    found = traced("cp=4", every_cp=True)
+    step = replay(found, machine, slow={2: 5.0})
+    calls = [step.timeline.select(rank=rank, kind="comm") for rank in range(4)]
+    first = [next(span for span in own if span.name == "exchange") for own in calls]
+    assert max(first[r].start for r in (0, 1, 3)) < first[0].end < first[2].start
+    assert first[2].start < min(first[1].end, first[3].end)
+
+
+@pytest.mark.slow
 def test_a_host_sets_the_pace_where_kernels_are_short():
     """A second per layer and direction, and another for a recomputation."""
     for text, directions in (("dp=2", 2), ("dp=2,checkpointing=full", 3)):

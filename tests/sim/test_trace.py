@@ -36,6 +36,7 @@ def events_of(rank, kind):
 
 
 # ---------------------------------------------------------------------- short cuts change nothing
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -93,6 +94,7 @@ def test_flops_are_those_of_the_formula():
     assert found.tokens == 4 * tokens
 
 
+@pytest.mark.slow
 def test_ranks_of_ep_have_tokens_of_their_own():
     """Mutant: those of dp alone are counted, though ep cuts the batch as well."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
@@ -100,6 +102,7 @@ def test_ranks_of_ep_have_tokens_of_their_own():
         assert trace(config, Plan.parse(text), seq_len=32).tokens == 4 * 32
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "text", ["dp=64", "dp=64,zero=1", "dp=64,zero=2,microbatches=3", "dp=64,zero=3,microbatches=2"]
 )
@@ -140,6 +143,7 @@ def test_activations_send_what_the_docstrings_say(option):
         assert found[place].sent()["pp"] == pytest.approx(expected, abs=small)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_that_of_the_closed_forms(zero):
     """Model state exactly, but for what shards are padded by; activations within 5 %."""
@@ -171,6 +175,7 @@ class Diary:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -221,6 +226,7 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
         assert len(every) == 2 and every[0] == every[1], pair
 
 
+@pytest.mark.slow
 def test_what_each_refinement_changes_is_told():
     """Chunks hold fewer logits and compute them twice; bf16 moves and sends fewer bytes. Mutant: a
     setting that does not reach the model."""
@@ -273,6 +279,7 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
+@pytest.mark.slow
 def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
     """Mutant: counts read where there are none, as of experts in float32 without an axis."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
@@ -280,3 +287,13 @@ def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
         trace(config, Plan.parse(plan), seq_len=64).tokens for plan in ("tp=2", "dp=2,ep=2")
     )
     assert (whole, shared) == (64, 4 * 64)
+
+
+def test_a_pipeline_sends_what_blocks_compute_in():
+    """Of shards in float32 that are gathered in bf16, as of weights in bf16. Mutant: float32."""
+    sent = [
+        trace(CONFIG, Plan.parse(f"dp=2,pp=2,zero={zero},precision=bf16"), seq_len=32)
+        for zero in (2, 3)
+    ]
+    bytes_of = [[rank.sent()["pp"] for rank in found.ranks.values()] for found in sent]
+    assert bytes_of[0] == bytes_of[1]

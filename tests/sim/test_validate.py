@@ -20,16 +20,17 @@ def runs():
         DATA / f"measured_{name}.csv")]  # fmt: skip
 
 
-# Stated in README: the median error of the step time, and whether a constant is beaten in the mean.
+# Stated in README: the median error of the step time, and whether in the mean it is below half of
+# a constant's.
 @pytest.mark.parametrize(
     ("source", "median", "beaten"),
     [
         ("ultrascale_nanotron_h100", 0.04, True),
         ("mosaic_llmfoundry_fsdp", 0.02, True),
-        ("fms_fsdp", 0.05, True),
-        ("seqpar_table3_table5", 0.07, True),
-        ("megatron_sc21_table1", 0.04, True),
-        ("torchtitan", 0.07, False),
+        ("fms_fsdp", 0.07, True),
+        ("seqpar_table3_table5", 0.06, True),
+        ("megatron_sc21_table1", 0.02, True),
+        ("torchtitan", 0.02, False),
         ("zero_bubble", 0.04, True),
     ],
 )
@@ -39,7 +40,7 @@ def test_step_times_are_as_near_as_stated(runs, source, median, beaten):
     found = validate.errors((run.predicted for run in some), measured)
     flat = validate.errors(validate.constant(some), measured)
     assert len(some) >= 8 and np.median(found) < median
-    assert (found.mean() < flat.mean()) == beaten
+    assert (found.mean() < flat.mean() / 2) == beaten and found.mean() < flat.mean()
 
 
 def test_nothing_was_fitted_to_the_runs_that_are_held_out(runs):
@@ -56,7 +57,7 @@ def test_the_error_that_plans_are_printed_with_is_that_of_published_runs(runs):
 
     some = [run for run in runs if run.split != "tune"]
     found = validate.errors((r.predicted for r in some), [r.seconds for r in some])
-    assert 0.1 < np.quantile(found, 0.9) < ERROR
+    assert 0.07 < np.quantile(found, 0.9) < ERROR
 
 
 def test_memory_is_within_8_percent_in_the_median(runs):

@@ -108,6 +108,7 @@ def strict(monkeypatch):
 EVERY = [*EIGHT_RANKS, *EXPERTS, *legal_plans(64, 12)]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", [slow(t) if i % 4 else t for i, t in enumerate(EVERY)])
 def test_trains_and_is_saved_without_values(text, strict):
     """Two whole steps, clipping and loss scaling; then weights and optimizer out and in again."""
@@ -173,6 +174,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("attach, how", OTHERS)
 def test_trains_without_values_beside_any_plan(attach, how, strict):
     with pretend(Plan(dp=8)) as mesh:
