@@ -38,10 +38,17 @@ settings.load_profile("same")
 def pytest_collection_modifyitems(items):
     """All of these folders train, and so does what says so elsewhere.
 
+    Of a test that is mostly slow, the first case is not, so that `make test-fast` knows of it.
+
     What is timed is looked at up to four times before it counts as failed: a machine that is busy
     with something else makes it late once, a mistake each time.
     """
+    in_a_hurry = set()
     for item in items:
+        if item.get_closest_marker("mostly_slow") and not item.get_closest_marker("slow"):
+            if item.function in in_a_hurry:
+                item.add_marker(pytest.mark.slow)
+            in_a_hurry.add(item.function)
         if item.path.parent.name in ("parity", "parallel", "prove", "train"):
             item.add_marker(pytest.mark.trains)
         if item.get_closest_marker("timed"):

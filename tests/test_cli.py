@@ -240,6 +240,7 @@ def assert_one_line(code: int, out: str, err: str, says: str) -> None:
     assert "Traceback" not in out + err and "╭" not in err
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("words", MALFORMED)
 def test_a_malformed_call_is_one_clear_line(work, capfd, no_ranks, monkeypatch, tmp_path, words):
     if "/proc" in words and not os.path.isdir("/proc"):

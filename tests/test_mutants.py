@@ -31,6 +31,7 @@ def small(old: str, new: str, tests: str = "test_small.py::test_half") -> Mutant
     return Mutant("small.py", old, new, tests, "a bug")
 
 
+@pytest.mark.slow
 def test_killed_survived_and_broken_are_told_apart(tmp_path: Path, monkeypatch):
     """Mutants: a test that fails anyway, or that there is none of, passes for one that has seen the
     bug; a bug that stays in the copy."""

@@ -505,6 +505,7 @@ def test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names():
         traps_by_number(["test_some_trap_without_a_number"])
 
 
+@pytest.mark.slow
 def test_no_test_module_imports_another():
     """What several share is in a module of its own: a file of tests may be moved, split, or go."""
     guilty = []
@@ -545,6 +546,7 @@ def text_without_encoding(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_every_text_file_is_utf_8():
     for path in sorted(p for folder in ("minipar", "tests") for p in (ROOT / folder).rglob("*.py")):
         lines = text_without_encoding(path.read_text(encoding="utf-8"))

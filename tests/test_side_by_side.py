@@ -27,6 +27,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("bad", ["", "a", "e"])
 def test_every_test_runs_once_and_every_failure_counts(tmp_path: Path, monkeypatch, capfd, bad):
     """Mutants: the exit code of one process alone; a file that is torn down in its middle."""
@@ -44,6 +45,7 @@ def test_every_test_runs_once_and_every_failure_counts(tmp_path: Path, monkeypat
     assert said.count("3 failed") == len(bad)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_is_timed_runs_once_when_all_else_is_done(tmp_path: Path, monkeypatch, capfd, bad):
     """Mutants: each process runs it; its failure is lost; it runs beside the others."""

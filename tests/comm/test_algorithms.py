@@ -116,6 +116,7 @@ def test_the_other_verbs_equal_the_backends(size):
     check(comm.all_to_all(x, axis, **counts), algorithms.all_to_all, x, axis, **counts)
 
 
+@pytest.mark.slow
 def test_two_levels(ranks):
     """Inside, across, inside again: the sum over both axes, and few bytes across."""
 
@@ -256,6 +257,7 @@ def test_what_the_other_verbs_send(ranks):
 
 
 # ---------------------------------------------------------------------- at the same time
+@pytest.mark.slow
 def test_calls_in_flight_together_do_not_mix(ranks):
     """Threads without an order would let the messages of one call end up in another."""
 

@@ -80,6 +80,7 @@ def test_the_table_is_aligned_and_says_what_is_unknown():
     assert "%" in wire and "nan" not in head + gloo + wire
 
 
+@pytest.mark.slow
 def test_ranks_of_every_bench_see_no_gpu(monkeypatch):
     """Mutant: on a machine with GPUs, ranks on gloo compute there, beside others on the CPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

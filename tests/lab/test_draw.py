@@ -237,6 +237,7 @@ def test_meshes_without_axes_and_too_large():
 VERBS = list(meshes.SENTENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_pictures_of_collectives_tell_the_truth(ranks, verb):
     """Runs the verb on 4 real ranks and compares with every cell of the picture.

@@ -16,6 +16,7 @@ def lines(figure):
     return [(to_hex(line.get_color()), line.get_linewidth()) for line in found]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, 4, 6])
 @pytest.mark.parametrize("name", ALL_REDUCE)
 def test_every_message_is_a_line(name, size):

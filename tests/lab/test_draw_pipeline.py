@@ -145,6 +145,7 @@ def test_what_cannot_be_drawn_is_said():
         draw_pipeline.schedule(Schedule.parse(stuck))
 
 
+@pytest.mark.slow
 def test_schedules_draw_themselves_and_equal_ones_equally():
     assert draw.DRAWN[Schedule] is draw_pipeline.schedule
     plan = make("dualpipe_v", 2, 4)

@@ -100,6 +100,7 @@ def test_in_bf16_masters_learn():
         assert torch.equal(p, p.master.bfloat16()) and not torch.equal(p.float(), p.master)
 
 
+@pytest.mark.slow
 def test_another_order_of_launches_is_noticed(ranks):
     """Mutant: as many launches are taken for the same."""
     says = ranks(2).run(launched_in_another_order, True)

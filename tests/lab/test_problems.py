@@ -34,6 +34,7 @@ def test_every_number_has_five():
     assert sorted(ALL) == sorted(f"P{nb}.{count}" for nb in NOTEBOOKS for count in range(1, 6))
 
 
+@pytest.mark.mostly_slow
 @each
 def test_the_worked_solution_is_right(number, capsys):
     asked = ALL[number]
@@ -55,6 +56,7 @@ def test_slips_are_refused_each_with_its_sentence(number):
         assert sentence[-1] in ".?" and len(sentence) <= 90
 
 
+@pytest.mark.mostly_slow
 @each
 def test_a_wrong_unit_is_told(number):
     asked = ALL[number]

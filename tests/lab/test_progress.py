@@ -15,6 +15,7 @@ def notebook(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_check_that_passes_is_remembered_once(notebook):
     answer = exercises.exercise("1.2").solution
     for _ in range(2):

@@ -52,6 +52,7 @@ def edit_config(folder, **changes) -> None:
 # -------------------------------------------------------------------------------- both directions
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES], ids=["whole", "sharded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_loads_what_we_save(name, max_shard_bytes, folder):
@@ -402,6 +403,7 @@ BAD_CONFIGS = [
 ]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("changes, message", BAD_CONFIGS)
 def test_a_configuration_that_does_not_fit_is_refused(changes, message, folder):
     saved(folder)

@@ -292,6 +292,7 @@ def _mutant(case: Case, target, attribute: str, replacement) -> Outcome:
         return one(case, copies=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in IN_A_HURRY else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS]
 )

@@ -50,6 +50,7 @@ def train(ranks, size: int, name: str, make, mute: bool = False, **options):
     return ranks(size).run(parallel, TASKS[name], {"dp": size}, plug, mute=mute)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("size", "name"), CASES)
 def test_equals_one_device(ranks, size, name):
     """Mutants: chunks joined in a wrong order; a lost residue; users that are compressed."""

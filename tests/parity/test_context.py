@@ -130,6 +130,7 @@ def train(
     return pool.run(parallel, own, sizes, partial(attach, method=method), **options)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", QUICK)
 @pytest.mark.parametrize("name", ["llama", "documents"])
 def test_equals_one_device(ranks, name, method):
@@ -191,6 +192,7 @@ def test_beside_other_strategies_equals_one_device(ranks, other, method):
         assert_parity(outcome, reference(TASKS["documents"]))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", ["ring", "math", "gather", "ulysses"])
 def test_without_communication_parity_is_violated(ranks, method):
     for outcome in train(ranks, "llama", method, mute=True, cp=2):
@@ -250,6 +252,7 @@ def test_trap_10_tokens_are_counted_once_over_dp_and_cp(ranks):
 
 
 # ---------------------------------------------------------------------- bytes
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sends_what_the_docstring_says(ranks, size):
     own = TASKS["llama"]

@@ -47,6 +47,7 @@ def test_forward_equals_one_device(ranks, version):
         assert torch.allclose(before, mine) == (rank == 0)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("version", ddp.VERSIONS)
 def test_equals_one_device(ranks, version, name):
@@ -72,6 +73,7 @@ def test_without_communication_parity_is_violated(ranks, version):
         assert not any(torch.allclose(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sends_what_the_docstring_says(ranks, size):
     task = replace(TASKS["llama"], steps=3)  # the second is for tuning

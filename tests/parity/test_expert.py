@@ -84,6 +84,7 @@ def run(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "overlapped", "halves"])
 def test_experts_alone(ranks, dispatch):
     """Two ranks and three, each with several experts; balance over the batch of all ranks."""
@@ -107,6 +108,7 @@ def test_a_capacity_drops_what_one_device_drops(ranks, text):
     run(ranks, text, replace(FOUR, capacity_factor=0.75))
 
 
+@pytest.mark.slow
 def test_the_balance_of_a_batch_does_not_hang_on_the_schedule(ranks):
     """A pipeline begins microbatches before others end: each is balanced by itself, over all ranks.
 
@@ -218,6 +220,7 @@ def _paired(plan: Plan, task: Task, crossed: bool) -> tuple[Outcome, int]:
         return train(plan, task), len(turns)
 
 
+@pytest.mark.slow
 def test_results_of_a_pair_are_not_mixed_up(ranks):
     """The mutant: they are. And turns change as often as there are journeys, in no other plan."""
     plan = Plan.parse(f"{PAIRED},microbatches=4")
@@ -276,6 +279,7 @@ def _averaged(how: str) -> dict[str, Tensor]:
     return spread.join(shards.full_gradients())
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("how", ["naive", "overlapped", "zero", "fsdp"])
 def test_trap_26_a_mean_over_ranks_is_one_for_experts_too(ranks, how):
     """Gradients, which Adam would hide: over all data ranks, though few have copies."""
@@ -324,6 +328,7 @@ def test_trap_28_the_gradient_of_a_router_is_whole(ranks):
         assert all(outcome.gradients[0][name] is not None for name in gates)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", ["ep=3", "ep=3,zero=1", "ep=3,dispatch=gather", "ep=3,zero=3"])
 def test_trap_29_ranks_without_a_token_decay_their_weights_all_the_same(ranks, text):
     """Experts of two ranks are chosen by nobody: zero gradients, as on one device, not none."""
@@ -335,6 +340,7 @@ def test_trap_29_ranks_without_a_token_decay_their_weights_all_the_same(ranks, t
                 torch.testing.assert_close(decayed, torch.full_like(decayed, (1 - 0.002) ** 2))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "text", ["dp=2", "ep=2,microbatches=3", "cp=2", "tp=2,sequence_parallel", "tp=2", "pp=2"]
 )

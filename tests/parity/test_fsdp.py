@@ -108,6 +108,7 @@ def train(ranks, size: int, task: Task, mute: bool = False, **options) -> list[O
 FAST = ["llama", "foreign", "partly frozen"]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TASKS]
 )

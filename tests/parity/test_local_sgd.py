@@ -208,6 +208,7 @@ def _most_are_slow(names: list[str]) -> list:
     ]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("name", "size"),
     _most_are_slow(["llama", "accumulating", "foreign", "idle ranks", "frozen"]),
@@ -222,6 +223,7 @@ def test_agreeing_in_every_step_is_synchronous_training(ranks, method, name, siz
             assert_equal(found[state], reference(name))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", EVERY_STEP)
 def test_without_communication_parity_is_violated(ranks, method):
     """The mutant of every local strategy."""
@@ -273,6 +275,7 @@ LOCAL = {
 STEPS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), _most_are_slow(["llama", "foreign"]))
 @pytest.mark.parametrize(
     "case", [c if c == "streaming" else pytest.param(c, marks=pytest.mark.slow) for c in LOCAL]

@@ -96,6 +96,7 @@ SAME_PRODUCTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,checkpointing=full"
 SAME_PRODUCTS += [f"pp=2,microbatches=2,zero={zero}" for zero in (0, 1)]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", SAME_PRODUCTS)
 def test_equals_one_process_to_the_bit(ranks, text):
     """Losses, gradients, masters; and on each rank what computes is what learns, rounded. Mutants:
@@ -116,6 +117,7 @@ def _version(version: str) -> dict[str, Tensor]:
     return run.composed.full_state_dict()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("version", ["naive", "bucketed", "tuned"])
 def test_every_version_of_ddp_sends_gradients_in_float32(ranks, version):
     """Mutant: buckets in the dtype of the weights."""
@@ -133,6 +135,7 @@ def some_slow(texts: list[str]) -> list:
     return [pytest.param(t, marks=pytest.mark.slow) if i % 2 else t for i, t in enumerate(texts)]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", some_slow(OTHER_PRODUCTS))
 def test_is_close_to_one_process_where_other_numbers_are_rounded(ranks, text):
     """As close as bf16 is to float32. The control: without communication none is."""
@@ -143,6 +146,7 @@ def test_is_close_to_one_process_where_other_numbers_are_rounded(ranks, text):
         assert farthest(found[2], gradients) < CLOSE
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", ["tp=2,microbatches=2", "dp=2,zero=3", "dp=2,zero=1"])
 def test_without_communication_none_is_close(ranks, text):
     gradients = train("microbatches=2,precision=bf16", steps=1)[2]
@@ -176,6 +180,7 @@ def exact(case: Case, working: bool) -> Outcome:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", some_slow(PLANS))
 def test_masters_in_the_dtype_of_what_computes_change_no_bit(ranks, text):
     """And so the law of parity holds for this path as for the plain one. Mutants: a gradient that
@@ -206,6 +211,7 @@ def _sent(text: str) -> tuple[dict[str, int], int]:
     return found, sum(p.numel() for p in run.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
 def test_weights_are_gathered_in_two_bytes_and_gradients_reduced_in_four(ranks, zero):
     """Mutants: masters that are sent; gradients that are rounded on their way."""
@@ -250,6 +256,7 @@ PAIRS = [("dp=2", "dp=2"), ("dp=2,zero=1", "dp=2,zero=2"), ("dp=2,zero=2", "dp=2
 PAIRS += [("dp=2", "pp=2,microbatches=2"), ("pp=2,microbatches=2,zero=1", "dp=2,zero=1")]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("first, then", PAIRS)
 def test_goes_on_exactly_by_any_plan(ranks, first, then):
     """The checkpoint has the masters. Mutants: that of the rounded weights; masters not loaded."""

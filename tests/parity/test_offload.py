@@ -26,6 +26,7 @@ def test_equals_one_device(name):
     assert_parity(found, reference(TASKS[name]), rtol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
 def test_equals_one_device_on_several_ranks(ranks, size, name):

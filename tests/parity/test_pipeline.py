@@ -144,6 +144,7 @@ def test_many_schedules_equal_one_device(ranks, p, m, v):
     check(ranks, "one step" if p == 2 else "one step, deeper", every(p, m, v))
 
 
+@pytest.mark.slow
 def test_more_steps_equal_one_device(ranks):
     """Tied embeddings on two ranks, on one rank, and in two copies stay what they are."""
     check(ranks, "tied", [make("zb_h1", 2, 3), make("zb_v", 2, 2), make("dualpipe", 2, 3)])
@@ -163,6 +164,7 @@ def test_any_cut_equals_one_device(ranks):
     check(ranks, "frozen", [make("1f1b", 3, 4)], cut=(1, 3, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", [["1f1b", "interleaved_zb", "dualpipe"], more([*SCHEDULES])])
 def test_with_data_parallelism_equals_one_device(ranks, schedules):
     """test_compose.py has each schedule beside each stage of zero."""
@@ -355,6 +357,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_parity_notices_what_is_left_out(ranks, mutant):
     """T15: tied embeddings not summed. T9: a copy counted twice in the norm. T25: W of another
@@ -413,6 +416,7 @@ def _forward(name: str, schedule) -> dict:
     }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipe"])
 def test_forward_equals_one_device(ranks, name):
     """Mutant: ranks that keep the weights they were born with."""

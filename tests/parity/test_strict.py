@@ -89,6 +89,7 @@ def train_offloaded(how: str, slip: Callable = contextlib.nullcontext) -> Outcom
         return parallel(task_of(PLANS["ddp"]), {"dp": 4}, attach, gradients=lambda model: {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["after ddp", "shards"])
 def test_offload_has_no_race(ranks, how):
     """Gradients leave for the host when they have arrived; weights are sent when they are back."""
@@ -141,6 +142,7 @@ SLIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run, what, slip",
     [
@@ -154,6 +156,7 @@ def test_a_slip_beside_plans_is_caught(ranks, run, what, slip):
     assert_caught(ranks, run, what, slip)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name, slip", SLIPS)
 def test_a_slip_is_caught(ranks, name, slip):
     assert_caught(ranks, train, PLANS[name], slip)

@@ -102,6 +102,7 @@ def test_forward_equals_one_device(ranks, mode):
     assert torch.allclose(torch.cat(own, -1), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["llama", "accumulating"])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_device(ranks, mode, name):
@@ -152,6 +153,7 @@ def promised_bytes(task: Task, size: int, mode: str) -> float:
     return 8 * (sent + 2 * share)  # the trainer's gradient norm is one number
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("size, name", [(2, "llama"), (2, "untied"), (4, "llama")])
 @pytest.mark.parametrize("mode", MODES)
 def test_sends_what_the_docstring_says(ranks, mode, size, name):
@@ -161,6 +163,7 @@ def test_sends_what_the_docstring_says(ranks, mode, size, name):
         assert outcome.sent == {"tp": pytest.approx(expected, abs=50)}  # each call rounds down
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("mode", MODES)
 def test_without_communication_parity_is_violated(ranks, mode):
     """The mutant: what the harness compares must notice that nothing was summed."""

@@ -57,6 +57,7 @@ def train(ranks, task: Task, size: int, version="overlapped", **options) -> list
     )
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("version", ddp.VERSIONS)
 @pytest.mark.parametrize("shares", [(4, 1), (5, 0), (0, 5)], ids=str)
 def test_uneven_shares_equal_one_device(ranks, shares, version):

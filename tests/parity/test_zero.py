@@ -58,6 +58,7 @@ FAST = ["llama", "sometimes used"]
 AT_TWO = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TASKS]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", AT_TWO)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device(ranks, stage, name):

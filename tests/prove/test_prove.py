@@ -43,6 +43,7 @@ RIGHT = {
 } | mistakes.RIGHT
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_passes(ranks, name):
     case, sizes = RIGHT[name]
@@ -201,6 +202,7 @@ WRONG = {
 } | mistakes.WRONG
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_named(ranks, name):
     case, sizes, expected = WRONG[name]
@@ -244,6 +246,7 @@ def nine_rows(seed):
     return tuple(torch.cat([part, part[:1]]) for part in gallery.batch(seed))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("parallelize", [partial(gallery.reduced, factor=1 / 3), fsdp_in_bfloat16])
 def test_what_a_model_rounds_itself_is_float64(ranks, parallelize):
     """Mutant: casts of the model are done, and rounding is all that is seen. With three ranks one

@@ -73,6 +73,7 @@ def test_the_batch_grows_with_the_noise_and_is_resumed_to_the_bit(run):
         assert column(rest, key) == column(whole, key)[15:], key
 
 
+@pytest.mark.slow
 def test_measuring_noise_changes_nothing(run):
     """--grow-batch-to of the batch size itself. In the rank's order of additions: to the bit."""
     plain, measured = run(2, "plain"), run(2, "measured", grow_batch_to=4)

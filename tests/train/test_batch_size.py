@@ -138,6 +138,7 @@ def observed_step(observe: bool, version: str, loss_scale: float | None):
     return numbers, [span.num_bytes for span in recorded if span.kind == "comm"]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "version, loss_scale", [("overlapped", None), ("bucketed", None), ("overlapped", 1024.0)]
 )

@@ -519,6 +519,7 @@ def strangers_file(a_run, name: str, data) -> None:
     assert not (run.parent / "x").exists()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))

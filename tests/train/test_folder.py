@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import minipar
-from minipar.cli import main, training
+from minipar.cli import failures, training
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train import folder as folders
@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     says = f"{tmp_path} cannot be written: .*{RUNNING}.*another user"
     with pytest.raises(OSError, match=says) as raised, held(tmp_path, ALONE):
         pass
-    assert type(raised.value).__name__ in main._SAY_IT_ALL
+    assert type(raised.value).__name__ in failures._SAY_IT_ALL
 
 
 @pytest.mark.slow
@@ -159,6 +159,7 @@ def on_a_host_of_its_own(work, parent: str, *args):
         folders.PATIENCE = patience
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_on_each_host_is_refused_and_untouched(ranks, run_config, tmp_path):
     """Mutant: it goes on, and keeps of each checkpoint what rank 0 has written."""
     ranks(2).run(trainer.train, run_config, str(tmp_path / "0/run"))

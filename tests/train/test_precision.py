@@ -71,6 +71,7 @@ def in_float32():
 
 
 # ---------------------------------------------------------------------- master weights
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_autocast_learns_like_float32(in_float32, name):
     """Mutant: an autocast that does nothing fails the first assertion."""
@@ -112,6 +113,7 @@ def test_small_updates_are_lost_without_master_weights():
     torch.testing.assert_close(ends[torch.float32], torch.full((3,), 1 - 1000 / 1024))
 
 
+@pytest.mark.slow
 def test_a_llama_stalls_without_master_weights_and_learns_with_them():
     """At a low learning rate, as at the end of every schedule. The scales of norms are all 1, and
     not one of them moves; the embedding loses its larger weights.
@@ -153,6 +155,7 @@ class NoScale(LossScaler):
         super().__init__(init_scale=1.0)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("optimizer", ["fused", "plain", "sgd"])
 @pytest.mark.parametrize("seed", range(4))
 def test_scaler_equals_torchs_on_any_trajectory_of_overflows(optimizer, seed):
@@ -375,6 +378,7 @@ def _fp16_steps(init_scale: float, microbatches: int):
     return weights, moved, how.scaler.num_skipped.item(), norms
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_an_overflow_on_one_rank_of_ddp_is_skipped_by_all(ranks, microbatches):
     """The infinity survives the sum over ranks; weights stay equal to the bit."""
@@ -689,6 +693,7 @@ def test_precision_of_a_run(run, monkeypatch):
     assert [name for name in lines if "loss_scale" in lines[name][0]] == ["fp16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"mesh": "dp=1"}, {"mesh": "dp=2", "zero": 2}])
 def test_a_run_in_bf16_resumes_exactly_from_its_masters(run, ranks, changes):
     """They are what a checkpoint has. Mutant: weights as they compute, which have lost digits."""
@@ -713,6 +718,7 @@ def test_an_overflow_that_no_scale_can_cure_ends_the_run(run, monkeypatch):
         run("lost", precision="fp16")
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_in_16_bits_throughout(run, ranks, monkeypatch):
     """Products and gradients in bf16; mutant: a --reduce-dtype that nobody reads."""
     folder = run.folder / "two"

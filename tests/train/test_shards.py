@@ -151,6 +151,7 @@ def some(cases: list[tuple], chosen: tuple[int, ...]) -> list:
 CASES = [(plan, DENSE) for plan in OF_DENSE] + [(plan, MIXTURE) for plan in OF_MIXTURE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan, config", some(CASES, chosen=(2, 4, 10, 13)))
 def test_what_one_plan_saves_any_other_reads(ranks, tmp_path, plan, config):
     """Each rank reads what it has, and no number more.
@@ -171,6 +172,7 @@ def test_what_one_plan_saves_any_other_reads(ranks, tmp_path, plan, config):
             assert num_read == num_own, other
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("plan, config", some(CASES, chosen=(1, 5)))
 def test_each_number_is_written_once_and_all_ranks_write(ranks, tmp_path, plan, config):
     """Mutants: rank 0 of each axis writes; a norm is written by all of tp."""
@@ -250,6 +252,7 @@ def test_a_file_of_one_rank_that_is_damaged_or_missing_is_named(in_boxes):
 GATE = "model.layers.0.mlp.gate_proj.weight"  # [24, 16], of which rank 1 has the rows from 12 on
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "place, says",
     [

@@ -96,6 +96,7 @@ def test_trap_07_any_number_of_ranks_and_microbatches_is_the_same_run(run):
     assert max(validated) - min(validated) < 1e-10
 
 
+@pytest.mark.slow
 def test_trap_07_single_precision_agrees_to_a_tolerance(run):
     one, two = run(1, "one", dtype="float32"), run(2, "two", dtype="float32")
     assert_same_run(two, one, rtol=1e-4)
@@ -126,6 +127,7 @@ def test_validation_counts_every_token_once_on_any_number_of_ranks(run, text):
 
 
 # ---------------------------------------------------------------------- interrupted runs
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_resumes_to_the_bit(run, size):
     """12 steps, or 6 and another 6. Mutants: moments, place in the text, or schedule not restored.
@@ -211,6 +213,7 @@ def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
     assert weights_of(tmp_path / "fails", 2)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_resumed_run_has_the_weight_decay_of_its_flags(run, zero):
     """And norms have none, as before. Mutant: that of the checkpoint."""
@@ -287,6 +290,7 @@ def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
 
 
 # ---------------------------------------------------------------------- what a run leaves
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("version", ["overlapped", "naive"])
 def test_files_are_written_and_agree(ranks, run, version):
     folder = run(
