@@ -142,6 +142,22 @@ LARGEST_TRACE = 4 << 30
 """Characters of JSON: what would unpack to more is refused."""
 MOST_EVENTS = 10_000_000
 """Some hundreds of bytes each; a small file can unpack to many more."""
+LARGEST_TEXT = 64 << 20
+"""Bytes of a manifest, a table or a description, which are held as a whole."""
+
+
+def read_text(path: Any, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a file of at most `LARGEST_TEXT` bytes.
+
+    Raises `ValueError` for a larger one, and for what is no file: a pipe or a device might never
+    end.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no file")
+    with path.open("rb") as file:
+        if len(content := file.read(LARGEST_TEXT + 1)) > LARGEST_TEXT:
+            raise ValueError(f"{path.name} holds over {LARGEST_TEXT >> 20} MiB")
+    return content.decode(encoding, errors)
 
 
 def read_json(path: str | Path, keep: Callable[[dict], Any] | None = None) -> dict[str, Any]:

@@ -210,8 +210,14 @@ def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
     }
 
 
+LARGEST_FILE = 64 << 20
+"""Bytes of a configuration, or of an index of weights."""
+
+
 def read_json(file: Path) -> dict:
     try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it holds over {LARGEST_FILE >> 20} MiB")
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror})") from None

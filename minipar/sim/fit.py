@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.comm.spans import wire_bytes
+from minipar.comm.spans import read_text, wire_bytes
 from minipar.sim import hardware
 
 COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"
@@ -67,10 +67,10 @@ def read(path: str | Path) -> list[Point]:
 
 def rows_of(path: str | Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, in which a line that begins with # is a comment."""
-    lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     try:
+        lines = read_text(Path(path), "utf-8-sig", "replace").splitlines()
         return [*csv.DictReader(line for line in lines if not line.startswith("#"))]
-    except csv.Error as error:
+    except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error
 
 

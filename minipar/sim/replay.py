@@ -298,20 +298,23 @@ class _Stage:
         player.computing += seconds
         self.spans.append(Span(kind, block, player.rank, start, player.clock))
 
-    def _launch(self, player: _Player, launch: Launch) -> _Made:
-        group, own = self.prices.group(player.rank, launch.axis), player.rank
-        made, ends = _Made(player, launch), [(own, group[peer]) for peer in launch.peers]
-        parts = ends or [group]  # a send may have another name
+    def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
+        """The ranks of each of its calls: a group, or the ends of a message, or of several."""
+        group = self.prices.group(own, launch.axis)
+        ends = [(own, group[peer]) for peer in launch.peers]
+        if launch.verb == "exchange":  # both ways at once
+            return [tuple(sorted(pair)) for pair in ends]
         if launch.verb == "recv":
-            parts = [pair[::-1] for pair in ends]
-        elif launch.verb == "exchange":  # both ways at once
-            parts = [tuple(sorted(pair)) for pair in ends]
-        posted = player.clock
+            return [pair[::-1] for pair in ends]
+        return ends or [group]  # a send may have another name
+
+    def _launch(self, player: _Player, launch: Launch) -> _Made:
+        made, posted = _Made(player, launch), player.clock
         if launch.verb == "recv" and self.prices.has_lanes:  # on a CPU, ahead of its turn
             posted = player.turns[-AHEAD]
             player.turns.append(player.clock)
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
-        for ranks in parts:
+        for ranks in self._who(player.rank, launch):
             key = launch.axis, launch.verb == "exchange", ranks
             player.counts[key] += 1
             number = key, player.counts[key]
@@ -324,7 +327,7 @@ class _Stage:
             call.seconds = max(call.seconds, self.prices.call(launch, ranks))
             call.made_by.append(made)
             made.calls.append(call)
-            stream = own, key if in_lanes else launch.axis
+            stream = player.rank, key if in_lanes else launch.axis
             call.before += self.streams[stream]
             if in_lanes:
                 self.streams[stream] = [call]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minipar.comm.spans import read_text
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules
@@ -93,11 +94,11 @@ def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
 
     Why rows are left out is counted in `left_out`. Raises `ValueError` for what is no table.
     """
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    lines = [line for line in text if line.strip(' ,"') and not line.lstrip(' "').startswith("#")]
     try:
+        text = read_text(Path(path), "utf-8-sig", "replace").splitlines()
+        lines = [line for line in text if line.strip(' ,"') and line.lstrip(' "')[:1] != "#"]
         head, *body = [*csv.reader(lines)] or [[]]
-    except csv.Error as error:
+    except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error
     names = [name.strip().lower() for name in head]
     for name in NEEDED:

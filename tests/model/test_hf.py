@@ -467,6 +467,7 @@ BAD_FILES = [
     (lambda f: drop_tensor(f / hf.SINGLE), "no weights for lm_head.weight"),
     (lambda f: (f / "config.json").unlink(), "config.json: cannot be read .No such file"),
     (lambda f: cut(f / "config.json"), "config.json: not JSON"),
+    (lambda f: os.truncate(f / "config.json", 1 << 40), "config.json: not JSON .*over 64 MiB"),
     (
         lambda f: (f / "config.json").write_text("[]", encoding="utf-8"),
         "holds a list, not a JSON object",
