@@ -146,7 +146,7 @@ LARGEST_TEXT = 64 << 20
 """Bytes of a manifest, a table or a description, which are held as a whole."""
 
 
-def read_text(path: Any, encoding: str = "utf-8", errors: str = "strict") -> str:
+def bounded_text(path: Any, encoding: str = "utf-8", errors: str = "strict") -> str:
     """Return the text of a file of at most `LARGEST_TEXT` bytes.
 
     Raises `ValueError` for a larger one, and for what is no file: a pipe or a device might never

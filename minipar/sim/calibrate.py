@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from minipar.comm import backends, collectives
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import read_text, wire_bytes
+from minipar.comm.spans import bounded_text, wire_bytes
 from minipar.sim import fit, hardware
 from minipar.train.peak import synchronise
 
@@ -178,7 +178,7 @@ def write(
 
 def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
     """Return the points in the output of nccl-tests on one node; raise `ValueError` if none."""
-    text = read_text(path, errors="replace")
+    text = bounded_text(path, errors="replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
     row = r"^\s*(\d{1,15})\s+\d+\s+\w+\s+\S+\s+(?:-?\d+\s+)?[\d.]+\s+[\d.]+\s+(\d{1,5}(?:\.\d+)?)\s"

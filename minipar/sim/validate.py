@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.comm.spans import read_text
+from minipar.comm.spans import bounded_text
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules
@@ -95,7 +95,7 @@ def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
     Why rows are left out is counted in `left_out`. Raises `ValueError` for what is no table.
     """
     try:
-        text = read_text(Path(path), "utf-8-sig", "replace").splitlines()
+        text = bounded_text(Path(path), "utf-8-sig", "replace").splitlines()
         lines = [line for line in text if line.strip(' ,"') and line.lstrip(' "')[:1] != "#"]
         head, *body = [*csv.reader(lines)] or [[]]
     except (csv.Error, ValueError) as error:

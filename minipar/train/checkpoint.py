@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import read_text
+from minipar.comm.spans import bounded_text
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
@@ -276,7 +276,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Quick: looks at the lengths of the files, not into them. Raises `CheckpointError`.
     """
     try:
-        manifest = json.loads(read_text(folder / "manifest.json"))
+        manifest = json.loads(bounded_text(folder / "manifest.json"))
         layout, tied = manifest.get("format", 1), dict(manifest["tied"])
         files = {
             name: {

@@ -32,7 +32,7 @@ import psutil
 from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import read_text
+from minipar.comm.spans import bounded_text
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import write_whole
@@ -131,7 +131,7 @@ def _is_in(word: str, path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """What one of our files says; nothing if it is not there, or none of ours."""
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_text(path))
+        content = json.loads(bounded_text(path))
         if isinstance(content, dict):
             return content
     return {}
