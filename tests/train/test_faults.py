@@ -417,7 +417,7 @@ def a_rank_of(process: subprocess.Popen) -> psutil.Process:
 
 def says_who_was_stopped(text: str, pid: int) -> bool:
     """Before a collective, or inside of one."""
-    where = r"has not reached \w+ #\d+ on \w+ .*, in which rank \d of 2|which all have reached"
+    where = r"has not reached \w+ #\d+ on \w+.*, in which rank \d of 2|which all have reached"
     who = rf"\nrank (\d) of 2 \(dp=\1\): its last was .*; its process {pid} was stopped by a signal"
     return bool(re.search(where, text) and re.search(who, text))
 
