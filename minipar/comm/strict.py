@@ -93,13 +93,15 @@ class Hold:
         self.verb, self.where, self.is_settled = verb, _call_site(), False
         self.ended = threading.Event()  # replaced by that of the work
         copies: dict[int, Tensor] = {}
-        self.travelling = _copied(args, copies)
+        with torch.inference_mode(False):  # the thread of the link writes into them outside of it
+            self.travelling = _copied(args, copies)
         # What is gathered in place is read from the output: it will change, and rightly so.
         apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
         self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
         for tensor in written:
-            tensor.detach().fill_(_poison(tensor.dtype))
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().fill_(_poison(tensor.dtype))
         _flying.add(self)
 
     def settle(self) -> None:
@@ -113,7 +115,8 @@ class Hold:
             self._check(
                 tensor, torch.full_like(arrived, _poison(arrived.dtype)), "it arrives there"
             )
-            tensor.detach().copy_(arrived)
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().copy_(arrived)
 
     def __del__(self) -> None:
         if not self.is_settled:

@@ -384,21 +384,6 @@ def start_step(model: nn.Module, loss_weight: Tensor) -> None:
         moe.gate.reset_counts()
 
 
-def load_of(model: nn.Module) -> dict[str, tuple[list[int], int]]:
-    """Slots of each expert, and dropped ones, by the names of mixtures, since `start_step`.
-
-    Of the whole batch: a collective over the ranks that share it, in one call.
-    """
-    found = dict(mixtures(model))
-    if not found:
-        return {}
-    gates = [moe.gate for moe in found.values()]
-    counts = torch.stack([gate.counts for gate in gates])
-    dropped = torch.stack([counts.new_zeros(()) + moe.num_dropped for moe in found.values()])
-    totals = gates[0].sum_counts(torch.cat([counts, dropped[:, None]], 1)).tolist()
-    return {name: (slots, dropped) for name, (*slots, dropped) in zip(found, totals, strict=True)}
-
-
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Slots in the order of their experts, [N k], and how many each expert has, [E] int64.
 

@@ -183,8 +183,9 @@ class Telling:
 
     def hold(self, line: dict[str, Any]) -> None:
         """Take in a step that was launched; tensors in `line` are numbers, seconds a stopwatch."""
-        coming = [value.to(line["loss"]) for value in line.values() if isinstance(value, Tensor)]
-        values = torch.stack(coming).to("cpu", non_blocking=True)
+        coming = [value for value in line.values() if isinstance(value, Tensor)]
+        exact = [value.to(line["loss"].device, torch.float64).flatten() for value in coming]
+        values = torch.cat(exact).to("cpu", non_blocking=True)
         self.held.append((line, values, _mark(self.device)))
 
     def read(self, *, now: bool) -> Iterator[dict[str, Any]]:
@@ -195,9 +196,10 @@ class Telling:
             line, values, landed = self.held.popleft()
             if self.lag:
                 landed.synchronize()
-            names = [name for name, value in line.items() if isinstance(value, Tensor)]
-            for name, value in zip(names, values.tolist(), strict=True):
-                line[name] = value if line[name].is_floating_point() else int(value)
+            coming = {name: value for name, value in line.items() if isinstance(value, Tensor)}
+            parts = values.split([value.numel() for value in coming.values()])
+            for (name, value), part in zip(coming.items(), parts, strict=True):
+                line[name] = part.view(value.shape).to(value.dtype).tolist()
             line["seconds"] = line["seconds"].seconds
             self.complete(line)
             yield line

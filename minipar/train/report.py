@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.comm import timeline
-from minipar.comm.collectives import all_gather_object
+from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.comm.recorder import Recorder
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
-from minipar.model.moe import load_of
+from minipar.model.llama import LlamaConfig
+from minipar.model.moe import mixtures
 
 MOST_PICTURES = 32  # timelines of steps that are kept, of which one is shown at the end
 
@@ -197,21 +198,42 @@ def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]
     }
 
 
-def expert_figures(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """What metrics tell of experts: nothing where `model` has none. A collective.
+def mixture_names(config: LlamaConfig) -> list[str]:
+    """The names of the mixtures of a whole model, from the bottom up."""
+    layers = range(config.num_layers if config.moe else 0)
+    return [f"model.layers.{layer}.mlp" for layer in layers if config.moe.is_sparse(layer)]
+
+
+def expert_slots(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
+    """What `expert_figures` is made of: nothing where `model` has no experts. A collective.
+
+    slots: [mixtures of the whole model, E + 1] int64 on `device`, how many slots of this step each
+    expert had, and last how many were dropped. No value is read.
+    """
+    if not (names := mixture_names(model.config)):
+        return {}
+    shape = len(names), model.config.moe.num_experts + 1
+    slots = torch.zeros(shape, dtype=torch.int64, device=device)
+    found = dict(mixtures(model))  # on a stage of a pipeline: its own
+    for name, moe in found.items():
+        slots[names.index(name), :-1] = moe.gate.counts
+        slots[names.index(name), -1] = moe.num_dropped
+    for moe in list(found.values())[:1]:
+        slots = moe.gate.sum_counts(slots)
+    return {"slots": all_reduce(slots, mesh.pp)}
+
+
+def expert_figures(slots: list[list[int]], config: LlamaConfig) -> dict[str, Any]:
+    """What metrics tell of experts, from the numbers of `expert_slots`.
 
     expert_load: slots of the busiest expert over the mean, in the layer where that is most;
     dropped_slots, over all layers; tokens_per_expert, by the names of mixtures.
     """
-    if model.config.moe is None:
-        return {}
-    loads: dict[str, tuple[list[int], int]] = {}
-    for theirs in all_gather_object(load_of(model), mesh.pp):
-        loads |= theirs
+    kept = [row[:-1] for row in slots]
     return {
-        "expert_load": max(max(s) * len(s) / max(sum(s), 1) for s, _ in loads.values()),
-        "dropped_slots": sum(dropped for _, dropped in loads.values()),
-        "tokens_per_expert": {name: slots for name, (slots, _) in loads.items()},
+        "expert_load": max(max(row) * len(row) / max(sum(row), 1) for row in kept),
+        "dropped_slots": sum(row[-1] for row in slots),
+        "tokens_per_expert": dict(zip(mixture_names(config), kept, strict=True)),
     }
 
 

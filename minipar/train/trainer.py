@@ -35,6 +35,7 @@ from minipar.train.report import (
     Report,
     StepRecorder,
     expert_figures,
+    expert_slots,
     peak_memory,
     training_figures,
     undisturbed,
@@ -146,7 +147,7 @@ class Trainer:
             board = self.folder / "tensorboard" if self.config.tensorboard else None
             path = self.folder / "metrics.jsonl"
             metrics = Metrics(path, self.step, board) if self.is_first else None
-            with Telling(self.device, self._add_speed, progress, metrics) as told:
+            with Telling(self.device, self._complete, progress, metrics) as told:
                 return self._run(told, request or StopRequest())
 
     def _run(self, told: Telling, request: StopRequest) -> Report | None:
@@ -193,7 +194,7 @@ class Trainer:
                 **self.precision.report(),
                 **self.workload.learn(result, self.batches),
                 **recorder.figures(self.step - 1),
-                **expert_figures(self.model, self.mesh),
+                **expert_slots(self.model, self.mesh, self.device),
                 **self._costs(),
             }
             told.hold(line)
@@ -222,17 +223,19 @@ class Trainer:
         return step == self.config.steps or step % self.config.save_every == 0
 
     def _costs(self) -> dict[str, Any]:
-        """What the metrics tell of time and memory; `_add_speed` fills in what needs numbers."""
+        """What the metrics tell of time and memory; `_complete` fills in what needs numbers."""
         costs = {"tokens_per_second": None, "mfu": None, "peak_memory": peak_memory(self.device)}
         if self.save_seconds > self.told_save_seconds:
             costs["save_seconds"] = self.save_seconds - self.told_save_seconds
             self.told_save_seconds = self.save_seconds
         return costs
 
-    def _add_speed(self, line: dict[str, Any]) -> None:
+    def _complete(self, line: dict[str, Any]) -> None:
         num_tokens, seconds = line["tokens"], line["seconds"]
         line["tokens_per_second"] = num_tokens / seconds
         line["mfu"] = self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
+        if "slots" in line:
+            line |= expert_figures(line.pop("slots"), self.model.config)
 
     def _agree(self, is_asked: bool) -> bool:
         """Return whether any rank was asked to stop; a collective.

@@ -1,4 +1,7 @@
-"""No race: all strategies hold on a link that is as unforgiving as a GPU, and slips are caught."""
+"""No race: all strategies hold on a link that is as unforgiving as a GPU, and slips are caught.
+
+A sample; with MINIPAR_TESTS_STRICT=1 all tests of this folder run there, as in `make test-all`.
+"""
 
 import contextlib
 import itertools

@@ -94,9 +94,10 @@ def told(folder) -> list[dict]:
 
 
 # ---------------------------------------------------------------------- the order of things
-def test_a_step_is_told_when_the_next_one_has_been_launched(run, request):
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+def test_a_step_is_told_when_the_next_one_has_been_launched(run, request, preset):
     """All lines as without a GPU, each once. Mutants: each step waited for; the last one lost."""
-    changes = dict(save_every=4, eval_every=6)
+    changes = dict(save_every=4, eval_every=6, preset=preset)
     plain = run(1, "plain", **changes)
     gpu = request.getfixturevalue("gpu")
     late = run(1, "late", **changes)

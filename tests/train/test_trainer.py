@@ -579,6 +579,20 @@ def test_what_a_run_remembers_does_not_grow(run, monkeypatch):
     )
 
 
+def test_the_slots_of_experts_are_those_of_the_whole_model_and_batch(run):
+    """Mutants: a stage tells of its own layers; a rank of its own sequences."""
+    same = dict(preset="tiny-moe", steps=1, microbatches=2)
+    whole = lines_of(run(1, "whole", **same), "expert_load", "dropped_slots", "tokens_per_expert")
+    [(_, _, slots)] = whole
+    num_slots = 2 * PLAIN.batch_size * PLAIN.seq_len
+    assert {name: sum(row) for name, row in slots.items()} == {
+        f"model.layers.{layer}.mlp": num_slots for layer in range(4)
+    }
+    for number, mesh in enumerate(("pp=2", "dp=2", "ep=2")):
+        folder = run(2, f"cut{number}", mesh=mesh, **same)
+        assert lines_of(folder, "expert_load", "dropped_slots", "tokens_per_expert") == whole, mesh
+
+
 def test_where_few_steps_talk_whole_periods_are_recorded():
     """So that those that talk have their share. Mutant: always the same silent step of each."""
     recorder = StepRecorder(None, 0, 80, 5, period=4)
