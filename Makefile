@@ -66,7 +66,7 @@ workshop: $(READY) ## a folder to give away: no history, no outputs, no answers;
 bench: $(READY) ## compare our data parallel with PyTorch's own
 	$(BIN)/minipar bench ddp $(ARGS)
 
-gpu-check: $(READY) ## parity, checkpoints, utilisation and a timeline on this machine's GPU
+gpu-check: $(READY) ## parity, checkpoints, fastest setting, overlap, scaling on this machine's GPUs
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 
 lint: $(READY) ## check style and the direction of imports

@@ -66,15 +66,19 @@ class _Transition(torch.autograd.Function):
 
 
 def _transition(x: Tensor, forward: Callable, backward: Callable) -> Tensor:
-    """Apply it; a graph of torch.compile breaks here: the compiler fails at what collectives do."""
+    return outside_of_graphs(_Transition.apply, x, forward, backward)
+
+
+def outside_of_graphs(function: Callable, *args: Any) -> Any:
+    """``function(*args)``; a graph of torch.compile ends here: it fails at what collectives do."""
     if torch.compiler.is_compiling():
-        return _outside_of_graphs(x, forward, backward)
-    return _Transition.apply(x, forward, backward)
+        return _uncompiled(function, *args)
+    return function(*args)
 
 
 @_disable_dynamo  # torch.compiler.disable, which imports the compiler only where it is called
-def _outside_of_graphs(*args: Any) -> Tensor:
-    return _Transition.apply(*args)
+def _uncompiled(function: Callable, *args: Any) -> Any:
+    return function(*args)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, to: Literal["R", "I"]) -> Tensor:

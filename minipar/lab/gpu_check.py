@@ -6,10 +6,13 @@ Each check is a few rows of ``notebooks/assets/measured/gpu.json``:
   one process: losses and gradient norms of all steps; and all ranks of a group launch the same
   collectives in the same order;
 - checkpoint: a run that was saved by one plan goes on by another, as if nothing had happened;
-- utilisation: single-GPU training of a real Llama, in FLOP/s and as a share of what a large matrix
-  product reaches on the same device, beside tokens/s of `transformers` in the same loop; and the
-  highest memory beside the closed form;
-- timeline: one recorded step, whose spans come from the profiler, drawn beside the numbers.
+- utilisation: single-GPU training of a real Llama in several settings, one of which is fastest, in
+  FLOP/s and as a share of what a large matrix product reaches on the same device; the first of them
+  beside tokens/s of `transformers` in the same loop; highest memory beside the closed form;
+- overlap: runs of several ranks by plans of each kind: tokens/s, and how much of communication is
+  hidden; the timeline of one step, whose spans come from the profiler, is drawn;
+- scaling, on several GPUs: tokens/s of the same run on all of them, with the batch of one and with
+  as many times that, as a share of so many times one.
 
 The file is written after every row. A check that was stopped goes on where it was, on the same
 device with the same settings; rows that failed are tried again. The last lines say what is proved,
@@ -19,41 +22,32 @@ and what is not.
 """
 
 import json
-import statistics
+import math
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
-from torch import nn
 
-from minipar.comm import backends, calls, timeline
+from minipar.comm import backends, calls
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from minipar.model.hf_config import config_json
-from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
-from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import masters
+from minipar.lab.gpu_speed import Setting, name_of, ours, settings, theirs
 from minipar.parallel.plan import Plan
-from minipar.sim import memory
 from minipar.train import trainer
-from minipar.train.compiled import compile_blocks
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
-from minipar.train.peak import matmul_rate, synchronise
-from minipar.train.report import peak_memory
-from minipar.train.step import train_step
 
 PLANS = (
     *("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"),
@@ -64,6 +58,11 @@ PLANS = (
 )
 RESUMED = (("dp=2,zero=3", "tp=2"), ("tp=2,sequence_parallel", "dp=2,zero=1"))
 """Plans by which a run begins, and goes on."""
+TALKING = (
+    *("dp={0}", "dp={0},zero=3", "tp={0},sequence_parallel", "cp={0}"),
+    *("tp={0},sequence_parallel,tp_overlap", "pp={0},microbatches=8"),
+)
+"""Plans of one kind each, whose overlap is told."""
 TOLERANCE = {"float32": 1e-4, "bf16": 2e-2}
 """Largest difference of a loss or a gradient norm, relative: rounding, not an error."""
 SMALL = TrainConfig(
@@ -78,33 +77,36 @@ SMALL = TrainConfig(
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """Check parity, utilisation and the timeline on this machine's GPU, and write what came out."""
+    """Check parity, speed, overlap and scaling on this machine's GPUs; write what came out."""
 
     out: str = "notebooks/assets/measured"
     """Folder for gpu.json and gpu_timeline.png."""
     preset: str = "llama-3.2-1b"
     """The model whose training is timed."""
-    batch_size: int = 4
-    """Sequences per step."""
-    seq_len: int = 2048
-    """Tokens per sequence."""
-    loss_chunk: int = 0
-    """Tokens whose logits are there at a time, as of `minipar train`; 0: all."""
-    compile: bool = False
-    """Compile each block of ours, as `minipar train --compile inductor` does."""
-    steps: int = 10
-    """Timed steps."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in backward, where they do not fit otherwise."""
     rehearse: bool = False
     """Run on the CPU with a tiny model, to test the check itself."""
+
+    def settings(self) -> list[Setting]:
+        """How one device trains."""
+        plain, *others = settings(self.preset)
+        if self.rehearse:
+            plain = replace(plain, batch_size=2, seq_len=64, steps=2)
+            return [plain, replace(plain, loss_chunk=32, recompute="full")]
+        return [plain, *others]
+
+    def run(self, gpus: int) -> TrainConfig:
+        """What several ranks train: the model that is timed, if each has a GPU of its own."""
+        if self.rehearse:
+            return replace(SMALL, steps=6, record_every=2)
+        big = dict(preset=self.preset if gpus > 1 else "medium", seq_len=1024, batch_size=8)
+        return replace(SMALL, steps=20, record_every=5, precision="bf16", **big)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the checks; return 1 if one of them fails, 2 if there is no GPU."""
     check = tyro.cli(GpuCheck, args=argv)
     if check.rehearse:
-        check = replace(check, preset="tiny", batch_size=2, seq_len=64, steps=2)
+        check = replace(check, preset="tiny")
     elif not torch.cuda.is_available():
         print("minipar: error: there is no GPU here; --rehearse runs on the CPU", file=sys.stderr)
         return 2
@@ -117,17 +119,14 @@ def main(argv: list[str] | None = None) -> int:
             parity(rows, one, gpus, runs, PLANS[::8] if check.rehearse else PLANS)
         with noted(rows, "checkpoint"):
             checkpoints(rows, one, gpus, runs, RESUMED[:1] if check.rehearse else RESUMED)
-        if rows.lacks("utilisation"):
-            with noted(rows, "utilisation"):
-                measured, recorded = one.run(utilisation, check)[0]
-                draw.save(draw.timeline(recorded), folder / "gpu_timeline.png")
-                spans = dict(sorted(Counter(span.kind for span in recorded).items()))
-                milliseconds = 1e3 * recorded.duration
-                rows.add({"check": "timeline", "milliseconds": milliseconds, "spans": spans})
-                rows.add(measured)
-        if rows.lacks("transformers"):
-            with noted(rows, "transformers"):
-                rows.add(one.run(theirs, check)[0])
+        with noted(rows, "utilisation"):
+            speed(rows, check.settings())
+        with noted(rows, "overlap"):
+            config, size = check.run(gpus), max(gpus, 2)
+            plans = [plan.format(size) for plan in (TALKING[1:2] if check.rehearse else TALKING)]
+            overlap(rows, config, gpus, runs, plans, folder / "gpu_timeline.png")
+            if gpus > 1:
+                scaling(rows, config, gpus, runs, plans)
     for row in rows:
         print(row)
     print("written:", *sorted(map(str, folder.glob("gpu*"))))
@@ -154,6 +153,10 @@ class Rows(list):
     def add(self, row: dict[str, Any]) -> None:
         """Append, and write all."""
         self.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Write all."""
         self.path.write_text(json.dumps(self, indent=2) + "\n", encoding="utf-8")
 
 
@@ -168,18 +171,27 @@ def noted(rows: Rows, check: str) -> Iterator[None]:
 
 def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
     """Say what is proved by `rows`, and what is not."""
-    told = {True: [], False: []}
+    proved: dict[bool, list[str]] = {True: [], False: []}
     for row in rows:
         if "ok" in row:
-            what = f" {row['plan']} ({row['precision']})" if "plan" in row else ""
-            told[row["ok"]].append(row["check"] + what)
-    good, bad = told[True], told[False]
+            words = (row.get("plan", ""), f"({row['precision']})" if "precision" in row else "")
+            proved[row["ok"]].append(" ".join(filter(None, (row["check"], *words))))
+    good, bad = proved[True], proved[False]
     where = f"{gpus} GPUs" if gpus else "the CPU: nothing of a GPU"
     lines = [f"proved on {where}: {'; '.join(good) or 'nothing'}"]
     if bad:
         lines.append(f"FAILED: {'; '.join(bad)}")
+    fast = [row for row in rows if row["check"] == "utilisation" and "step_ms" in row]
+    if fast:
+        best = max(fast, key=lambda row: row["tokens_per_second"])
+        words = ("batch_size", "seq_len", "compile", "loss_chunk", "recompute")
+        how = ", ".join(f"{name}={best[name]}" for name in words)
+        share = f"{best['share_of_matmul']:.0%} of a large matrix product"
+        lines.append(f"fastest: {best['tokens_per_second']:,.0f} tokens/s with {how}: {share}")
     if gpus < 2:
-        lines.append("not proved: NCCL, overlap and scaling, which take several GPUs")
+        lines.append(
+            "not proved: NCCL, overlap over its links, and scaling: these take several GPUs"
+        )
     return "\n".join(lines)
 
 
@@ -304,113 +316,83 @@ def difference(expected: dict[str, Any], found: dict[str, Any]) -> float:
     return max(abs(a - b) / abs(a) for a, b in pairs)
 
 
-# ---------------------------------------------------------------------- on one device
-def learner(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
-    """Return what steps `model`, which computes in `dtype`; in bf16 its masters learn."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if dtype != torch.float32:
-        masters.keep(model, optimizer, dtype)
-    return optimizer
+# ---------------------------------------------------------------------- how fast
+def speed(rows: Rows, tried: Sequence[Setting]) -> None:
+    """Time each setting in a fresh process; where one does not fit, its row says so."""
+    for check, setting, measure in [
+        *(("utilisation", setting, ours) for setting in tried),
+        ("transformers", tried[0], theirs),
+    ]:
+        told = asdict(setting)
+        if not any(row["check"] == check and told.items() <= row.items() for row in rows):
+            with Ranks(1, timeout=300, sink=None) as fresh:
+                try:
+                    row = fresh.run(measure, setting)[0]
+                except RankError as failed:
+                    if not all("OutOfMemory" in f.kind for f in failed.failures.values()):
+                        raise
+                    row = {"check": check, **told, "message": "does not fit into memory"}
+            rows.add(row)
 
 
-def timed(check: GpuCheck, shape: LlamaConfig, step: Callable) -> float:
-    """Return the median seconds of ``step(batch)`` on random tokens."""
-    device = backends.compute_device()
-    tokens = torch.randint(shape.vocab_size, (check.batch_size, check.seq_len + 1), device=device)
-    batch = [(tokens[:, :-1], tokens[:, 1:].contiguous())]
-    seconds = []
-    for _ in range(3 + check.steps):
-        synchronise(device)
-        start = time.perf_counter()
-        step(batch)
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[3:])
+def overlap(
+    rows: Rows, config: TrainConfig, gpus: int, folder: str, plans: Sequence[str], figure: Path
+) -> None:
+    """Train by each plan; note how fast, and how much is hidden. Draw a step of ZeRO 3."""
+    for text in plans:
+        row = {"check": "overlap", "plan": text, "preset": config.preset}
+        found = told(rows, row, replace(config, plan=text), gpus, folder)
+        if found is None:
+            continue
+        report, step = found
+        kinds = row["spans"] = dict(sorted(Counter(span.kind for span in step).items()))
+        row |= {key: report[key] for key in ("tokens_per_second", "mfu", "hidden_fraction")}
+        row["communication_ms"] = 1e3 * report["communication_seconds"] / config.steps
+        rows.add(row | {"ok": {"comm", "forward", "backward"} <= kinds.keys()})
+        if "zero=3" in text:
+            device = name_of(backends.compute_device())
+            step.label = f"measured, {device}, {config.preset}, {text}"
+            draw.save(draw.timeline(step), figure)
 
 
-def utilisation(check: GpuCheck) -> tuple[dict[str, Any], timeline.Timeline]:
-    """Train on one device; return FLOP/s by the model's own count, and one recorded step."""
-    mesh, device = Mesh(), backends.compute_device()
-    shape, dtype = PRESETS[check.preset], computing_dtype(device)
-    model = Llama(shape).to(device)
-    optimizer = learner(model, dtype)
-    model.loss_chunk = check.loss_chunk
-    checkpoint_activations(model, check.recompute)
-    if check.compile:
-        compile_blocks(model)
-    recorded = timeline.Timeline()
-
-    def step(batch: Any) -> None:
-        train_step(model, [], optimizer, batch, mesh.dp, max_norm=1.0)
-
-    def record(batch: Any) -> None:
-        nonlocal recorded
-        with timeline.record(model) as recorded:
-            step(batch)
-            synchronise(device)
-
-    seconds = timed(check, shape, step)
-    peak_bytes = peak_memory(device) if device.type == "cuda" else None
-    timed(replace(check, steps=1), shape, record)
-    recorded = recorded.shifted()
-    num_tokens = check.batch_size * check.seq_len
-    recorded.label = f"measured, {name_of(device)}, {check.preset}, {dtype}"
-    rate = shape.flops_per_token(check.seq_len) * num_tokens / seconds
-    peak = matmul_rate(device, dtype, size=8192 if device.type == "cuda" else 512)
-    recipe = memory.FP32_ADAM if dtype == torch.float32 else memory.MASTER_ADAM
-    state = memory.model_state(shape.num_parameters, recipe=recipe).device_bytes
-    layer = sum(memory.llama_activations(shape, num_tokens).values())
-    row = {
-        "check": "utilisation",
-        "device": name_of(device),
-        "preset": check.preset,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokens_per_step": num_tokens,
-        "step_ms": 1e3 * seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "tflops": rate / 1e12,
-        "matmul_tflops": peak / 1e12,
-        "share_of_matmul": rate / peak,
-        "peak_bytes": peak_bytes,  # of a GPU; a process on the CPU holds much else
-        "state_bytes_closed_form": state,
-        "activation_bytes_closed_form": layer * shape.num_layers,  # without the logits
-    }
-    return row, recorded
+def scaling(rows: Rows, config: TrainConfig, gpus: int, folder: str, plans: Sequence[str]) -> None:
+    """Tokens/s on all GPUs beside those of one: of the same batch, and of one as much larger."""
+    laws = [("strong", 1), ("weak", gpus)]
+    for text, (law, factor) in [("dp=1", ("alone", 1)), *product(plans, laws)]:
+        row = {"check": "scaling", "plan": text, "law": law}
+        more = replace(config, plan=text, batch_size=factor * config.batch_size)
+        if (found := told(rows, row, more, gpus, folder)) is not None:
+            rows.add(row | {"tokens_per_second": found[0]["tokens_per_second"]})
+    done = [row for row in rows if row["check"] == "scaling" and "tokens_per_second" in row]
+    one = next((row["tokens_per_second"] for row in done if row["law"] == "alone"), math.nan)
+    for row in done:
+        row["efficiency"] = row["tokens_per_second"] / one / (1 if row["law"] == "alone" else gpus)
+    rows.write()
 
 
-def theirs(check: GpuCheck) -> dict[str, Any]:
-    """The same loop with the Llama of `transformers`, where it is installed: tokens per second."""
-    row = {"check": "transformers", "preset": check.preset}
-    shape, device = PRESETS[check.preset], backends.compute_device()
+def told(
+    rows: Rows, row: dict[str, Any], config: TrainConfig, gpus: int, folder: str
+) -> tuple[dict[str, Any], Timeline] | None:
+    """Train as `minipar train` does; return its report, and a typical step of all ranks.
+
+    None if `rows` have this `row` already, or have it now with the reason why it cannot be.
+    """
+    if any(row.items() <= other.items() for other in rows):
+        return None
+    place = Path(folder) / " ".join(map(str, row.values()))
     try:
-        from transformers import LlamaConfig as Config
-        from transformers import LlamaForCausalLM
-    except ImportError as error:
-        return row | {"tokens_per_second": None, "message": str(error)}
-    config = Config.from_dict(config_json(shape, torch.float32) | {"use_cache": False})
-    model = LlamaForCausalLM(config).to(device)
-    optimizer = learner(model, computing_dtype(device))
-
-    def step(batch: Any) -> None:
-        [(inputs, targets)] = batch
-        optimizer.zero_grad(set_to_none=True)
-        loss = token_loss(model(inputs).logits, targets) / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    seconds = timed(check, shape, step)
-    return row | {"tokens_per_second": check.batch_size * check.seq_len / seconds}
-
-
-def computing_dtype(device: torch.device) -> torch.dtype:
-    """Return what a model computes in: bf16 on a GPU, as of `minipar train --precision bf16`."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def name_of(device: torch.device) -> str:
-    """Return what the device calls itself."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        config.check()
+        with group(config.as_plan(), gpus) as ranks:
+            ranks.run(trainer.train, config, str(place))
+    except ValueError as refused:  # 3 GPUs and 4 heads
+        rows.add(row | {"message": str(refused)})
+        return None
+    except RankError as failed:
+        rows.add(row | {"ok": False, "message": str(failed)})
+        return None
+    path = place / "timeline.json"
+    step = Timeline.load(path) if path.exists() else Timeline()
+    return json.loads((place / "report.json").read_text(encoding="utf-8")), step
 
 
 if __name__ == "__main__":

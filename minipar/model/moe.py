@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, importing the compiler if used
 
 from minipar.model import casts
 from minipar.model.experts import Experts
@@ -320,6 +321,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`valid` [B, T] says which tokens count in the balance; default: all."""
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(self.forward, x, valid)
         routing = self.gate(x, valid)
         if self.config.capacity_factor is not None:
             routing = self.admit(routing, x.shape[1])
@@ -365,6 +368,12 @@ class MoE(nn.Module):
     def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
         """Add what the shared experts, if there are any, make of tokens x [N, D]."""
         return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+@_disable_dynamo
+def _outside_of_graphs(forward: Callable, *args: Tensor | None) -> Tensor:
+    """Sizes hang on values, so that a graph of torch.compile breaks here instead of somewhere."""
+    return forward(*args)
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:

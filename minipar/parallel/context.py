@@ -48,6 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.collectives import Pending, all_gather, exchange, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Core
@@ -325,4 +326,5 @@ class ContextParallel(CutSequences):
         if mask is not None and self.kernel == "flash":
             raise ValueError("kernel='flash' takes no mask; use kernel=None, which picks by it")
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]
-        return self.attention.apply(q, k, v, mask, self.axis, self.order, kernel)
+        args = q, k, v, mask, self.axis, self.order, kernel
+        return outside_of_graphs(self.attention.apply, *args)

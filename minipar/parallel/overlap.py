@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.comm import collectives
+from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.mesh import Axis
 from minipar.model import casts
 from minipar.parallel.matrices import RowLinear
@@ -114,7 +115,8 @@ class OverlappedRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, F/n] V -> [B, T/n, D] V."""
-        out = _LinearScatter.apply(*_as_computed(x, self.weight), self.border.axis)
+        args = *_as_computed(x, self.weight), self.border.axis
+        out = outside_of_graphs(_LinearScatter.apply, *args)
         return out if self.bias is None else out + self.bias
 
 
@@ -138,7 +140,8 @@ def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
 
     def multiply(_: nn.Module, args: tuple) -> tuple:
         weights = [getattr(region, name).weight for name in firsts]
-        return _GatherLinears.apply(axis, *_as_computed(args[0], *weights)), *args[1:]
+        computed = _as_computed(args[0], *weights)
+        return outside_of_graphs(_GatherLinears.apply, axis, *computed), *args[1:]
 
     region.register_forward_pre_hook(multiply)
 

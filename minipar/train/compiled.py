@@ -4,10 +4,11 @@ A compiler sees a block's own operations: norms, rotations and products that bec
 What hooks do before and after a block, such as gathering its weights, and what runs it twice, is
 none of its business: so a function inside of the block is compiled, and not the module.
 
-Supported are strategies that stay outside of blocks: ddp, local SGD, ZeRO, fsdp and pipelines, as
-README's table has it. What talks inside of a block (tensor, context, expert parallelism) would
-break the graph; a schedule that computes gradients of weights apart finds only one piece of
-backward; selective recomputation looks at single operations. All of these are refused.
+A block is one graph under the strategies that stay outside of it: ddp, local SGD, ZeRO, fsdp and
+pipelines. Where ranks talk inside of it (tensor, context, expert parallelism), a graph ends at each
+collective and another begins; a mixture of experts, whose sizes hang on values, stays eager.
+Refused are schedules that compute gradients of weights apart, as the backward of a graph is one
+piece, and selective recomputation, which looks at single operations. README has a table of it.
 
 In torch: `torch.compile`; torchtitan compiles block by block, too.
 Proved by: tests/train/test_compiled.py.
@@ -21,20 +22,15 @@ from minipar.model.llama import Llama
 from minipar.parallel.plan import Plan
 
 
-def check(plan: Plan, has_experts: bool = False) -> None:
-    """Raise `ValueError` for a plan that reaches into blocks, or takes their backward apart."""
+def check(plan: Plan) -> None:
+    """Raise `ValueError` for a plan that takes a block's operations or its backward apart."""
     why = ""
-    for axis in ("tp", "cp", "ep"):
-        if getattr(plan, axis) > 1:
-            why = f"ranks of {axis} talk inside of blocks; use {axis}=1"
-    if has_experts:
-        why = "experts look at how many tokens each has; use a preset without"
     if plan.checkpointing == "selective":
         why = "--recompute selective looks at single operations; use none or full"
     if plan.pp > 1 and _splits_backward(plan):
         why = f"{plan.schedule} computes gradients of weights apart; use 1f1b or interleaved_1f1b"
     if why:
-        raise ValueError(f"--compile makes one piece of each block, and {why}")
+        raise ValueError(f"--compile makes graphs of each block, and {why}")
 
 
 def _splits_backward(plan: Plan) -> bool:

@@ -134,7 +134,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
                 f"--expert-balance microbatch"
             )
         if self.compile != "none":
-            compiled.check(plan, self.model_config().moe is not None)
+            compiled.check(plan)
         if self.loss_chunk and plan.tp * plan.pp > 1:
             raise ValueError(
                 f"--loss-chunk {self.loss_chunk} needs the whole head and the last hidden states "

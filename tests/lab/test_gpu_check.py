@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.lab import gpu_check
+from minipar.comm.worker import Failure
+from minipar.lab import gpu_check, gpu_speed
 from minipar.model.llama import PRESETS, Llama
 from minipar.train import trainer
 from minipar.train.metrics import read
@@ -30,17 +32,22 @@ def test_rehearsal_goes_through_all_checks(tmp_path, capsys, monkeypatch):
     }
     for row in by_check["parity"] + by_check["checkpoint"]:
         assert row["ok"] and row["error"] <= row["tolerance"]
-    [measured], [theirs], [recorded] = (
-        by_check[name] for name in ("utilisation", "transformers", "timeline")
+    plain, [theirs], [talked] = (
+        by_check[name] for name in ("utilisation", "transformers", "overlap")
     )
-    assert 0 < measured["share_of_matmul"] < 2
-    assert measured["state_bytes_closed_form"] == 16 * PRESETS["tiny"].num_parameters
+    assert [row["recompute"] for row in plain] == ["none", "full"]
+    for measured in plain:
+        assert 0 < measured["share_of_matmul"] < 2
+        assert measured["state_bytes_closed_form"] == 16 * PRESETS["tiny"].num_parameters
     assert theirs["tokens_per_second"] > 0
-    assert {"forward", "backward", "optimizer"} <= set(recorded["spans"])
+    assert talked["ok"] and {"forward", "backward", "comm", "optimizer"} <= set(talked["spans"])
+    assert 0 < talked["hidden_fraction"] <= 1 and talked["communication_ms"] > 0
     assert (tmp_path / "gpu_timeline.png").stat().st_size > 1000
-    assert "the CPU: nothing of a GPU: parity dp=2 (float32)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the CPU: nothing of a GPU: parity dp=2 (float32)" in said
+    assert "tokens/s with batch_size=2, seq_len=64, compile=False" in said
 
-    monkeypatch.setattr(gpu_check, "timed", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(gpu_check, "ours", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(gpu_check, "group", lambda *_: pytest.fail("trained again"))
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == rows
@@ -58,7 +65,7 @@ def test_a_plan_that_does_another_thing_is_noticed(ranks, tmp_path, monkeypatch)
     assert [row["plan"] for row in rows[1:]] == plans and not any(row["ok"] for row in rows[1:])
     assert "FAILED: parity dp=2 (float32); parity tp=2" in gpu_check.verdict(rows, 0)
     assert gpu_check.Rows(tmp_path / "gpu.json", check, 0) == rows[:1]
-    assert gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(seq_len=9), 0) != rows[:1]
+    assert gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(preset="tiny"), 0) != rows[:1]
 
 
 def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
@@ -72,15 +79,67 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monke
 
         return run
 
-    for name in ("parity", "checkpoints", "utilisation", "theirs"):
+    parts = ["parity", "checkpoints", "speed", "overlap"]
+    for name in parts:
         monkeypatch.setattr(gpu_check, name, fails(name))
     monkeypatch.setattr(gpu_check, "Ranks", lambda *_, **__: nullcontext(Here()))
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 1
-    assert tried == ["parity", "checkpoints", "utilisation", "theirs"]
+    assert tried == parts
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))[1:]
     assert [row["message"] for row in rows] == ["out of memory"] * 4
     said = capsys.readouterr().out
-    assert "FAILED: parity; checkpoint; utilisation; transformers" in said
+    assert "FAILED: parity; checkpoint; utilisation; overlap" in said
+
+
+def test_scaling_is_a_share_of_so_many_times_one_gpu(tmp_path, monkeypatch):
+    """On two GPUs that are not here. Mutants: a plan that cannot be ends the rest; one that was
+    run is run again; strong scaling with a larger batch."""
+    ran = []
+
+    def told(rows, row, config, *rest):
+        ran.append((config.as_plan().num_ranks, config.batch_size))
+        monkeypatch.setattr(gpu_check, "group", lambda *_: nullcontext(Here()))
+        monkeypatch.setattr(trainer, "train", report_100_per_rank)
+        return usual(rows, row, config, *rest)
+
+    usual = gpu_check.told
+    monkeypatch.setattr(gpu_check, "told", told)
+    check = gpu_check.GpuCheck(rehearse=True)
+    rows = gpu_check.Rows(tmp_path / "gpu.json", check, 2)
+    args = check.run(2), 2, str(tmp_path), ["dp=2", "tp=16", "tp=2"]
+    gpu_check.scaling(rows, *args)
+    assert ran == [(1, 4), (2, 4), (2, 8), (16, 4), (16, 8), (2, 4), (2, 8)]
+    found = {(row["plan"], row["law"]): row.get("efficiency") for row in rows[1:]}
+    assert found.pop(("tp=16", "strong")) is found.pop(("tp=16", "weak")) is None
+    assert found == {("dp=1", "alone"): 1.0} | {
+        (plan, law): 0.75 for plan in ("dp=2", "tp=2") for law in ("strong", "weak")
+    }
+    monkeypatch.setattr(trainer, "train", lambda *_: pytest.fail("trained again"))
+    before = list(rows)
+    gpu_check.scaling(rows, *args)
+    assert rows == before == gpu_check.Rows(tmp_path / "gpu.json", check, 2)
+
+
+def report_100_per_rank(config, folder):
+    ranks = config.as_plan().num_ranks
+    Path(folder).mkdir()
+    report = {"tokens_per_second": 100.0 if ranks == 1 else 75.0 * ranks}
+    (Path(folder) / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def test_what_does_not_fit_is_no_failure(tmp_path, monkeypatch):
+    """One setting of several. Mutant: an error of ours is taken for one."""
+
+    def runs_out(*_):
+        raise RankError({0: Failure("rank 0 of 1", "OutOfMemoryError", "CUDA out of memory", "")})
+
+    monkeypatch.setattr(Here, "run", runs_out)
+    monkeypatch.setattr(gpu_check, "Ranks", lambda *_, **__: nullcontext(Here()))
+    check = gpu_check.GpuCheck(rehearse=True, preset="tiny")
+    rows = gpu_check.Rows(tmp_path / "gpu.json", check, 1)
+    gpu_check.speed(rows, check.settings())
+    assert [row.get("message") for row in rows[1:]] == ["does not fit into memory"] * 3
+    assert "FAILED" not in gpu_check.verdict(rows, 1)
 
 
 class Here:
@@ -91,7 +150,7 @@ class Here:
 def test_in_bf16_masters_learn():
     """As the trainer does it. Mutants: autocast in its place; masters in bf16."""
     model = Llama(PRESETS["tiny"])
-    optimizer = gpu_check.learner(model, torch.bfloat16)
+    optimizer = gpu_speed.learner(model, torch.bfloat16)
     tokens = torch.arange(8).view(1, 8)
     train_step(model, [], optimizer, [(tokens, tokens)], Mesh().dp)
     for p in model.parameters():
