@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from minipar.comm import backends
+from tests.patience import busy
 
 GOODPUT = 1448 / 1514
 """What is left of a link for data: 66 bytes of each full Ethernet frame are headers."""
@@ -55,10 +57,28 @@ class Hosts:
             env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            encoding="utf-8",
         )
         self.processes.append(process)
         return process
+
+    def finish(self, processes: list[subprocess.Popen], seconds: float) -> list[str]:
+        """Wait for all, for `seconds` of a quiet machine; return what each has printed.
+
+        Raises `AssertionError` with all of it where one does not end.
+        """
+        said = [b""] * len(processes)
+        limit = time.monotonic() + seconds * busy()
+        for number, process in enumerate(processes):
+            try:
+                said[number] = process.communicate(timeout=max(0.1, limit - time.monotonic()))[0]
+            except subprocess.TimeoutExpired as late:
+                process.kill()
+                said[number] = late.stdout or b""
+        texts = [text.decode(errors="replace") for text in said]
+        late = [n for n, process in enumerate(processes) if process.poll() in (None, -9)]
+        told = "\n".join(f"---- {number}\n{text}" for number, text in enumerate(texts))
+        assert not late, f"{late} did not end within {seconds * busy():.0f} s:\n{told}"
+        return texts
 
     def run(self, function: Any, *args: Any, per_host: int = 1) -> list[Any]:
         """Call a function of a module on `per_host` ranks of each host; return their results.
@@ -75,7 +95,7 @@ class Hosts:
                 )
                 for rank in range(2 * per_host)
             ]
-            said = [rank.communicate(timeout=90)[0] for rank in ranks]
+            said = self.finish(ranks, seconds=90)
             assert not any(rank.returncode for rank in ranks), "\n".join(said)
             files = [Path(folder, str(rank)) for rank in range(2 * per_host)]
             return [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -164,7 +164,7 @@ def test_a_host_that_knows_itself_by_its_loopback_says_so_and_trains(hosts, tmp_
     train += ["--data", __file__, "--seq-len", "32", "--batch-size", "2", "--sample-tokens", "0"]
     train += ["--out", str(tmp_path)]
     nodes = [hosts.start(n, *run, "--node-rank", str(n), *train) for n in range(2)]
-    said = [node.communicate(timeout=100)[0] for node in nodes]
+    said = hosts.finish(nodes, seconds=100)
     for node, text in zip(nodes, said, strict=True):
         lines = [line for line in text.splitlines() if "GLOO_SOCKET_IFNAME" in line]
         assert node.returncode == 0 and len(lines) == 1 and "127.0.1.1" in lines[0], text
