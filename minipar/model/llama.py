@@ -414,7 +414,7 @@ def generate(
         )
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()  # [B, V]
-        if temperature == 0:
+        if temperature < 1e-6:  # float32 could not hold the quotients
             chosen = logits.argmax(-1, keepdim=True)
         else:
             if top_k is not None and top_k < logits.shape[-1]:

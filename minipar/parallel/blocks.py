@@ -118,11 +118,16 @@ class Unit:
 
     def __init__(self, module: nn.Module, slots: list[Slot], flats: dict[Flat, Members]) -> None:
         self.module, self.flats = module, list(flats)
-        self.trainable = [flat for flat in flats if flat.is_trainable]
         self.parameters = [p for flat in flats for p in flat.pieces]
         place = {p: i for i, p in enumerate(p for members in flats.values() for p in members)}
         self.slots = [(owner, attribute, place[p]) for owner, attribute, _, p in slots]
-        self.unbind()
+        self.names = [name for _, _, name, _ in slots]
+        self._put(self.parameters)
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """Those of which a gradient is to come."""
+        return [flat for flat in self.flats if flat.learns]
 
     @property
     def is_gathered(self) -> bool:
@@ -144,16 +149,36 @@ class Unit:
         """Wait for the gathered weights, and put them in the place of the pieces."""
         for flat in self.flats:
             flat.wait_for_unshard()
+        self.check_weights()
         pieces = [p for flat in self.trainable for p in flat.pieces]
-        entered = iter(_Enter.apply(self, after_backward, *pieces) if pieces else ())
-        full = [next(entered) if f.is_trainable else view for f in self.flats for view in f.views]
-        for owner, attribute, i in self.slots:
-            owner._parameters[attribute] = full[i]
+        entered = iter(
+            _Enter.apply(self, after_backward, self.trainable, *pieces) if pieces else ()
+        )
+        full = []
+        for flat in self.flats:
+            for p, view in zip(flat.pieces, flat.views, strict=False):
+                weight = next(entered) if flat.learns else view
+                full.append(weight if p.requires_grad else view)
+        self._put(full)
+
+    def check_weights(self) -> None:
+        """Raise `RuntimeError` where a module has another weight than was put there."""
+        for name, (owner, attribute, _), own in zip(self.names, self.slots, self.here, strict=True):
+            if owner._parameters.get(attribute) is not own:
+                raise RuntimeError(
+                    f"fsdp: {name} is another tensor than fsdp.apply has left there, and would be "
+                    f"ignored: tie and replace weights before fsdp.apply; functional_call with "
+                    f"other weights does not go together with it"
+                )
 
     def unbind(self) -> None:
         """Put the pieces back in the place of the gathered weights."""
-        for owner, attribute, i in self.slots:
-            owner._parameters[attribute] = self.parameters[i]
+        self._put(self.parameters)
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        self.here = [weights[i] for *_, i in self.slots]
+        for (owner, attribute, _), weight in zip(self.slots, self.here, strict=True):
+            owner._parameters[attribute] = weight
 
 
 class _Enter(torch.autograd.Function):
@@ -164,12 +189,14 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, after_backward: Callable, *pieces: Tensor) -> Any:
-        ctx.unit, ctx.after_backward = unit, after_backward
+    def forward(
+        ctx: Any, unit: Unit, after_backward: Callable, flats: list[Flat], *pieces: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.what, ctx.after_backward = (unit, flats), after_backward
         ctx.set_materialize_grads(False)  # None tells that a weight was not used
-        return tuple(view.detach() for flat in unit.trainable for view in flat.views)
+        return tuple(view.detach() for flat in flats for view in flat.views)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.after_backward(ctx.unit, list(gradients))
-        return None, None, *(None for _ in gradients)  # gradients go their own way
+        ctx.after_backward(*ctx.what, list(gradients))
+        return None, None, None, *(None for _ in gradients)  # gradients go their own way

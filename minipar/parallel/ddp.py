@@ -20,6 +20,7 @@ Proved by tests/parallel/test_ddp.py; taught in notebooks/03_data_parallel.ipynb
 Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -165,24 +166,45 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], reduce: Reduce | None = None) -> None:
         self.parameters = parameters
         self.reduce = reduce or all_reduce_bucket
-        sizes = [p.numel() for p in parameters]
         like = parameters[0]
-        self.flat = like.new_zeros(sum(sizes) + len(parameters), dtype=like.grad_dtype)
-        *pieces, self.users = self.flat.split([*sizes, len(parameters)])
-        self.gradients = self.flat[: sum(sizes)]
-        self.views = {p: v.view_as(p) for p, v in zip(parameters, pieces, strict=True)}
+        numel = sum(p.numel() for p in parameters) + len(parameters)
+        self._lay_out(like.new_zeros(numel, dtype=like.grad_dtype))
         self.pending: Pending | None = None
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
         for p in parameters:
             if p.grad is not None:
                 self.take(p)
 
+    def _lay_out(self, flat: Tensor) -> None:
+        """Let the gradients be views of `flat`."""
+        sizes = [p.numel() for p in self.parameters]
+        self.flat, self.gradients = flat, flat[: sum(sizes)]
+        *pieces, self.users = flat.split([*sizes, len(sizes)])
+        self.views = {p: v.view_as(p) for p, v in zip(self.parameters, pieces, strict=True)}
+        del pieces
+        self.num_users = _users_of(flat)
+
     def take(self, p: nn.Parameter) -> None:
         """Move the gradient of `p` into the bucket; from now on it accumulates there."""
-        view = self.views[p]
-        if p.grad is not view:
-            view.copy_(p.grad)
-            p.grad = view
+        if p.grad is not self.views[p]:
+            if self._is_kept(p):
+                self._move()
+            p.grad = self.views[p].copy_(p.grad.detach())
+
+    def _is_kept(self, p: nn.Parameter) -> bool:
+        """Whether the gradient of `p` that was here is still somebody's, though ``p.grad`` is not.
+
+        Such as g = p.grad, or a view of it: another name for the tensor, or one more of its memory.
+        """
+        return sys.getrefcount(self.views[p]) > 2 or _users_of(self.flat) > self.num_users
+
+    def _move(self) -> None:
+        """Go on in new memory; gradients that are here come along."""
+        before = self.views
+        self._lay_out(self.flat.clone())
+        for p, view in before.items():
+            if p.grad is view:
+                p.grad = self.views[p]
 
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce."""
@@ -206,6 +228,11 @@ class Bucket:
             # Looks at a value only where this rank has no gradient of its own.
             if p.grad is None and used_elsewhere(self.users[i]):
                 p.grad = self.views[p]
+
+
+def _users_of(tensor: Tensor) -> int:
+    """How many tensors there are of the memory of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def all_reduce_bucket(bucket: Bucket, axis: Axis, op: Op) -> Pending:
@@ -304,8 +331,10 @@ class Overlapped(Bucketed):
         bucket.take(p)
         if not self.synchronises:
             return
+        is_complete = guard.comes_last(p, self._on_gradient)
         if self.rehearsal is not None:
             self.rehearsal[p] += 1
+        if self.rehearsal is not None or not is_complete:
             return
         bucket.missing -= 1
         while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:

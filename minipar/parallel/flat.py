@@ -6,7 +6,7 @@ where shards live; offload has another.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -135,7 +135,10 @@ class Flat(Row):
             p.stepped_elsewhere = (
                 "fsdp has replaced the parameters of the model; make the optimizer after fsdp.apply"
             )
-        self.is_trainable = self.pieces[0].requires_grad
+            if guard.can_leave(p):
+                p.on_use = partial(_refuse_replaced, name)
+                guard.leave([p])
+        self.is_trainable = self.pieces[0].requires_grad  # when it was made
         dtype = options.compute_dtype or self.shard.dtype
         self.full = self.shard.new_empty(layout.total, dtype=dtype)  # [n S]
         self.views = self.split(self.full)
@@ -144,6 +147,11 @@ class Flat(Row):
         self.used: set[nn.Parameter] = set()  # had a gradient here, in this step
         self.fresh: set[nn.Parameter] = set()  # had none before this step
         self.reshard()
+
+    @property
+    def learns(self) -> bool:
+        """Whether some of its weights have a gradient now: they may be frozen for a while."""
+        return self.is_trainable and any(p.requires_grad for p in self.pieces)
 
     # weights
     @property
@@ -155,6 +163,7 @@ class Flat(Row):
         """Start to gather the weights, unless that was done."""
         if self.is_gathered or not self.full.numel():
             return
+        self.check_place()
         self.full.untyped_storage().resize_(self.full.nbytes)
         memory.tag("gathered", self.full)
         self.options.ledger.note(f"gather {self.block}")
@@ -189,7 +198,7 @@ class Flat(Row):
         if only is not None and only.numel() == self.layout.total and not self.changes_rows:
             guard.check_gradient(self.pieces[0], only)
             self.used.add(self.pieces[0])
-            return only.reshape(-1).to(dtype)
+            return only.detach().reshape(-1).to(dtype)
         flat = self.full.new_empty(self.full.numel(), dtype=dtype)
         memory.tag("gradients", flat)
         *parts, padding = flat.split(self.layout.splits)
@@ -199,7 +208,7 @@ class Flat(Row):
                 part.zero_()
             else:
                 guard.check_gradient(p, gradient)
-                part.view(gradient.shape).copy_(gradient)
+                part.view(gradient.shape).copy_(gradient.detach())
                 self.used.add(p)
         return flat
 
@@ -244,6 +253,11 @@ class Flat(Row):
     def finish(self) -> None:
         """Complete the gradients of the step."""
         self.wait_for_reduce()
+
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        """Forget gradients of `zeroed` that are not in ``grad`` yet; that is zeroed next."""
+        self.wait_for_reduce()
+        self.used -= zeroed
 
     def add_to_grad(self, gradient: Tensor) -> None:
         """Add the finished gradient [S] of the shard to ``grad`` of the pieces."""
@@ -291,6 +305,14 @@ def _refuse_use(name: str, block: str) -> NoReturn:
     )
 
 
+def _refuse_replaced(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"fsdp: {name} was replaced by a piece when fsdp.apply was called, and is used all the "
+        f"same, as from a list of weights made before: it would never learn. Read weights from the "
+        f"modules that have them"
+    )
+
+
 # ---------------------------------------------------------------------- 2. gradients that wait
 class Hybrid(Flat):
     """Hybrid sharding: every rank of `replicate_axis` has a shard of the same weights.
@@ -314,6 +336,13 @@ class Hybrid(Flat):
         if self.is_last:
             self._all_reduce()
 
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        super().drop(zeroed)
+        self._arrive()
+        for p, span in zip(self.pieces, self.layout.spans, strict=True):
+            if self.inside is not None and p in zeroed:
+                self.inside[span].zero_()
+
     def _all_reduce(self) -> None:
         """Start to sum over the replicas."""
         inside, self.inside = self.inside, None
@@ -324,6 +353,9 @@ class Hybrid(Flat):
         super().finish()
         if self.inside is not None:  # the last backward did not reach the block
             self._all_reduce()
+        self._arrive()
+
+    def _arrive(self) -> None:
         while self.across:
             self.home.store(self, self.across.pop(0).wait())
 
@@ -340,6 +372,13 @@ class Whole(Flat):
         self.unsent = None if is_last else flat
         if is_last:
             super().reduce(flat)
+
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        super().drop(zeroed)
+        if self.unsent is not None:
+            for p, part in zip(self.pieces, self.unsent.split(self.layout.splits), strict=False):
+                if p in zeroed:
+                    part.zero_()
 
     def finish(self) -> None:
         if self.unsent is not None:  # the last backward did not reach the block

@@ -45,7 +45,7 @@ Two versions: `FullySharded` gathers and frees, `Prefetching` gathers ahead. Bot
 comes and goes is in flat.py, which weights go together in blocks.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -87,6 +87,9 @@ def apply(
     """
     how = Options(axis, **options)
     how.check(model)
+    guard.check_apart(model.named_parameters())
+    for p in model.parameters():
+        guard.check_hooks(p)
     assigned = assign(model, find(model, blocks))
     guard.claim(model, "fsdp", axis)
     units = make_units(model, assigned, how)
@@ -122,12 +125,18 @@ class FullySharded(Strategy):
         unit.unshard()
         with torch.enable_grad() if phase == "backward" else nullcontext():
             unit.bind(self._after_backward)
+        if _in_backward() and not unit.trainable:  # no gradient of its weights tells when it ends
+            torch.autograd.Variable._execution_engine.queue_callback(unit.unbind)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recomputes = _in_backward()
         if unit is self.root and not recomputes:
             self.options.ledger.check()
+            for each in self.units:
+                each.check_weights()
             self.release()  # nothing that was gathered before the last optimizer step
+            for p in self.watched:
+                guard.check_hooks(p)
             for block in self.blocks:
                 guard.leave(block.parameters)
         self._enter(unit, "backward" if recomputes else "forward")
@@ -164,17 +173,25 @@ class FullySharded(Strategy):
         """
         return not self.options.reshard_after_forward or unit is self.root
 
-    def _after_backward(self, unit: Unit, gradients: list[Tensor | None]) -> None:
-        """Reduce the gradients of all weights of `unit`, which are complete; free the weights."""
+    def _after_backward(
+        self, unit: Unit, flats: list[Flat], gradients: list[Tensor | None]
+    ) -> None:
+        """Reduce the gradients of `flats` of `unit`, which are complete; free its weights."""
         self.is_finished = False
         unit.reshard()
         for flat in self.reducing:  # gradients of one unit at a time are on their way
             flat.wait_for_reduce()
-        self.reducing = unit.trainable
-        for flat in unit.trainable:
+        self.reducing = flats
+        for flat in flats:
             own, gradients = gradients[: len(flat.views)], gradients[len(flat.views) :]
             with watchdog.about(f"gradients of {flat.block}"):
                 flat.reduce(flat.flatten(own), is_last=self.synchronises)
+
+    @torch.no_grad()
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        for flat in self.flats:
+            flat.drop(zeroed)
+        self.reducing = []
 
     @torch.no_grad()
     def finish_backward(self) -> None:

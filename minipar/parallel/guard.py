@@ -1,8 +1,12 @@
 """What users of PyTorch do by habit: it works here, or is refused at once with the right way.
 
 ddp.apply(model, dp), and again            `claim`: the second is refused
-nn.Embedding(..., sparse=True)             `check_dense`, `check_gradient`: refused
+nn.Embedding(..., sparse=True)             `check_layers`, `check_gradient`: refused
+nn.Embedding(..., max_norm=1)              `check_layers`: refused, as forward writes into weights
+head.weight.data = embedding.weight.data   `check_apart`: refused where parameters get new memory
+a hook on a parameter's gradient           `comes_last`: called before it is sent; `check_hooks`
 optimizer.step() before finish_backward()  `watch`: refused
+zero_grad() before finish_backward()       `watch`: what is on its way is dropped, too
 an optimizer made before fsdp.apply        `watch`: refused at its first step
 an optimizer that looks at whole matrices  `check_elementwise`: refused where it sees pieces
 torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_with_norm_
@@ -21,6 +25,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import cache, partial, wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,12 +33,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.parallel.pieces import axes_of, in_order
+from minipar.parallel.pieces import axes_of, full_shape, in_order
 
 
 # ---------------------------------------------------------------------- when a strategy is applied
@@ -49,20 +57,78 @@ def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
                 f"{name}: {path} is trained by {other} already, and its gradient would be summed "
                 f"twice; apply one of ddp, zero, fsdp and local_sgd, once"
             )
-    check_dense(model)
+    check_layers(model)
     for p in model.parameters():
         p.claimed_by = name
 
 
-def check_dense(model: nn.Module) -> None:
-    """Raise `ValueError` naming a layer whose gradients will be sparse."""
+def check_layers(model: nn.Module) -> None:
+    """Raise `ValueError` for a layer of sparse gradients, or one that writes into its weights."""
     for path, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        name = path or type(module).__name__
         if own and getattr(module, "sparse", False) is True:
             raise ValueError(
-                f"{path or type(module).__name__} has sparse=True, and only dense gradients can be "
-                f"shared here; make it with sparse=False"
+                f"{name} has sparse=True, and only dense gradients can be shared here; make it "
+                f"with sparse=False"
             )
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{name} has max_norm={module.max_norm:g}: its forward writes into the rows that "
+                f"it looks up, which differ between ranks, and so would weights; make it with "
+                f"max_norm=None, and scale its output or its weights after the step"
+            )
+
+
+def check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise `ValueError` for two parameters in the same memory, which each would get its own."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    for name, p in named:
+        if p.numel() and not p.is_meta:
+            length = 1 + sum(
+                (n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)
+            )
+            span = p.data_ptr(), p.data_ptr() + length * p.element_size(), name
+            ends.setdefault(p.untyped_storage().data_ptr(), []).append(span)
+    for spans in ends.values():
+        for (_, end, first), (start, _, second) in pairwise(sorted(spans)):
+            if start < end:
+                raise ValueError(
+                    f"{second} and {first} are two parameters in the same memory, and here each "
+                    f"gets memory of its own; tie them as one: let both modules have the parameter "
+                    f"itself, as in head.weight = embedding.weight"
+                )
+
+
+def check_hooks(p: nn.Parameter) -> None:
+    """Raise `RuntimeError` for a hook on the gradient of `p`, of which this rank has pieces."""
+    hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
+    if any(map(_is_foreign, hooks)):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(full_shape(p))} has a hook on its gradient, which would "
+            f"not be called with it: under fsdp it comes in pieces, and without hooks; change "
+            f"gradients after finish_backward()"
+        )
+
+
+def comes_last(p: nn.Parameter, own: Callable) -> bool:
+    """Whether `own` is the last hook on the whole gradient of `p`; from the next one on, it is.
+
+    Hooks that were registered later may still change a gradient that must not be sent before.
+    """
+    hooks = p._post_accumulate_grad_hooks or {}
+    if len(hooks) < 2:
+        return True
+    key = next(key for key, hook in hooks.items() if hook == own)
+    is_last = not any(map(_is_foreign, list(hooks.values())[list(hooks).index(key) + 1 :]))
+    if not is_last:
+        hooks[key] = hooks.pop(key)
+    return is_last
+
+
+def _is_foreign(hook: Callable) -> bool:
+    """Whether it is none of minipar's own, which look at gradients and change none."""
+    return not (getattr(hook, "__module__", None) or "").startswith("minipar.")
 
 
 def check_gradient(p: nn.Parameter, gradient: Tensor) -> None:
@@ -108,6 +174,21 @@ def check_finished(strategy: Any, what: str) -> None:
 @cache
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)  # of what a closure has left unfinished
+    for owner, parameters_of in ((Optimizer, _stepped), (nn.Module, nn.Module.parameters)):
+        owner.zero_grad = _drop_first(owner.zero_grad, parameters_of)
+    fans = nn.init._calculate_fan_in_and_fan_out
+
+    @wraps(fans)
+    def fans_of_whole(tensor: Tensor) -> tuple[int, int]:
+        if getattr(tensor, "is_flat", False):
+            raise RuntimeError(
+                "the scale of a first value follows from the shape of the whole weight, and under "
+                "fsdp this rank has a piece; initialise before fsdp.apply, or give it init="
+            )
+        return fans(tensor)
+
+    nn.init._calculate_fan_in_and_fan_out = fans_of_whole
     for function in (
         clip_grad.clip_grad_norm_,
         clip_grad._get_total_norm,
@@ -121,8 +202,7 @@ def _listen() -> None:
     def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool) -> Any:
         """Whether there was an overflow, on any rank that has pieces of the same gradients."""
         flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
-        pieces = [p for group in optimizer.param_groups for p in group["params"]]
-        for axis in in_order([axis for p in pieces for axis in axes_of(p)]):
+        for axis in in_order([axis for p in _stepped(optimizer) for axis in axes_of(p)]):
             for flag in flags.values():
                 all_reduce(flag, axis, "max", out=flag)
         return flags
@@ -136,6 +216,20 @@ def _listen() -> None:
         load(optimizer, state_dict)
 
     Optimizer.load_state_dict = load_own  # a hook would have to be in place before
+
+
+def _drop_first(zero_grad: Callable, parameters_of: Callable) -> Callable:
+    """Let `zero_grad` reach gradients that are still on their way, too."""
+
+    @wraps(zero_grad)
+    def dropped(owner: Any, set_to_none: bool = True) -> None:
+        zeroed = frozenset(parameters_of(owner))
+        for strategy in list(_watched):
+            if not strategy.is_finished and not strategy.watched.isdisjoint(zeroed):
+                strategy.drop(zeroed)
+        zero_grad(owner, set_to_none)
+
+    return dropped
 
 
 def _look_first(function: Callable[..., Any]) -> None:
@@ -202,8 +296,16 @@ def _check_seen(name: str, tensors: list[Tensor]) -> None:
             )
 
 
+def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    _check_finished(_stepped(optimizer), "the end of a closure")
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _stepped(optimizer)
     for p in parameters:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
@@ -267,8 +369,8 @@ def _check_own(optimizer: Optimizer, told: dict[str, Any]) -> None:
 def _numbered(optimizer: Optimizer, told: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
     """The numbers that `told` has for the parameters of `optimizer`."""
     numbers = [n for group in told.get("param_groups", []) for n in group["params"]]
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    return list(zip(numbers, stepped, strict=False))  # torch says what is wrong with their number
+    # Torch says what is wrong with their number.
+    return list(zip(numbers, _stepped(optimizer), strict=False))
 
 
 def _place_of(p: nn.Parameter) -> list[list[int]]:
@@ -329,7 +431,7 @@ class Absent(nn.Parameter):
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        is_attribute = name in ("__get__", "__set__") and func.__self__ is not Tensor.data
+        is_attribute = name in ("__get__", "__set__") and func.__self__ not in _VALUES
         if not (is_attribute or name in _HARMLESS):
             for p in tree_leaves((args, kwargs)):
                 if type(p) is Absent:
@@ -346,6 +448,7 @@ class Absent(nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)
 
 
+_VALUES = Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag
 _HARMLESS = {
     "__hash__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size",
     "requires_grad_",

@@ -58,6 +58,7 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.model.moe import routers
+from minipar.parallel import guard
 from minipar.parallel.strategy import Strategy, replicate
 from minipar.parallel.vectors import (
     Gradients,
@@ -122,6 +123,7 @@ class _Local(Strategy):
             "each rank would move the biases of its routers by its own tokens, and no agreement "
             "covers them; balance experts by a loss (bias_speed=None)",
         )
+        guard.claim(model, "local_sgd", axis)
         replicate(model, axis)
         if not average:
             self.watch_backward(self.parameters)

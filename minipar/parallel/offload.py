@@ -62,28 +62,44 @@ class TwoHomes:
         memory.tag("parameters", self.host, on_host=True)
         param.homes = self.device, self.host  # for those who count memory
         self.version = param._version  # of the weights that both homes hold
-        self.on_host = False
+        self.on_host, self.place = False, param.data_ptr()
 
     def go_to_host(self) -> None:
         """Let `param.data` be that of the host. A gradient on the device does not come along."""
         if self.on_host:
             return
+        self._check_place()
         if self.is_stale():  # weights were written into the device's copy
             [weights] = self.copies.to_host([self.device]).wait()
             self.host.copy_(weights)
         self.param.grad = None
-        self.param.data, self.version, self.on_host = self.host, self.param._version, True
+        self._live_in(self.host)
+        self.version, self.on_host = self.param._version, True
 
     def go_to_device(self) -> None:
         """Let `param.data` be that of the device; a gradient that has accumulated comes along."""
         if not self.on_host:
             return
+        self._check_place()
         gradient, self.param.grad = self.param.grad, None
-        self.param.data, self.on_host = self.device, False
+        self._live_in(self.device)
+        self.on_host = False
         if gradient is not None:
             self.param.grad = torch.empty_like(self.device)
             source = _cast(gradient, self.param.grad, self.copies)
             self.copies.to_device([(source, self.param.grad)]).wait()
+
+    def _live_in(self, home: Tensor) -> None:
+        self.param.data, self.place = home, home.data_ptr()
+
+    def _check_place(self) -> None:
+        """Raise `RuntimeError` where the parameter is in neither of its homes."""
+        if self.param.data_ptr() != self.place:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.param.shape)} has got new memory since offload, "
+                f"as by p.data = ..., vector_to_parameters or model.to(): write into it, as by "
+                f"p.data.copy_(...), or move and cast the model before"
+            )
 
     def news(self) -> tuple[Tensor, Tensor]:
         """What has to be copied to bring the weights of the host to the device."""
@@ -219,7 +235,8 @@ def apply(
             f"inside= must reduce whole gradients, and {type(inside).__name__} cuts them; use "
             f"step_on_host(optimizer) with zero, shards_on_host(strategy) with fsdp"
         )
-    guard.check_dense(model)
+    guard.check_layers(model)
+    guard.check_apart(model.named_parameters())
     return Offloaded(model, axis, inside, copies, compute_dtype, bucket_mb)
 
 
@@ -267,13 +284,14 @@ class Offloaded(Strategy):
                 )
         if self.inside is None:
             me = weakref.ref(self)  # what a parameter's hook holds is never collected
+            self.hook = lambda p: me()._on_gradient(p)
             for p in self.homes:
-                p.register_post_accumulate_grad_hook(lambda p: me()._on_gradient(p))
+                p.register_post_accumulate_grad_hook(self.hook)
 
     # ------------------------------------------------------------------ gradients, down
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
-        if self.synchronises:
+        if self.synchronises and guard.comes_last(p, self.hook):
             self._take(p)
 
     def _take(self, p: nn.Parameter) -> None:
@@ -460,7 +478,8 @@ class HostShards:
         return copy.wait()[0]
 
     def _bring(self, flat: Any) -> Copy:
-        arriving = flat.full.new_empty(flat.shard.shape)
+        with torch.inference_mode(False):  # a thread writes into it, which is in no such mode
+            arriving = flat.full.new_empty(flat.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
         return self.copies.to_device([(_cast(flat.shard, arriving, self.copies), arriving)])
 

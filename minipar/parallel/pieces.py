@@ -67,9 +67,18 @@ def copies_axis(p: Tensor, axis: Axis) -> Axis:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     All of them, unless the strategy that cut `p` says otherwise in `p.copies`: ranks of expert
-    parallelism share a batch, and yet each has experts of its own.
+    parallelism share a batch, and yet each has experts of its own. `p.spread` is the axis of these.
+    Raises `ValueError` where both together are not as many ranks as the data axis.
     """
-    return getattr(p, "copies", axis)
+    copies, spread = getattr(p, "copies", axis), getattr(p, "spread", None)
+    if None not in (axis, spread) and spread.size * copies.size != axis.size:
+        raise ValueError(
+            f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, so "
+            f"{spread.size * copies.size} ranks share their gradients, but data is over "
+            f"{axis.name}={axis.size}; let both be the same ranks, as expert.apply(model, mesh.ep, "
+            f'copies=mesh.dp) and then data over mesh.joint("dp", "ep")'
+        )
+    return copies
 
 
 def full_shape(p: Tensor) -> torch.Size:
@@ -217,6 +226,20 @@ class Row:
         self.shard = shard
         for piece, span in zip(self.pieces, self.layout.spans, strict=True):
             piece.data = shard[span].view_as(piece)
+
+    def check_place(self) -> None:
+        """Raise `RuntimeError` for a piece that has other memory than the shard."""
+        first, width = self.shard.data_ptr(), self.shard.element_size()
+        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
+            with torch._C.DisableTorchFunctionSubclass():  # also where it is elsewhere
+                place = piece.data_ptr()
+            if piece.numel() and place != first + span.start * width:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(self.shapes[piece])} has got new memory since "
+                    f"its strategy was applied, as by p.data = ..., vector_to_parameters or "
+                    f"model.to(): write into it, as by p.data.copy_(...), or move and cast the "
+                    f"model before"
+                )
 
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""

@@ -104,7 +104,7 @@ class Bucket(Row):
             self.gradients = dict(zip(self.parameters, self.split(self.whole), strict=True))
         view = self.gradients[p]
         if p.grad is not view:
-            view.copy_(p.grad)
+            view.copy_(p.grad.detach())
             p.grad = view
 
     def reduce(self, op: Op) -> list[nn.Parameter]:
@@ -182,6 +182,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         if not any(trainable):
             raise ValueError("there is no trainable parameter to optimize")
+        named = [
+            (self.names.get(p, f"a parameter of shape {tuple(p.shape)}"), p)
+            for members in trainable
+            for p in members
+        ]
+        guard.check_apart(named)
         for group, members in zip(groups, trainable, strict=True):
             if members:
                 make = partial(optimizer_class, **options)
@@ -262,7 +268,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, of parameters and of pieces; they are not kept as zeros."""
+        """Drop all gradients, of parameters and of pieces. Raises `ValueError` if told to keep
+        zeros: there is no place for whole ones."""
+        if not set_to_none:
+            raise ValueError("set_to_none=False: zero keeps no gradients, not as zeros either")
         for bucket in self.buckets:
             bucket.drop()
         for p in self.frozen:

@@ -47,6 +47,9 @@ class Strategy:
         self.is_finished = True
         self.finishes += 1
 
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        """Forget gradients of `zeroed` that are still on their way: `zero_grad` was called."""
+
     def watch_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse to step `parameters` between a backward and its `finish_backward`, which makes
         their gradients those of the batch."""
@@ -84,7 +87,9 @@ class Strategy:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
-        Tied weights stay one tensor. A collective wherever the strategy shards: all ranks call it.
+        Tied weights stay one tensor. Buffers, such as the averages of BatchNorm, are this rank's
+        own: no strategy shares what forward writes into them. A collective wherever the strategy
+        shards: all ranks call it.
         """
         state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
         copies = {t: masters.get(t, t).detach().clone() for t in state.values()}

@@ -235,6 +235,8 @@ class Stage1(Naive):
         if not (self.synchronises or self.every_backward_sends):
             return
         self.arrived[p] += 1
+        if not guard.comes_last(p, self._on_gradient):
+            return  # the end of the round sends it
         bucket.missing -= 1
         while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
             self._reduce(self.buckets[self.next])

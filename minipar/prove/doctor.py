@@ -11,6 +11,7 @@ import re
 import resource
 import socket
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def run(config: DoctorConfig) -> None:
             lines = [*_of_hosts(world), _together(world), _shared(Path(config.out), world)]
             speaks = world.rank == 0
     else:
-        lines = [*machine(), *_pool()]
+        lines = [*machine(), _writable(Path(config.out)), *_pool()]
     if speaks:
         print(page(lines))
     if any(line.mark == "FAIL" for line in lines):
@@ -259,6 +260,16 @@ def _together(world: Axis) -> Line:
     times = all_gather_object((*probe(world.size), platform.node()), world)
     hosts, (*slowest, _) = len({host for *_, host in times}), max(times)
     return Line("ok", f"{world.size} ranks", f"on {hosts} of torchrun's hosts; {_told(*slowest)}")
+
+
+def _writable(out: Path) -> Line:
+    """Whether this user can write into the folder of runs, or make it."""
+    there = next((path for path in (out, *out.absolute().parents) if path.is_dir()), Path("/"))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return Line("ok", "run folder", f"{out}/ can be written")
+    except OSError as error:
+        return Line("FAIL", "run folder", f"{out}/: {error.strerror}; name another by --out")
 
 
 def _shared(out: Path, world: Axis) -> Line:

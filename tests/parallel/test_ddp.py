@@ -8,6 +8,7 @@ import copy
 import math
 import re
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -775,3 +776,21 @@ def test_alone_no_gradient_is_copied(version):
         strategy.finish_backward()
         assert model.weight.grad is own and own.untyped_storage().nbytes() == own.nbytes
     assert not strategy.buckets
+
+
+@on_ranks(2)
+def test_buckets_stay_where_they_are():
+    """No gradient is kept in usual training, recorded or not. Mutant: new memory in each step."""
+    model = models.llama(0)
+    strategy, optimizer = ddp.apply(model, Mesh(dp=2).dp), torch.optim.AdamW(model.parameters())
+    places = []
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with timeline.record() if step == 4 else nullcontext():
+            model(torch.arange(8)[None]).square().mean().backward()
+            strategy.finish_backward()
+        strategy.clip_grad_norm_(1.0)
+        optimizer.step()
+        if step:  # the first learns the order
+            places.append([bucket.flat.data_ptr() for bucket in strategy.buckets])
+    assert places == [places[0]] * 5

@@ -4,10 +4,12 @@ Each test failed, or hung, or passed with wrong numbers before there was `guard`
 """
 
 import copy
+import math
 import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +136,218 @@ def test_a_step_in_torchs_words(kind):
         torch.testing.assert_close(strategy.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0.0)
         optimizer.step()
     assert_close(strategy.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("kind", ["zero 1", "fsdp", "fsdp, whole", "fsdp, replicas"])
+@on_ranks(SIZE)
+def test_a_batch_that_zero_grad_drops_is_dropped(kind, is_told):
+    """Such as one of NaNs. Mutants of each kind: what is on its way, or unsent, is added later.
+
+    `is_told` that no step follows, by no_sync; where others refuse a backward without its
+    finish_backward, fsdp need not.
+    """
+    world = Mesh(dp=SIZE, replica=1) if kind != "fsdp, replicas" else Mesh(replica=SIZE, dp=1)
+    model, rank = Net(), world.rank
+    if kind.startswith("zero"):
+        strategy, optimizer = attach(model, kind)
+    else:
+        options = {"replicate_axis": world.replica} if "replicas" in kind else {}
+        options |= {"accumulate": "whole"} if "whole" in kind else {}
+        strategy = fsdp.apply(model, world.dp, **options)
+        optimizer = adamw(model.parameters())
+    if kind.startswith("zero"):
+        is_told = True
+    for step in range(3):
+        for is_bad in (True, False) if step < 2 else (False,):
+            with strategy.no_sync() if is_bad and is_told else nullcontext():
+                loss = model(data(rank, step)).square().sum()
+                (loss * (math.nan if is_bad else 1)).backward()
+            if is_bad:
+                (optimizer if step or kind.startswith("zero") else model).zero_grad()
+        strategy.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(strategy.full_state_dict(), serial()[0])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_gradients_that_are_kept_stay_what_they_were(kind):
+    """Of two losses, such as for gradient surgery. Mutants: buckets that are written again, whether
+    a gradient is kept as it is or as a view."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy, optimizer = attach(model, kind)
+    kept, wanted = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(data(rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        found = [p.grad for p in strategy.with_gradients() if p.grad is not None]
+        kept.append(found if step % 2 else [gradient.view(-1) for gradient in found])
+        wanted.append([gradient.clone() for gradient in kept[-1]])
+        del found
+    torch.testing.assert_close(kept, wanted, rtol=0.0, atol=0.0)
+
+
+def halve(p: nn.Parameter) -> None:
+    p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_hooks_on_gradients_run_before_these_are_sent(kind):
+    """Mutant: they change what is on its way, or each rank's own."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy, _ = attach(model, kind)
+    optimizer = torch.optim.SGD
+    if kind.startswith("zero"):
+        model = Net()
+        stepper = zero.ShardedOptimizer(model.parameters(), optimizer, Mesh(dp=SIZE).dp, lr=0.1)
+        strategy = zero.apply(model, Mesh(dp=SIZE).dp, optimizer=stepper, stage=int(kind[-1]))
+    else:
+        stepper = optimizer(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    alone = Net()
+    single = optimizer(alone.parameters(), lr=0.05)
+    for step in range(3):
+        if kind == "fsdp":
+            with refuses("hook on its gradient.*after finish_backward"):
+                model(data(rank, step))
+            return
+        model(data(rank, step)).square().sum().backward()
+        if kind == "ddp":  # all are sent early, but in the first backward
+            assert strategy.next == (len(strategy.buckets) if step else 0)
+        strategy.finish_backward()
+        stepper.step()
+        stepper.zero_grad()
+        sum(alone(data(r, step)).square().sum() / SIZE for r in range(SIZE)).backward()
+        single.step()
+        single.zero_grad()
+    assert_close(strategy.full_state_dict(), alone.state_dict())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_layers_that_are_frozen_for_a_while(kind):
+    """As in adversarial training. Mutant: fsdp, and it trains what is frozen."""
+    rank, model, alone = Mesh(dp=SIZE).dp.rank, Net(), Net()
+    strategy, optimizer = attach(model, kind)
+    single = adamw(alone.parameters())
+    for step in range(4):
+        for each in (model, alone):
+            each.head.requires_grad_(step % 2 == 0)
+            each.blocks[0].weight.requires_grad_(step % 2 == 1)
+        model(data(rank, step)).square().sum().backward()
+        sum(alone(data(r, step)).square().sum() / SIZE for r in range(SIZE)).backward()
+        for each in (model, alone):
+            each.requires_grad_(True)
+        assert all(p.requires_grad for p in strategy.watched)  # and no gathered view in their place
+        strategy.finish_backward()
+        for each in (optimizer, single):
+            each.step()
+            each.zero_grad()
+    assert_close(strategy.full_state_dict(), alone.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "offload in ddp", "zero 1"])
+@on_ranks(SIZE)
+def test_new_memory_is_refused_where_it_would_be_overlooked(kind):
+    """Such as by exchanging weights with their average. Mutant: the old ones are sent."""
+    model = Net()
+    strategy, optimizer = attach(model, kind)
+    model(data(0)).sum().backward()
+    strategy.finish_backward()
+    if kind == "zero 1":
+        strategy.optimizer.synchronize()
+    for p in model.parameters():
+        p.data = p.data.clone()
+    with refuses("has got new memory since"):
+        optimizer.step()
+        model(data(0))
+
+
+@on_ranks(SIZE)
+def test_weights_that_fsdp_would_overlook_are_refused():
+    """Mutant: what was applied computes, whatever stands in its place."""
+    dp = Mesh(dp=SIZE).dp
+    model = Net()
+    before = [*model.parameters()]
+    fsdp.apply(model, dp)
+    other = {name: torch.ones(p.full_shape) for name, p in model.named_parameters()}
+    with refuses("head.bias.*replaced|another tensor"):
+        torch.func.functional_call(model, other, data(0))
+    model(data(0))  # which has the own ones again
+    with refuses("was replaced by a piece"):
+        before[0].T  # noqa: B018
+    model.blocks[1].weight = model.blocks[0].weight
+    with refuses("blocks.1.weight is another tensor"):
+        model(data(0))
+
+
+@on_ranks(SIZE)
+def test_first_values_of_pieces_are_refused_where_they_depend_on_the_shape():
+    model = Net()
+    fsdp.apply(model, Mesh(dp=SIZE).dp)
+    with refuses("initialise before fsdp.apply"):
+        nn.init.xavier_uniform_(model.head.weight)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "local_sgd"])
+@on_ranks(SIZE)
+def test_layers_and_ties_that_ranks_could_not_share(kind):
+    dp, tied = Mesh(dp=SIZE).dp, Net()
+    tied.blocks[1].weight.data = tied.blocks[0].weight.data
+
+    def attach_to(model):
+        if kind == "local_sgd":
+            return local_sgd.LocalSGD(model, dp, adamw(model.parameters()))
+        return attach(model, kind)
+
+    with refuses("max_norm=1: .* with max_norm=None", ValueError):
+        attach_to(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4)))
+    if kind == "offload in ddp" or kind.startswith(("zero", "fsdp")):
+        with refuses("two parameters in the same memory", ValueError):
+            attach_to(tied)
+    if kind == "local_sgd":
+        model = Net()
+        attach_to(model)
+        with refuses("trained by local_sgd along dp already", ValueError):
+            ddp.apply(model, dp)
+
+
+@on_ranks(SIZE)
+def test_a_closure_must_finish_its_backward():
+    model = Net()
+    _, optimizer = attach(model, "ddp")
+
+    def closure():
+        loss = model(data(0)).sum()
+        loss.backward()
+        return loss
+
+    with refuses("the end of a closure came before finish_backward"):
+        optimizer.step(closure)
+
+
+@on_ranks(SIZE)
+def test_gradients_with_a_graph_of_their_own():
+    """``backward(create_graph=True)``, for a penalty on gradients."""
+    for kind in KINDS:
+        model = Net()
+        strategy, optimizer = attach(model, kind)
+        model(data(Mesh(dp=SIZE).dp.rank)).square().sum().backward(create_graph=True)
+        strategy.finish_backward()
+        optimizer.step()
+        assert_close(strategy.full_state_dict(), serial(steps=1)[0])
+
+
+@on_ranks(SIZE)
+def test_zero_keeps_no_zeros():
+    _, optimizer = attach(Net(), "zero 1")
+    with refuses("set_to_none=False: zero keeps no gradients", ValueError):
+        optimizer.zero_grad(set_to_none=False)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "synchronous", "summed", "delayed"])

@@ -370,7 +370,9 @@ def test_gradients_leave_before_backward_is_over():
     )
     token_loss(model(TOKENS), TOKENS).backward()
     handle.remove()
-    assert left and left[0] == sum(1 for _ in model.parameters())
+    assert (
+        left and left[0] == sum(1 for _ in model.parameters()) - 1
+    )  # it may still change this one
     strategy.finish_backward()
     assert all(p.grad is not None for p in model.parameters())
 

@@ -66,7 +66,7 @@ class PowerSGD(Compressor):
         if len(shape) < 2:
             return False
         rows, columns = shape[0], math.prod(shape[1:])
-        return 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
+        return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
 
     def reduce(
         self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
