@@ -28,6 +28,12 @@ def product_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def as_multiplied(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast would for products, of which it does not know all; it leaves float64."""
+    dtype = product_dtype(tensors[0].device.type)
+    return tuple(t if dtype is None or t.itemsize > 4 else t.to(dtype) for t in tensors)
+
+
 def off(device: str) -> AbstractContextManager:
     """In the body, products keep the dtypes of their operands."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minipar.model import casts
+
 
 class Experts(nn.Module):
     """E SwiGLUs side by side: down(silu(gate(x)) · up(x)), each D -> F -> D.
@@ -23,10 +25,13 @@ class Experts(nn.Module):
         """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
 
         `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
-        one product of torch's ("grouped": reads nothing; see `why_not_grouped`).
+        one product of torch's ("grouped": reads nothing; see `why_not_grouped`). Under autocast,
+        products are in its dtype either way. Expert parallelism has counts on the host already.
         """
         assert how in ("auto", "loop", "grouped")
-        reason = why_not_grouped(rows, self.gate_up_proj, self.down_proj)
+        # Before the choice: autocast does not look into the grouped product.
+        rows, ups, downs = casts.as_multiplied(rows, self.gate_up_proj, self.down_proj)
+        reason = why_not_grouped(rows, ups, downs)
         if how == "grouped" and reason:
             raise ValueError(f"no grouped product here: {reason}; use 'loop'")
         if how == "loop" or reason:
@@ -35,12 +40,12 @@ class Experts(nn.Module):
             pieces = even or rows.split(counts.tolist())
             outs = [
                 F.linear(_swiglu(F.linear(piece, up)), down)
-                for piece, up, down in zip(pieces, self.gate_up_proj, self.down_proj, strict=True)
+                for piece, up, down in zip(pieces, ups, downs, strict=True)
             ]
             return torch.cat(outs)
         ends = counts.cumsum(0).to(rows.device, torch.int32)
-        hidden = _swiglu(torch._grouped_mm(rows, self.gate_up_proj.mT, offs=ends))
-        out = torch._grouped_mm(hidden, self.down_proj.mT, offs=ends)
+        hidden = _swiglu(torch._grouped_mm(rows, ups.mT, offs=ends))
+        out = torch._grouped_mm(hidden, downs.mT, offs=ends)
         if out.requires_grad:  # its backward takes no view of one number, which a sum's gradient is
             out.register_hook(Tensor.contiguous)
         return out

@@ -3,7 +3,8 @@
 Weights lie in one file, `model.safetensors`, or in shards `model-00001-of-00003.safetensors` that
 `model.safetensors.index.json` maps names to. Our parameter names are theirs, but for experts: files
 mostly hold the matrices of each expert apart (`_stored_as`). Known are Llama, and with experts
-Mixtral, Qwen3-MoE and OLMoE, whose balancing loss is not taken over: set it in `MoEConfig`.
+Mixtral, Qwen3-MoE and OLMoE, whose balancing loss is not taken over: set it in `MoEConfig`. Of
+DeepSeek-V3, the routers alone: `load_router`.
 A safetensors file starts with a table of contents, so a reader of a few tensors reads only these.
 
 Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from minipar.model.hf_config import CONFIG, config_json, load_config, read_json, short
 from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.moe import MoEConfig, Router
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -156,6 +158,46 @@ class Folder:
         return {name: _assembled(self.stored[name], tensors, self.shapes[name]) for name in asked}
 
 
+_ROUTER = {  # of DeepSeek-V3: our names, theirs
+    "num_experts": "n_routed_experts", "top_k": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size", "normalise": "norm_topk_prob",
+    "scale": "routed_scaling_factor", "num_groups": "n_group", "top_groups": "topk_group",
+}  # fmt: skip
+
+
+def load_router(path: str | Path, layer: int) -> Router:
+    """The router of one layer of the DeepSeek-V3 in the folder `path`, in float32 at least."""
+    path, raw, gate = Path(path), read_json(Path(path) / CONFIG), f"model.layers.{layer}.mlp.gate"
+    try:
+        told = {ours: raw[theirs] for ours, theirs in _ROUTER.items()}
+        speed = 0.001  # of the bias, which no file has: arXiv 2412.19437, section 4.2
+        router = Router(MoEConfig(**told, score="sigmoid", bias_speed=speed), raw["hidden_size"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path / CONFIG}: no router of DeepSeek-V3 ({error!r})") from None
+    files, found = _files_of(path), {}
+    for name, value in router.state_dict().items():
+        if (stored := f"{gate}.{name}") not in files:
+            raise ValueError(f"{path}: no weights for {stored}; is layer {layer} dense?")
+        with _open(files[stored]) as contents:
+            read = _read(files[stored], contents, stored, tuple(value.shape))
+        found[name] = read.to(torch.promote_types(read.dtype, torch.float32))
+    router.load_state_dict(found, assign=True)
+    return router
+
+
+def save_router(router: Router, path: str | Path, layer: int) -> None:
+    """Write `router` to the new folder `path`, as `load_router` reads it."""
+    path, moe = Path(path), router.config
+    if moe.score != "sigmoid" or moe.bias_speed is None:
+        raise ValueError(f"a router of DeepSeek-V3 has sigmoids and a bias, this one is of {moe}")
+    path.mkdir(parents=True)
+    told = {theirs: getattr(moe, ours) for ours, theirs in _ROUTER.items()}
+    told["hidden_size"] = router.weight.shape[1]
+    (path / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    named = {f"model.layers.{layer}.mlp.gate.{n}": t for n, t in router.state_dict().items()}
+    save_file(named, path / SINGLE, metadata={"format": "pt"})
+
+
 Parts = dict[str, tuple[tuple, tuple[int, ...]]]  # name in a file -> where in the tensor, its shape
 
 
@@ -264,20 +306,21 @@ def save(
     path: str | Path,
     config: LlamaConfig | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    fused: bool = False,
 ) -> None:
     """Write a model, or a full state dict together with its `config`, to the folder `path`.
 
     A new folder appears at once and complete. In a folder that is there already the weights are
     replaced file by file (no file is ever seen half written) and other files are left alone. Shards
-    hold at most `max_shard_bytes`, or a single tensor that is larger. Raises `ValueError` if names
-    or shapes are not those of `config`.
+    hold at most `max_shard_bytes`, or a single tensor that is larger. The matrices of experts lie
+    apart, or `fused` as here. Raises `ValueError` if names or shapes are not those of `config`.
     """
     if isinstance(source, Llama):
         source, config = source.state_dict(), source.config
     if config is None:
         raise ValueError("a state dict does not say what model it belongs to: pass config as well")
     config_json(config, torch.float32)  # raises for what no model type has
-    tensors = _checked(source, config)
+    tensors = _checked(source, config, fused)
     shards = _split(tensors, max_shard_bytes)
     path = Path(path).resolve()  # of "." there would be no name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +333,7 @@ def save(
         shutil.rmtree(workshop, ignore_errors=True)
 
 
-def _checked(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+def _checked(state: Mapping[str, Tensor], config: LlamaConfig, fused: bool) -> dict[str, Tensor]:
     """The parameters to write, detached and contiguous."""
     expected = _expected_shapes(config)
     given = set(state) - ({HEAD} if config.tie_embeddings else set())
@@ -309,7 +352,7 @@ def _checked(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tens
     return {
         part: state[name].detach()[place].contiguous().clone() if place else state[name].detach()
         for name, shape in expected.items()
-        for part, (place, _) in _stored_as(config, name, shape).items()
+        for part, (place, _) in _stored_as(config, name, shape, state if fused else None).items()
     }
 
 

@@ -100,7 +100,7 @@ def _kind_of(config: LlamaConfig) -> str:
         return "llama"
     kind = {"": "mixtral", "head": "qwen3_moe", "all": "olmoe"}[config.qk_norm]
     plain = MoEConfig(1, 1, 1)
-    names = ("num_shared", "score", "scale", "num_groups", "bias_speed", "capacity_factor")
+    names = "num_shared", "score", "scale", "num_groups", "bias_speed", "capacity_factor", "forced"
     names += () if kind == "qwen3_moe" else ("first_dense", "every")
     for name in names if moe is not None else ():
         if getattr(moe, name) != getattr(plain, name):

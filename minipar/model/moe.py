@@ -15,7 +15,9 @@ Capacity. Without one, every token is computed ("dropless"), and sizes depend on
         capacity factor c, each expert computes the first C = ceil(c k T / E) that choose it of the
         T tokens of a sequence, and the rest is dropped: sizes are known beforehand, and padding is
         computed. (GShard's "groups", one for each sequence: so what is dropped hangs neither on
-        the other sequences of a batch nor on the ranks that have them.)
+        the other sequences of a batch nor on the ranks that have them.) It is for training: what a
+        full expert drops hangs on all tokens before it, and C on how many follow, which a model
+        that writes does not know. So in evaluation, after `model.eval()`, nothing is dropped.
 Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A *slot* is a pair
         (token, one of its k choices); slot i belongs to token i // k.
 Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, loss); Jiang et al.
@@ -61,7 +63,9 @@ class MoEConfig:
         num_groups, top_groups: experts lie in groups (nodes); a token's k come from the best
             top_groups, by the sum of the two best experts of each.
         balance: over what the balancing loss takes its means: each "sequence", the "microbatch" of
-            a rank, or that of all ranks of the "batch" (2501.11873); "none".
+            a rank, or that of all ranks of the "batch" (2501.11873); "none". That paper also adds
+            up f_e over the microbatches of a step, in a buffer; here each is balanced by itself,
+            because a pipeline runs them in another order, and its losses would be others.
         balance_weight: its weight.
         z_weight: weight of the mean of logsumexp(logits)^2, which keeps logits small.
         bias_speed: step of the bias in `update_bias`; None: there is no bias.
@@ -98,6 +102,11 @@ class MoEConfig:
             raise ValueError(
                 f"top_k={self.top_k} experts of num_experts={self.num_experts}: "
                 f"use 1 to {self.num_experts}"
+            )
+        if self.top_k == 1 < self.num_experts and self.normalise:
+            raise ValueError(
+                "top_k=1 with normalise=True weighs every expert by 1, and the router would get no "
+                "gradient; use normalise=False, or top_k=2"
             )
         for name, known in (("score", SCORES), ("balance", SCOPES)):
             if getattr(self, name) not in known:
@@ -185,6 +194,15 @@ class Router(nn.Module):
         self.loss_weight: Tensor | None = None
         self.sum_counts: Callable[[Tensor], Tensor] = alone
         self.sum_pieces: Callable[[Tensor], Tensor] = alone
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """As of every module; but in 16 bits the bias would stand still: it keeps 32 at least."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if after is not None and after.itemsize < 4:
+            self.e_score_correction_bias = before.to(after.device, torch.float32)
+        return self
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Route tokens x [B, T, D] -> [B T, k]. `valid` [B, T] says which of them count.
@@ -320,22 +338,23 @@ class MoE(nn.Module):
         self.num_dropped = 0  # since `start_step`, forwards that recomputation repeats left out
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """`valid` [B, T] says which tokens count in the balance; default: all."""
+        """`valid` [B, T] says which tokens count in balance and drops; default: all."""
         if torch.compiler.is_compiling():
             return _outside_of_graphs(self.forward, x, valid)
         routing = self.gate(x, valid)
-        if self.config.capacity_factor is not None:
-            routing = self.admit(routing, x.shape[1])
+        if self.config.capacity_factor is not None and self.training:
+            routing = self.admit(routing, x.shape[1], valid)
         return self.core(x.flatten(0, -2), routing).view_as(x)
 
-    def admit(self, routing: Routing, seq_len: int) -> Seated:
+    def admit(self, routing: Routing, seq_len: int, valid: Tensor | None = None) -> Seated:
         """Drop what full experts have no seat for: in each sequence the first come are served."""
         num_experts, capacity = self.config.num_experts, self.config.capacity(seq_len)
         by_sequence = routing.experts.view(-1, seq_len * self.config.top_k)  # [B, T k]
         sequence = torch.arange(len(by_sequence), device=by_sequence.device)[:, None]
         before = places(by_sequence + num_experts * sequence, num_experts * len(by_sequence))
         stays = (before < capacity).view_as(routing.experts)
-        self.dropped = (~stays).sum()
+        lost = ~stays if valid is None else ~stays & valid.view(-1, 1)
+        self.dropped = lost.sum()
         if torch._C._current_graph_task_id() == -1:  # else this is a forward inside of backward
             self.num_dropped = self.num_dropped + self.dropped
         experts = torch.where(stays, routing.experts, num_experts)
@@ -344,11 +363,11 @@ class MoE(nn.Module):
     def compute(self, x: Tensor, routing: Routing | Seated) -> Tensor:
         """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
         if isinstance(routing, Seated):
-            return self.add_shared(self.seated(x, routing, self.experts.padded), x)
+            return self.add(self.seated(x, routing, self.experts.padded), self.shared(x))
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
         tokens = order // routing.experts.shape[1]
         rows = self.experts(x[tokens], counts, self.how)
-        return self.add_shared(combine(rows, order, routing, x), x)
+        return self.add(combine(rows, order, routing, x), self.shared(x))
 
     def seated(self, x: Tensor, routing: Seated, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Tokens [N, D] through `compute`: as many rows for each expert, [E, seats, D] -> the same.
@@ -365,9 +384,13 @@ class MoE(nn.Module):
         out = compute(padded[:-1].view(num_experts, seats, -1)).flatten(0, 1)
         return combine(torch.cat([out, out.new_zeros(1, x.shape[1])])[row], slots, routing, x)
 
-    def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add what the shared experts, if there are any, make of tokens x [N, D]."""
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+    def shared(self, x: Tensor) -> Tensor | None:
+        """What the shared experts make of tokens x [N, D]; None if there are none."""
+        return None if self.shared_experts is None else self.shared_experts(x)
+
+    def add(self, out: Tensor, shared: Tensor | None) -> Tensor:
+        """Add what `shared` returned."""
+        return out if shared is None else out + shared
 
 
 @_disable_dynamo

@@ -344,6 +344,7 @@ class Composed(Strategy):
         return self.join(self.parts.data.full_gradients())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        expert.check_whole(state, self.shapes)
         self.parts.data.load_full_state_dict(self.own(state))
 
     def full_optimizer_state(self) -> dict[str, Any]:

@@ -15,8 +15,11 @@ Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
           experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
 
         `p.copies` of an expert names these, and ddp, zero and fsdp heed it (`copies_axis`).
-        Which ranks may share experts? Those that hold different tokens: ep, and cp as well, in any
-        numbers that divide E. Ranks of tp have a part of each of these experts, or copies.
+        Which ranks may share experts? Those of ep, or of ep and cp, in any number that divides E:
+        also fewer than cp x tp, as nothing asks for a least one. "MoE Parallel Folding", whose dp
+        is our dp x ep, folds tp, too. Here tp has a part of each of these experts, or copies: its
+        ranks hold the same tokens, and would send the same rows; with sequence_parallel they hold
+        different ones and could share experts, which is left out, as ep does it with more tokens.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, R as many as the data wants; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
@@ -40,9 +43,10 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
 Costs you. Counts are read by the host once per layer and pass, because sizes of messages are the
-        host's business: on a GPU it waits there for all that is queued. Not so when "padded": with
-        a capacity c, sizes are known; empty seats travel, and full experts drop tokens. The slowest
-        rank is the one with the most rows.
+        host's business: on a GPU it waits there for all that was queued before them, and the shared
+        experts compute meanwhile ("overlapped" and "halves" keep these for the rows). Not so when
+        "padded": with a capacity c, sizes are known; empty seats travel, and full experts drop
+        tokens. The slowest rank is the one with the most rows.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
         "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
         one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv
@@ -67,8 +71,9 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
+from minipar.comm.values import to_host
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
-from minipar.parallel.pieces import mark
+from minipar.parallel.pieces import full_shape, mark
 from minipar.parallel.strategy import Strategy, replicate, sum_over
 
 Dispatch = Literal[
@@ -104,9 +109,10 @@ def apply(
             count; by default those of `axis` and `copies`.
         pieces: the ranks that share each sequence, which the other balances need; by default, none.
 
-    Raises `ValueError` for a model without experts, an axis that does not divide them, a bias of
-    another shape, an unknown `dispatch`, "padded" without a capacity, a capacity for sequences in
-    `pieces`, or nodes that do not divide the axis, before the first collective.
+    Raises `ValueError` for a model without experts, or with experts that are spread already, or
+    trained by ddp, zero or fsdp; for an axis that does not divide them, a bias of another shape, an
+    unknown `dispatch`, "padded" without a capacity, a capacity for sequences in `pieces`, or nodes
+    that do not divide the axis, before the first collective.
     """
     found = dict(mixtures(model))
     if not found:
@@ -114,6 +120,12 @@ def apply(
     if dispatch not in get_args(Dispatch):
         raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
     check_nodes(nodes, axis.size, axis.name)
+    for name, p in model.named_parameters():
+        other = f"expert along {p.spread.name}" if hasattr(p, "spread") else None
+        if other := other or getattr(p, "claimed_by", None):
+            raise ValueError(
+                f"{name} is shared by {other} already; apply expert once, before ddp, zero or fsdp"
+            )
     for name, moe in found.items():
         check_sizes(moe.config, axis.size, axis.name)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
@@ -127,6 +139,16 @@ def apply(
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
     share = (batch,) if batch is not None else (axis, copies)
     return ExpertParallel(model, axis, copies, dispatch, nodes, share, pieces)
+
+
+def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
+    for name, shape in shapes.items():
+        if (found := state.get(name)) is not None and tuple(found.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {tuple(found.shape)} in this state, and {tuple(shape)} in the "
+                f"whole model: one rank's experts are no checkpoint; save full_state_dict()"
+            )
 
 
 def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
@@ -177,24 +199,28 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     order = order[counts[: own.start].sum() : counts[: own.stop].sum()]
     rows = moe.experts(tokens[order // config.top_k], counts[own], moe.how)
     summands = combine(rows, order, every, tokens)  # [n N, D] P@ep
-    return moe.add_shared(reduce_scatter(summands, axis), x)  # [N, D] V@ep
+    return moe.add(reduce_scatter(summands, axis), moe.shared(x))  # [N, D] V@ep
 
 
 # ---------------------------------------------------------------------- 2. tokens go to theirs
 def padded(moe: MoE, axis: Axis, x: Tensor, routing: Seated) -> Tensor:
     """Each rank has as many seats at each expert, taken or not: tokens [N, D] -> the same."""
+    if not isinstance(routing, Seated):  # in evaluation, which drops nothing
+        return exchanged(moe, axis, x, routing)
 
     def elsewhere(rows: Tensor) -> Tensor:  # [E, seats, D]: first to last rank
         arrived = all_to_all(rows, axis, split_dim=0, concat_dim=1)  # [E/n, n seats, D]
         return all_to_all(moe.experts.padded(arrived), axis, split_dim=1, concat_dim=0)
 
-    return moe.add_shared(moe.seated(x, routing, elsewhere), x)
+    return moe.add(moe.seated(x, routing, elsewhere), moe.shared(x))
 
 
 def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Each row goes to the rank of its expert, and back: tokens [N, D] -> the same."""
-    (trip,) = plan_trips(moe, axis, [routing])
-    return moe.add_shared(travel(moe, axis, trip, x, routing), x)
+    trips = plan_trips(moe, axis, [routing])
+    shared = moe.shared(x)  # while counts travel
+    (trip,) = trips()
+    return moe.add(travel(moe, axis, trip, x, routing), shared)
 
 
 def travel(moe: MoE, axis: Axis, trip: "Trip", x: Tensor, routing: Routing) -> Tensor:
@@ -227,8 +253,8 @@ class Trip:
         return torch.zeros_like(out).index_copy(0, by_expert, out)
 
 
-def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> list[Trip]:
-    """Let all ranks know all counts, and plan the trips of several parts of the tokens.
+def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> Callable[[], list[Trip]]:
+    """Begin to let all ranks know all counts; returns what waits, and plans a trip of each part.
 
     A collective: (n-1) times 8 E bytes for each part.
     """
@@ -236,21 +262,35 @@ def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> list[Trip]:
     orders, counts = zip(
         *(sort_by_expert(routing.experts, config.num_experts) for routing in routings), strict=True
     )
-    table = collectives.all_gather(torch.stack(counts), axis)  # [n parts, E]
-    table = on_host(table, [len(order) for order in orders]).view(axis.size, parts, -1)
-    return [
-        Trip(order[: int(theirs[axis.rank].sum())], theirs, axis)  # but for dropped slots
-        for order, theirs in zip(orders, table.unbind(1), strict=True)
-    ]
+    told = tell(torch.stack(counts), axis)
+
+    def trips() -> list[Trip]:
+        table = on_host(told(), [len(order) for order in orders]).view(axis.size, parts, -1)
+        return [
+            Trip(order[: int(theirs[axis.rank].sum())], theirs, axis)  # but for dropped slots
+            for order, theirs in zip(orders, table.unbind(1), strict=True)
+        ]
+
+    return trips
+
+
+def tell(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin to gather `counts` [parts, E]; returns what waits for all of them, [n parts, E]."""
+    gathering = collectives.all_gather(counts, axis, async_op=True)
+    if not counts.is_cuda:
+        return gathering.wait
+    there = gathering.wait().to("cpu", non_blocking=True)  # in pinned memory: the stream waits,
+    landed = torch.cuda.current_stream().record_event()  # and the host goes on
+    return lambda: (landed.synchronize(), there)[1]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
-    """Counts where sizes of messages are decided: the one place that waits for the device.
+    """Counts where sizes of messages are decided: the one place here that waits for values.
 
     On "meta" there are none: all experts are used alike, by `num_slots` in each part of a rank.
     """
     if not table.is_meta:
-        return table.cpu()
+        return to_host(table)
     even = [evenly(num, table.shape[1]) for num in num_slots]
     return torch.tensor(even, device="cpu").repeat(len(table) // len(num_slots), 1)
 
@@ -278,7 +318,8 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     touched = torch.zeros(len(x), nodes + 1, dtype=torch.bool, device=x.device)
     touched = touched.scatter(1, routing.experts // per_node, True)[:, :nodes]
     order, counts = sort_by_expert(routing.experts, num_experts)
-    told = collectives.all_gather(torch.cat([counts, touched.sum(0)])[None], axis)
+    told = tell(torch.cat([counts, touched.sum(0)])[None], axis)
+    shared, told = moe.shared(x), told()  # computed while counts travel
     table = on_host(told[:, :num_experts], [len(order)])  # [n, E] slots
     share = nodes_touched(num_experts, moe.config.top_k, nodes)
     copies = on_host(told[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
@@ -302,7 +343,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
 
     # 3. And back: a row for each copy.
     home = all_to_all(sums, axis, send_counts=here, recv_counts=there)
-    return moe.add_shared(torch.zeros_like(x).index_add(0, token, home), x)
+    return moe.add(torch.zeros_like(x).index_add(0, token, home), shared)
 
 
 def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
@@ -320,12 +361,12 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     """
     cut = zip(*(t.tensor_split(parts) for t in (routing.experts, routing.weights)), strict=True)
     cut = [Routing(*pair) for pair in cut]
-    trips, tokens = plan_trips(moe, axis, cut), x.tensor_split(parts)
+    trips, tokens = plan_trips(moe, axis, cut)(), x.tensor_split(parts)
     there = [
         Flight(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
         for trip, part in zip(trips, tokens, strict=True)
     ]
-    beside = moe.shared_experts(x) if moe.shared_experts is not None else None
+    shared = moe.shared(x)
     back = [
         Flight(axis, trip.compute(moe, flight.land()), trip.here, trip.there)
         for trip, flight in zip(trips, there, strict=True)
@@ -334,7 +375,7 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
         combine(flight.land(), trip.order, own, part)
         for flight, trip, own, part in zip(back, trips, cut, tokens, strict=True)
     ]
-    return torch.cat(outs) if beside is None else torch.cat(outs) + beside
+    return moe.add(torch.cat(outs), shared)
 
 
 class Flight:
@@ -432,7 +473,7 @@ class ExpertParallel(Strategy):
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
                 mark(p, axis)
-                p.copies = copies
+                p.copies, p.spread = copies, axis
                 p.data, p.grad = p.data[own].clone(), None
 
     # ------------------------------------------------------------------ whole again
@@ -462,4 +503,5 @@ class ExpertParallel(Strategy):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        check_whole(state, {name: full_shape(p) for name, p in self.model.named_parameters()})
         super().load_full_state_dict(self.own(state))

@@ -207,8 +207,8 @@ def mixture_names(config: LlamaConfig) -> list[str]:
 def expert_slots(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
     """What `expert_figures` is made of: nothing where `model` has no experts. A collective.
 
-    slots: [mixtures of the whole model, E + 1] int64 on `device`, how many slots of this step each
-    expert had, and last how many were dropped. No value is read.
+    slots: [mixtures of the whole model, E + 1] int64 on `device`, how many slots of this step chose
+    each expert, and last how many of these were dropped. Padding counts nowhere. No value is read.
     """
     if not (names := mixture_names(model.config)):
         return {}
@@ -226,7 +226,7 @@ def expert_slots(model: nn.Module, mesh: Mesh, device: torch.device) -> dict[str
 def expert_figures(slots: list[list[int]], config: LlamaConfig) -> dict[str, Any]:
     """What metrics tell of experts, from the numbers of `expert_slots`.
 
-    expert_load: slots of the busiest expert over the mean, in the layer where that is most;
+    expert_load: slots that chose the busiest expert over the mean, in the layer where that is most;
     dropped_slots, over all layers; tokens_per_expert, by the names of mixtures.
     """
     kept = [row[:-1] for row in slots]

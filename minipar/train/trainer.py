@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ class Trainer:
         checkpoint_activations(self.model, config.recompute)
         self.model.loss_chunk = config.loss_chunk
         self.workload = Workload(config, self.model, self.mesh)
-        shapes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        named = chain(self.model.named_parameters(), self.model.named_buffers())
+        shapes = {name: tuple(t.shape) for name, t in named}  # buffers that are not saved, too
         source = hf.Folder(config.init) if config.init and in_parts else None
         init = partial(self._first_value, shapes, source) if in_parts else None
         self.setup = strategies.make(config, self.model, self.mesh, self.workload, init)
@@ -292,9 +294,12 @@ class Trainer:
         parts = self.config.microbatches  # as in training, so that validation needs no more memory
         batches = self._batches(self.corpus.validation, seed=0, microbatches=parts)
         few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
+        self.model.eval()  # in which experts drop nothing
         with self.setup.agreed_model(), self.precision.autocast():
             few = on_device(few, self.device, self.setup.strategy.shard)
-            return evaluate(self.model, few, self.setup.data_axis, self.setup.strategy.evaluate)
+            loss = evaluate(self.model, few, self.setup.data_axis, self.setup.strategy.evaluate)
+        self.model.train()
+        return loss
 
     # ------------------------------------------------------------------ saving and resuming
     def save(self) -> None:
@@ -414,7 +419,7 @@ class Trainer:
                 self._tell(f"Writing the sample: {done:,} of {total:,} tokens ...")
                 last = time.monotonic()
 
-        return write(model, self.tokenizer, start, total, self.config.seed, told=told)
+        return write(model.eval(), self.tokenizer, start, total, self.config.seed, told=told)
 
     def _tell(self, line: str) -> None:
         if self.is_first:

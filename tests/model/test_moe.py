@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -162,26 +163,68 @@ def gradients(model: Llama, tokens: Tensor, weight: float) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+DEEPSEEK = DeepseekV3Config(
+    hidden_size=32,
+    num_experts_per_tok=3,
+    n_routed_experts=16,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_attention_heads=2,
+    vocab_size=61,
+    moe_intermediate_size=8,
+    intermediate_size=8,
+)
+
+
+def keep_float64(monkeypatch):
+    """Their router converts to fp32, also in a model in float64."""
+    convert = torch.Tensor.type
+    monkeypatch.setattr(
+        torch.Tensor, "type", lambda self, t=None: self if t == torch.float32 else convert(self, t)
+    )
+
+
+def test_the_router_of_a_deepseek_is_read_from_its_folder_and_written(tmp_path, exact, monkeypatch):
+    """transformers' own folder, in float64. Mutants: the bias is left out; another layer's."""
+    theirs = DeepseekV3ForCausalLM(DEEPSEEK).double()
+    gate = theirs.model.layers[1].mlp.gate
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        gate.weight.normal_(generator=generator)
+        gate.e_score_correction_bias.normal_(mean=-3, generator=generator)
+    theirs.save_pretrained(tmp_path / "whole")
+    keep_float64(monkeypatch)
+    x = torch.randn(1, 50, 32, dtype=torch.float64, generator=generator)
+    _, weights, experts = gate(x[0])
+    for where in ("whole", "router"):
+        ours = hf.load_router(tmp_path / where, 1)
+        if where == "whole":
+            hf.save_router(ours, tmp_path / "router", 1)
+        mine = ours(x)
+        tables = [torch.zeros(50, 16).double() for _ in range(2)]
+        tables[0].scatter_(1, mine.experts, mine.weights.detach())
+        tables[1].scatter_(1, experts, weights.detach())
+        torch.testing.assert_close(*tables, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"no weights for .*layers.0.mlp.gate.weight; is layer 0"):
+        hf.load_router(tmp_path / "whole", 0)
+    hf.save(Llama(MODELS["mixtral"][0]), tmp_path / "mixtral")
+    with pytest.raises(ValueError, match=r"config.json: no router of DeepSeek-V3 .*'n_routed_expe"):
+        hf.load_router(tmp_path / "mixtral", 0)
+    with pytest.raises(ValueError, match="a router of DeepSeek-V3 has sigmoids and a bias"):
+        hf.save_router(Router(SIX, 32), tmp_path / "none", 0)
+
+
 def test_trap_33_the_bias_chooses_and_never_weighs(exact, monkeypatch):
     """DeepSeek-V3's router, transformers' and ours: groups, sigmoids, a bias below zero."""
     moe = MoEConfig(
         16, 3, 8, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_speed=0.001
     )
-    theirs = DeepseekV3TopkRouter(
-        DeepseekV3Config(
-            hidden_size=32,
-            num_experts_per_tok=3,
-            n_routed_experts=16,
-            n_group=4,
-            topk_group=2,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-        )
-    ).double()
-    convert = torch.Tensor.type
-    monkeypatch.setattr(  # their router converts to fp32, also in a model in float64
-        torch.Tensor, "type", lambda self, t=None: self if t == torch.float32 else convert(self, t)
-    )
+    theirs = DeepseekV3TopkRouter(DEEPSEEK).double()
+    keep_float64(monkeypatch)
     ours = Router(moe, 32).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -242,6 +285,25 @@ def test_grouped_product_equals_the_loop(dtype):
         torch.testing.assert_close(loop, grouped, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("how", ["loop", "grouped", "padded"])
+def test_under_autocast_each_way_multiplies_in_its_dtype(how):
+    """As experts that are in bfloat16. Mutant: the grouped product is in float32."""
+    rows, counts = some_hidden().detach().flatten(0, 1), torch.tensor([10] * 4)
+    experts = some_moe(MoEConfig(4, 2, 24)).experts
+    low = copy.deepcopy(experts).bfloat16()
+
+    def compute(experts: nn.Module, rows: Tensor) -> Tensor:
+        if how == "padded":
+            return experts.padded(rows.view(4, 10, 16)).flatten(0, 1)
+        return experts(rows, counts, how)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = compute(experts, rows)
+    assert cast.dtype == torch.bfloat16 and torch.equal(cast, compute(low, rows.bfloat16()))
+    cast.sum().backward()
+    assert experts.down_proj.grad.dtype == torch.float32 and experts.down_proj.grad.any()
+
+
 def test_what_a_grouped_product_does_not_take_is_said():
     double, narrow = some_moe(SIX, dtype=torch.float64), some_moe(MoEConfig(6, 2, 24), width=6)
     weights = double.experts.gate_up_proj
@@ -283,6 +345,28 @@ def test_full_experts_drop_those_who_come_last():
     assert moe.dropped == dropped
 
 
+def test_dropped_slots_of_padding_are_not_counted():
+    """They were dropped, but nobody lost anything. Mutant: all that found no seat."""
+    moe, x = some_moe(replace(SIX, capacity_factor=0.5), dtype=torch.float64), some_hidden()
+    x, valid = x.double(), torch.zeros(2, 20, dtype=torch.bool)
+    moe(x)
+    every = moe.dropped
+    valid[:, :12] = True
+    stays = moe.admit(moe.gate(x), 20).experts.view(2, 20, 2) < 6
+    moe(x, valid)
+    assert moe.dropped == (~stays & valid[..., None]).sum() and 0 < moe.dropped < every
+
+
+def test_in_evaluation_nothing_is_dropped_and_no_later_token_matters():
+    """So that a model can write. Mutant: seats hang on how many tokens follow."""
+    moe = some_moe(replace(SIX, capacity_factor=0.3), dtype=torch.float64)
+    x, dropless = some_hidden(torch.float64), some_moe(SIX, dtype=torch.float64)
+    assert not torch.allclose(moe(x)[:, :9], moe(x[:, :9]))
+    moe.eval()
+    torch.testing.assert_close(moe(x)[:, :9], moe(x[:, :9]))
+    torch.testing.assert_close(moe(x), dropless(x))
+
+
 def test_what_is_dropped_of_a_sequence_does_not_hang_on_the_others():
     """So ranks, microbatches and orders of a batch drop alike. Mutant: seats are the batch's."""
     moe = some_moe(replace(SIX, capacity_factor=0.5), dtype=torch.float64)
@@ -312,7 +396,7 @@ def test_the_gradient_of_a_sum_is_taken_by_the_grouped_product():
     rows, counts = some_hidden().detach().flatten(0, 1).requires_grad_(), torch.tensor([40, 0])
     found = {}
     for how in ("loop", "grouped"):
-        experts = some_moe(MoEConfig(2, 1, 8)).experts
+        experts = some_moe(MoEConfig(2, 1, 8, normalise=False)).experts
         experts(rows, counts, how).sum().backward()
         found[how], rows.grad = (rows.grad, experts.down_proj.grad), None
     torch.testing.assert_close(found["grouped"], found["loop"])
@@ -433,6 +517,21 @@ def test_bias_finds_the_balance_that_a_loss_would_bend_gradients_for():
     assert before > 1.5 and imbalance() < 1.15
 
 
+def test_the_bias_keeps_32_bits_in_a_model_of_16():
+    """In which a step of 0.001 beside 1 would be lost. Mutant: a buffer like any other."""
+    config = replace(MODELS["mixtral"][0], moe=replace(SIX, bias_speed=0.001))
+    with torch.device("meta"):
+        model = Llama(config).bfloat16()
+    for _, gate in routers(model.to_empty(device="cpu")):
+        assert gate.weight.dtype == torch.bfloat16
+        bias = gate.e_score_correction_bias.fill_(1)
+        gate.counts.copy_(torch.arange(6))
+        gate.update_bias()
+        assert bias.dtype == torch.float32 and (bias != 1).all()
+        assert torch.equal(gate.half().e_score_correction_bias, bias)
+        assert gate.double().e_score_correction_bias.dtype == torch.float64
+
+
 def test_evaluation_counts_nothing():
     moe = some_moe(SIX)
     with torch.no_grad():
@@ -487,6 +586,7 @@ def test_model_of_dense_and_sparse_layers_is_made_on_meta_and_filled():
     [
         (dict(top_k=7), "top_k=7 experts of num_experts=6: use 1 to 6"),
         (dict(top_k=0), "use 1 to 6"),
+        (dict(top_k=1), "no gradient; use normalise=False, or top_k=2"),
         (dict(capacity_factor=0.0), "capacity_factor=0.0 must be positive"),
         (dict(capacity_factor=float("nan")), "must be positive"),
         (dict(capacity_factor=float("inf")), "must be positive and finite"),
@@ -521,13 +621,16 @@ def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
     config, cls, *_ = MODELS[name]
     model = randomised(config, torch.float32)
     ours, theirs, fused = (tmp_path / where for where in ("ours", "theirs", "fused"))
+    merged = tmp_path / "merged"
     hf.save(model, ours, max_shard_bytes=50_000)
     twin, report = cls.from_pretrained(ours, output_loading_info=True)
     assert not any(report.values()), report
     twin.save_pretrained(theirs)
     shutil.copytree(theirs, fused)
     save_file(model.state_dict(), fused / "model.safetensors")
-    for folder in (ours, theirs, fused):
+    hf.save(model, merged, fused=True)
+    assert load_file(merged / "model.safetensors").keys() == model.state_dict().keys()
+    for folder in (ours, theirs, fused, merged):
         found = hf.load(folder)
         assert found.config.moe == replace(config.moe, every=found.config.moe.every)
         for parameter, value in found.state_dict().items():
@@ -539,7 +642,13 @@ def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(score="sigmoid"), dict(num_shared=1), dict(capacity_factor=1.0), dict(bias_speed=0.1)],
+    [
+        dict(score="sigmoid"),
+        dict(num_shared=1),
+        dict(capacity_factor=1.0),
+        dict(bias_speed=0.1),
+        dict(forced=True),
+    ],
 )
 def test_what_no_model_type_has_is_not_saved(change, tmp_path):
     config = MODELS["mixtral"][0]

@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm import timeline
+from minipar.comm import calls, timeline
 from minipar.comm.collectives import all_reduce
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
-from minipar.parallel import ddp, expert, fsdp, local_sgd, zero
+from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, zero
 from minipar.parallel.plan import Plan
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
 from tests.on_ranks import on_ranks
 from tests.parity import models
+from tests.parity.harness import make_optimizer
 
 SIX = MoEConfig(6, 2, 8)
 CONFIG = models.llama(0, moe=SIX).config
@@ -198,6 +199,70 @@ def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(kind, says):
     assert says in message
 
 
+def _share_data(how: str, model: torch.nn.Module, data: Axis) -> None:
+    if how == "fsdp":
+        fsdp.apply(model, data)
+    elif how == "ddp":
+        ddp.apply(model, data)
+    else:
+        zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, data, lr=0.1)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero", "fsdp"])
+@on_ranks(4)
+def test_copies_that_were_forgotten_are_refused(how):
+    """Gradients of experts would lack the tokens of half of the ranks, and nobody would notice."""
+    mesh = Mesh(dp=2, ep=2)
+    wrong = {
+        "experts are spread over ep=2 with copies=1, so 2 ranks share their gradients, but data is "
+        "over dp+ep=4; let both be the same": (None, mesh.joint("dp", "ep")),
+        "copies=2, so 4 ranks share their gradients, but data is over dp=2;": (mesh.dp, mesh.dp),
+    }
+    for says, (copies, data) in wrong.items():
+        model = models.llama(0, moe=SIX)
+        expert.apply(model, mesh.ep, copies=copies)
+        with timeline.record() as recorded, pytest.raises(ValueError) as caught:
+            _share_data(how, model, data)
+        assert says in str(caught.value)
+        has_talked = any(span.kind == "comm" for span in recorded.spans)
+        assert how == "fsdp" or not has_talked, recorded.spans
+    model = models.llama(0, moe=SIX)
+    expert.apply(model, mesh.ep, copies=mesh.dp)
+    _share_data(how, model, mesh.joint("dp", "ep"))
+
+
+@pytest.mark.parametrize("before", ["expert", "ddp", "fsdp"])
+@on_ranks(2)
+def test_experts_are_spread_once_and_first(before):
+    axis, model = Mesh(dp=1, ep=2).ep, models.llama(0, moe=SIX)
+    if before == "expert":
+        expert.apply(model, axis)
+    else:
+        _share_data(before, model, axis)
+    with timeline.record() as recorded, pytest.raises(ValueError) as caught:
+        expert.apply(model, axis)
+    assert f"is shared by {before} along ep already; apply expert once, be" in str(caught.value)
+    assert not recorded.spans
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@on_ranks(2)
+def test_the_experts_of_one_rank_are_no_state(composed):
+    """Also on the rank whose they are. Mutant: rank 0 takes them for the first of all."""
+    model, mesh = models.llama(0, moe=SIX), Mesh(dp=1, ep=2)
+    if composed:
+        strategy = compose.apply(model, mesh, Plan(ep=2), make_optimizer)
+    else:
+        strategy = expert.apply(model, mesh.ep)
+    whole = strategy.full_state_dict()
+    strategy.load_full_state_dict(whole)
+    own = {n: t[:3] if ".experts." in n else t for n, t in whole.items()}
+    with pytest.raises(ValueError) as caught:
+        strategy.load_full_state_dict(own)
+    says = "experts.gate_up_proj has shape (3, 16, 16) in this state, and (6, 16, 16) in the whole"
+    assert says in str(caught.value)
+
+
 @on_ranks(2)
 def test_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole():
     layer = one_layer()
@@ -269,6 +334,54 @@ def _messages(read_nothing: bool) -> tuple[dict, int]:
     for span in (span for span in recorded.spans if span.kind == "comm"):
         sums[span.name] = sums.get(span.name, 0) + span.num_bytes
     return sums, layer.config.capacity(20)
+
+
+class _Order:
+    """Of counts, and of what was computed meanwhile."""
+
+    def __init__(self) -> None:
+        self.seen, self.gathers = [], set()
+
+    def launched(self, number: int, verb: str, *_: object) -> None:
+        self.seen.append(verb)
+        self.gathers |= {number} if verb == "all_gather" else set()
+
+    def waited(self, number: int) -> None:
+        if number in self.gathers:
+            self.seen.append("counts are here")
+
+
+def _order(dispatch: str) -> list[str]:
+    axis, layer, order = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, num_shared=1)), _Order()
+    nodes = 2 if dispatch == "hierarchical" else 1
+    expert.apply(layer, axis, dispatch=dispatch, nodes=nodes)
+    layer.shared_experts.register_forward_hook(lambda *_: order.seen.append("shared"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "observers", [order])
+        layer(tokens_of(axis.rank))
+    return order.seen
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "hierarchical", "overlapped"])
+def test_shared_experts_compute_while_counts_travel_or_while_rows_do(ranks, dispatch):
+    """Mutant: the host waits for counts, and only then begins with what needs none."""
+    for seen in ranks(2).run(_order, dispatch):
+        first = ["all_gather", "shared", "counts are here", "all_to_all"]
+        if dispatch == "overlapped":
+            first = ["all_gather", "counts are here", "all_to_all", "shared"]
+        assert seen[:4] == first
+
+
+def _evaluated(dispatch: str) -> Tensor:
+    axis, layer = Mesh(dp=1, ep=2).ep, one_layer(replace(SIX, capacity_factor=0.3)).eval()
+    expert.apply(layer, axis, dispatch=dispatch)
+    return layer(tokens_of(axis.rank))
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "padded"])
+def test_in_evaluation_no_rank_drops(ranks, dispatch):
+    for rank, out in enumerate(ranks(2).run(_evaluated, dispatch)):
+        torch.testing.assert_close(out, one_layer()(tokens_of(rank)))
 
 
 def _read(*_: object) -> None:

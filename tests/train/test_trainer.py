@@ -22,6 +22,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import llama
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.model.moe import MoE
 from minipar.parallel import ddp
 from minipar.train import checkpoint, metrics, saver, trainer
 from minipar.train.config import TrainConfig
@@ -591,6 +592,36 @@ def test_the_slots_of_experts_are_those_of_the_whole_model_and_batch(run):
     for number, mesh in enumerate(("pp=2", "dp=2", "ep=2")):
         folder = run(2, f"cut{number}", mesh=mesh, **same)
         assert lines_of(folder, "expert_load", "dropped_slots", "tokens_per_expert") == whole, mesh
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
+def test_experts_in_parts_train_go_on_and_count_as_one_rank_does(run, mesh):
+    """ZeRO 3 fills what a router counts, too. Mutant: only what a checkpoint has."""
+    same = dict(preset="tiny-moe", steps=3, batch_size=2, expert_bias=0.01, save_every=1, keep=3)
+    same["expert_balance"] = "sequence"
+    whole, parts = run(1, "whole", **same), run(2, "parts", mesh=mesh, zero=3, **same)
+    rest = run(2, "rest", mesh=mesh, zero=3, start=parts / "checkpoints/step_000001", **same)
+    assert_same_run(parts, whole)
+    told = lines_of(whole, "loss", "tokens_per_expert")
+    assert lines_of(rest, "tokens_per_expert") == [(slots,) for _, slots in told[1:]]
+    assert [loss for (loss,) in lines_of(rest, "loss")] == pytest.approx([x for x, _ in told[1:]])
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    ours, theirs = (weights_of(folder, 3)[bias] for folder in (rest, whole))
+    assert torch.equal(ours, theirs) and ours.any()
+
+
+def test_a_capacity_is_for_training_and_not_for_what_is_validated_or_written(run, monkeypatch):
+    """Mutant: the text is written by experts that drop tokens, more of them the longer it is."""
+    where, admit = [], MoE.admit
+
+    def told(moe: MoE, *args):
+        where.append(torch.is_grad_enabled())
+        return admit(moe, *args)
+
+    monkeypatch.setattr(MoE, "admit", told)
+    run(1, "moe", preset="tiny-moe", steps=2, expert_capacity=1.0, eval_every=1, sample_tokens=2)
+    assert where == [True] * 2 * 4
 
 
 def test_where_few_steps_talk_whole_periods_are_recorded():

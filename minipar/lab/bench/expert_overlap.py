@@ -153,7 +153,7 @@ def whole_steps(microbatches: int) -> list[dict[str, Any]]:
     """A row for each way in whole training steps: see `plan_of`.
 
     Not every slot of the schedule is a pair, and there is a bubble: so (d) hides less than of one
-    pair alone, and the ideal is what rank 0 computes.
+    pair alone. The ideal is what rank 0 computes, as its all-to-alls take less, without the bubble.
     """
     with race.pool(4, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
 
