@@ -68,7 +68,9 @@ def calculator(
     verb = "fits" if sum(held.values()) <= limit else "does not fit"
     needs = f"needs {sum(held.values()):.0f} GB, may fill {limit:.0f}: it {verb}"
     title = f"{found.mfu(False):.0%} MFU; {needs}"
-    note = f"predicted; 90 % of published runs, and more: within {100 * planner.ERROR:.0f} %"
+    why = planner.unchecked(found.job)
+    why = why or f"at least 90 % of published runs lie within {100 * planner.ERROR:.0f} %"
+    note = f"predicted; {why}"
     figure, ax = pen.sheet(pen.WIDTH, height, title, note)
     pen.text(
         ax, 0.15, height - 0.52, f"{model}, {plan}, {tokens:,} tokens, {link}", color=pen.MUTED

@@ -13,10 +13,11 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
             step = M max(t) + b (sum(t) - max(t)) + exposed + optimizer + fixed
 
-        ZeRO 0 to 2 reduce once, beside the last backward; of it, `exposed` hides behind nothing.
-        ZeRO 3 gathers twice and reduces once per microbatch beside the computing of each layer, and
-        moves what it sends through memory, `copies` bytes of a parameter, in which nothing else is
-        computed. Others add each microbatch's gradients to a sum, which is read and written.
+        ZeRO 0 and 1 reduce once, beside the last backward, ZeRO 2 beside that of each microbatch;
+        of it, `exposed` hides behind nothing. ZeRO 3 gathers twice and reduces once per microbatch
+        beside the computing of each layer, and moves what it sends through memory, `copies` bytes
+        of a parameter, in which nothing else is computed. Others add each microbatch's gradients to
+        a sum, which is read and written.
 Fitted. The numbers of `hardware.Software`, to published runs (`validate.py`).
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines; Korthikanti et al. 2022
         (arXiv 2205.05198), section 4, for activations.
@@ -30,19 +31,21 @@ from functools import cache
 
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline.schedules import PAIRED
 from minipar.parallel.plan import Plan
 from minipar.sim import load
 from minipar.sim.hardware import BYTES, Device, Machine, Software
 from minipar.sim.load import Load
 
-BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3, "dualpipe_v": 1 / 4}
-"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank.
-
-But naive leaves M of it: its ranks compute one after the other, for each microbatch anew.
+BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3}
+"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
+PAIRED_HIDDEN = 0.8
+"""Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most:
+the first and last microbatches have no other beside them (`lab.bench.expert_overlap.whole_steps`).
 """
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 LOGITS = 12
-"""Bytes that the loss keeps of a logit: in 16 bits, in float32, its gradient, and between."""
+"""Bytes of a logit that the loss writes: in 16 bits, in float32, its gradient, and between."""
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
 AXES = ("tp", "cp", "ep", "pp", "dp")
@@ -61,7 +64,7 @@ class Job:
     dtype: str = "bf16"
     gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
     flash: bool = True  # attention in one kernel
-    ep: int = 1  # of the ranks of dp, how many share the experts, where no axis of the plan does
+    ep: int = 1  # ranks of dp, cp and tp that share the experts, where no axis of the plan does
     experts: Load = ()  # tokens of each
 
     @property
@@ -90,6 +93,17 @@ class Job:
         return max(self.ep, self.plan.ep)
 
     @property
+    def experts_apart(self) -> int:
+        """How far apart those ranks are: as many as of tp, unless these share experts, too."""
+        return 1 if self.dp * self.plan.cp % self.experts_over else self.plan.tp
+
+    @property
+    def experts_copies(self) -> int:
+        """Ranks that have the same experts as this one, and sequences of their own."""
+        ranks = self.dp * self.plan.cp * self.plan.tp // self.experts_apart
+        return max(1, ranks // self.experts_over)
+
+    @property
     def busiest(self) -> float:
         """Rows of the experts of one rank, of which all wait for it, beside those of the mean."""
         even = self.plan.dispatch == "padded"  # to what the fullest expert may have
@@ -107,14 +121,44 @@ class Job:
         default = 2 if looped or self.plan.schedule in V_SHAPED else 1
         return self.plan.stages_per_rank or default
 
-    def layers(self) -> list[int]:
-        """Return the number of layers on each rank of the pipeline."""
+    def layers(self) -> list[float]:
+        """Return the layers of a rank of the pipeline that a microbatch goes through, of each rank.
+
+        Those of dualpipe are a mean: there are two copies, each for half of the microbatches.
+        """
         p, v = self.plan.pp, self.chunks
-        counts = [0] * p
+        if self.plan.schedule == "dualpipe":
+            cut = _cut(self.config, p)
+            return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
+        counts = [0.0] * p
         for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
             back = self.plan.schedule in V_SHAPED and part // p % 2
             counts[p - 1 - part % p if back else part % p] += count
         return counts
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of a pipeline in units of 1F1B's, for F = I = W.
+
+        DualPipe leaves (p/2 - 1)(F&B + B - 3W) (DeepSeek-V3, arXiv 2412.19437, table 2), and
+        DualPipeV, two stages per rank of half the size, as much on twice as many ranks: where a
+        forward and a backward run side by side, F&B; half of it where they need not wait for each
+        other. naive leaves M: its ranks compute one after the other, for each microbatch anew.
+        """
+        p, name = self.plan.pp, self.plan.schedule
+        if name == "naive":
+            return self.plan.microbatches
+        if name in PAIRED:
+            share = (p - 2) / max(1, p - 1) if name == "dualpipe" else 1
+            return share / (3 if self.plan.dispatch == "paired" else 6)
+        return BUBBLE.get(name, 1) / self.chunks
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """Return whether a rank of the pipeline has the embedding, and the head."""
+        first, last = stage == 0, stage == self.plan.pp - 1
+        if self.plan.schedule == "dualpipe":  # the model twice, once the other way round
+            return first or last, first or last
+        return first, first if self.plan.schedule in V_SHAPED else last
 
     def spread(self, inner: int, size: int) -> int:
         """Return over how many nodes `size` ranks are spread that are `inner` ranks apart."""
@@ -158,39 +202,58 @@ def seconds(job: Job) -> dict[str, float]:
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
     once = {part: forward[part] + backward[part] for part in forward}
-    group, inner = job.dp * plan.cp, plan.tp
-    layer, _, table = parameters(job)
+    group = job.dp * plan.cp
+    layer, experts, words = parameters(job)
     if plan.zero == 3 and group > 1:
-        once["dp"] = _gather_and_reduce(job, forward, backward, layer)
+        once["dp"] = _gather_and_reduce(job, forward, backward, layer, experts)
     layers = job.layers()
-    ends = {0: 4 * _touch(job, job.tokens * job.config.hidden_size * 2), plan.pp - 1: _head(job)}
-    each = [n * sum(once.values()) + ends.get(s, 0) * (s in ends) for s, n in enumerate(layers)]
-    if plan.pp == 1:
-        each = [layers[0] * sum(once.values()) + _head(job)]
+    table = 4 * _touch(job, job.tokens * job.config.hidden_size * 2) * (plan.pp > 1)
+    ends = [first * table + last * _head(job) for first, last in map(job.ends, range(plan.pp))]
+    if plan.schedule == "dualpipe":  # where half of the microbatches enter, the others end
+        ends = [half / 2 for half in ends]
+    each = [n * sum(once.values()) + end for n, end in zip(layers, ends, strict=True)]
     slowest = max(range(plan.pp), key=each.__getitem__)
     m = plan.microbatches
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
-    left = m if plan.schedule == "naive" else BUBBLE.get(plan.schedule, 1) / job.chunks
-    total |= {"bubble": left * (sum(each) - each[slowest]), "pp": 0.0}
+    total |= {"bubble": job.bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         far = 1 + (plan.num_ranks > job.machine.gpus)
         message = 2 * job.tokens * job.config.hidden_size
         message /= plan.tp if plan.sequence_parallel or software.scattered else 1
         one = job.machine.seconds_of_collective("send", message, 2, far)
-        total["pp"] = 2 * one * (m * job.chunks + left * (plan.pp - 1))
-    mine = max(n * layer for n in layers) + table
+        total["pp"] = 2 * one * (m * job.chunks + job.bubble * (plan.pp - 1))
+    mine, shared = max(layers) * layer + words, max(layers) * experts
     if group > 1 and plan.zero < 3:
         verb = "reduce_scatter" if plan.zero else "all_reduce"
-        reduce = job.collective(verb, software.gradients * mine, inner, group)
+        reduce = _over_dp(job, verb, software.gradients, mine, shared)
         hidden = min(reduce, layers[0] * sum(backward.values()))
-        total["dp"] += reduce - (1 - software.exposed) * hidden
+        times = m if plan.zero == 2 else 1
+        total["dp"] += times * (reduce - (1 - software.exposed) * hidden)
         if plan.zero:
-            total["dp"] += job.collective("all_gather", software.weights * mine, inner, group)
+            total["dp"] += _over_dp(job, "all_gather", software.weights, mine, shared)
     # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
-    shard = mine / (group if plan.zero else 1)
+    shard = _shard(job, mine, shared) if plan.zero else mine
     total["optimizer"] = _touch(job, shard * (2 * software.optimizer + 2 * software.gradients))
     return total | {"fixed": software.fixed}
+
+
+def _over_dp(job: Job, verb: str, width: float, numbers: float, experts: float) -> float:
+    """Return the seconds of a collective over the ranks that have the same parameters.
+
+    `experts` of these numbers are those of experts, which fewer ranks have.
+    """
+    plan, copies = job.plan, job.experts_copies
+    found = job.collective(verb, width * (numbers - experts), plan.tp, job.dp * plan.cp)
+    if experts and copies > 1:
+        apart = job.experts_apart * job.experts_over
+        found += job.collective(verb, width * experts, apart, copies)
+    return found
+
+
+def _shard(job: Job, numbers: float, experts: float) -> float:
+    """Return how many of a rank's numbers are left to it where all that have them share them."""
+    return (numbers - experts) / (job.dp * job.plan.cp) + experts / job.experts_copies
 
 
 def _layer(job: Job, backward: bool) -> dict[str, float]:
@@ -248,11 +311,16 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
     if (ep := job.experts_over) > 1 and c.moe is not None:
-        # The whole tensor of an all-to-all is what one rank deals out.
+        # The whole tensor of an all-to-all is what one rank deals out. In 8 bits numbers travel to
+        # experts, and in 16 back (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
         halves = 2 if plan.dispatch == "halves" else 1
-        num_bytes = 2 * own * c.moe.top_k * width * job.busiest / halves
-        trip = job.collective("all_to_all", num_bytes, tp, ep)
+        sent = 1.5 if job.dtype == "fp8" else 2
+        num_bytes = sent * own * c.moe.top_k * width * job.busiest / halves
+        trip = job.collective("all_to_all", num_bytes, job.experts_apart, ep)
         parts["ep"] = _trips(plan.dispatch, halves, trip, times * dense, times * experts)
+        if plan.dispatch == "paired":  # a forward and a backward, which is twice as long
+            beside = 1.5 / times * parts["compute"]
+            parts["ep"] -= min(PAIRED_HIDDEN * parts["ep"], beside)
     host, doublings = job.software.host, math.log2(tp)
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
     host += doublings * (job.software.host_tp + job.software.host_across * far)
@@ -287,12 +355,11 @@ def _context(job: Job, attention: float, times: int, queries: float, keys: float
 
 
 def _gather_and_reduce(
-    job: Job, forward: dict[str, float], backward: dict[str, float], layer: float
+    job: Job, forward: dict[str, float], backward: dict[str, float], layer: float, experts: float
 ) -> float:
     """Return what ZeRO 3 adds to a layer: what computing does not hide, and its copies."""
-    group, inner = job.dp * job.plan.cp, job.plan.tp
-    gather = job.collective("all_gather", 2 * layer, inner, group)
-    reduce = job.collective("reduce_scatter", 2 * layer, inner, group)
+    gather = _over_dp(job, "all_gather", 2, layer, experts)
+    reduce = _over_dp(job, "reduce_scatter", 2, layer, experts)
     pairs = (gather, forward), (gather + reduce, backward)
     waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
     return waits + _touch(job, job.software.copies * layer)
@@ -353,13 +420,11 @@ def memory(job: Job) -> dict[str, float]:
 def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     plan, software, c = job.plan, job.software, job.config
     layer, experts, table = parameters(job)
-    last = stage == plan.pp - 1 or plan.schedule in V_SHAPED
-    tables = (stage == 0) + last - (plan.pp == 1 and c.tie_embeddings)
+    has_head = job.ends(stage)[1]
+    tables = sum(job.ends(stage)) - (plan.pp == 1 and c.tie_embeddings)
     copies = 2 if plan.schedule == "dualpipe" else 1
-    mine, shared = copies * (layers * layer + tables * table), copies * layers * experts
-    # Experts that ranks share out are cut among fewer of them.
-    group = job.dp * plan.cp
-    cut = (mine + (job.experts_over - 1) * shared) / group
+    mine, shared = copies * layers * layer + tables * table, copies * layers * experts
+    cut = _shard(job, mine, shared)
     # With activations at their highest there are no gradients yet, unless of microbatches before.
     freed = plan.microbatches == 1 and not software.buffered
     held = {
@@ -376,7 +441,7 @@ def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
     else:
         share = 0.7 if plan.checkpointing == "selective" else 1
         held["activations"] = in_flight(job, stage) * layers * stored * share
-    held["logits"] = LOGITS * job.tokens * c.vocab_size / plan.tp * last
+    held["logits"] = software.logits * job.tokens * c.vocab_size / plan.tp * has_head
     return held
 
 
@@ -414,5 +479,5 @@ def in_flight(job: Job, stage: int) -> float:
     if name in ("interleaved_1f1b", "interleaved_zb"):
         most = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
     if name in V_SHAPED:
-        most = p
+        most = p + {"dualpipe": 1, "dualpipe_v": 1 / 2}.get(name, 0)
     return min(m, most)

@@ -265,6 +265,7 @@ class Software:
     gradients: float
     optimizer: float
     buffered: float  # 1: ZeRO 1 has room for all gradients; 0: what one microbatch sends is freed
+    logits: float  # bytes that the loss keeps of a logit
 
 
 def _at_least_0(**numbers: float) -> None:

@@ -6,7 +6,8 @@ Idea.   `candidates` lists meshes, ZeRO stages, microbatches, recomputation and 
         plan uses, the best plan that lost says why; and so does, for each choice of the best plan,
         the best plan without it.
 Error.  `ERROR` is what 90 % of published runs stay within (`validate.py`, runs that nothing was
-        fitted to): plans that are nearer to each other than that are not told apart.
+        fitted to): plans that are nearer to each other than that are not told apart. Of plans that
+        are like none of these runs, `unchecked` says so instead.
 Source. Zheng et al. 2022 (Alpa, arXiv 2201.12023) and Isaev et al. 2023 (Calculon) search likewise.
 """
 
@@ -27,7 +28,31 @@ from minipar.sim.trace import trace
 
 ERROR = 0.15
 """Relative error of the step time that 90 % of published runs, and more, stay within."""
+RUNS_ON = ("a100", "a100-40", "h100")
+"""Devices of the published runs that predictions were compared with."""
 GB = 1e9
+
+
+def unchecked(*jobs: cost.Job) -> str:
+    """Say that no published run is like these plans, and in what; "" where `ERROR` holds."""
+    kinds: dict[str, None] = {}
+    for job in jobs:
+        plan, device = job.plan, job.machine.device.name
+        found = {
+            f"on {device}": device not in RUNS_ON,
+            job.dtype: job.dtype not in ("bf16", "fp16"),
+            "experts": job.config.moe is not None,
+            "cp": plan.cp > 1,
+            "zero=2": plan.zero == 2,
+            "tp over nodes": plan.tp > job.machine.gpus,
+        }
+        kinds |= {kind: None for kind, is_so in found.items() if is_so}
+    return f"no published run of this kind was checked: {', '.join(kinds)}" if kinds else ""
+
+
+def error_of(*jobs: cost.Job) -> str:
+    """Say how good predicted step times of these plans are."""
+    return unchecked(*jobs) or f"90 % of published runs, and more, are within {ERROR:.0%}"
 
 
 class NothingFits(ValueError):
@@ -78,7 +103,8 @@ class Ranked:
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints: seconds, bytes, and shares."""
         given = {"step_seconds": self.step, "tokens_per_second_per_gpu": self.tokens_per_second}
-        given |= {"mfu": self.mfu(False), "mfu_causal": self.mfu(True), "error": ERROR}
+        given |= {"mfu": self.mfu(False), "mfu_causal": self.mfu(True)}
+        given |= {"error": None if unchecked(self.job) else ERROR, "unchecked": unchecked(self.job)}
         parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
         own = replace(self.job, software=hardware.software("minipar"))
         given["minipar_bytes"] = sum(cost.memory(own).values())  # with `minipar train`
@@ -220,6 +246,10 @@ def _is(name: str, value: Any, ranked: Ranked) -> bool:
     return getattr(ranked.job.plan, name) == value
 
 
+def _of(family: tuple[str, ...], ranked: Ranked) -> bool:
+    return ranked.family == family
+
+
 def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
     """Say in one line why the best of the wanted plans is not the best of all."""
     if other := found.best(wanted):
@@ -240,18 +270,24 @@ def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
 
 
 def table(plans: Iterable[Ranked]) -> str:
-    """Return a table of plans, a line each."""
-    head = ("", "step", "tokens/s/GPU", "MFU", "causal", "memory", "bubble", "exposed", "plan")
-    lines = [head]
+    """Return a table of plans, a line each, and below it what it says of their errors."""
+    head = ("", "step", "error", "tokens/s/GPU", "MFU", "causal", "memory", "bubble", "exposed")
+    lines = [(*head, "plan")]
+    known: dict[str, list[cost.Job]] = {}
     for place, r in enumerate(plans, 1):
+        error = "?" if unchecked(r.job) else f"{ERROR:.0%}"
+        known.setdefault(error, []).append(r.job)
         exposed = [f"{axis} {r.seconds[axis]:.2f}" for axis in cost.AXES if r.seconds[axis] > 5e-3]
         lines.append((
-            str(place), f"{r.step:.2f} s", f"{r.tokens_per_second:,.0f}", f"{r.mfu(False):.0%}",
-            f"{r.mfu(True):.0%}", f"{sum(r.memory.values()) / GB:.0f} GB",
-            f"{r.seconds['bubble'] / r.step:.0%}", ", ".join(exposed) or "-", str(r),
+            str(place), f"{r.step:.2f} s", error,
+            f"{r.tokens_per_second:,.0f}", f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}",
+            f"{sum(r.memory.values()) / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
+            ", ".join(exposed) or "-", str(r),
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    notes = [f"  error {error}: {error_of(*jobs)}" for error, jobs in known.items()]
+    return "\n".join([*rows, *notes])
 
 
 def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:
@@ -281,25 +317,22 @@ def answer(
     best = found.top(config.top)
     if not best:
         raise NothingFits(_nothing_fits(config, base, found))
-    if config.json:
-        return json.dumps([ranked.as_dict() for ranked in best]), best[:5]
-    families: dict[tuple[str, ...], None] = {}
-    for ranked in (*found.fit, *found.too_large):
-        families.setdefault(ranked.family)
-    losers = [
-        f"  {' x '.join(family)}: {lost(found, best[0], lambda r, f=family: r.family == f)}"
-        for family in families
-        if family != best[0].family
-    ]
     first = best[0]
+    losers = {
+        " x ".join(family): lost(found, first, partial(_of, family))
+        for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
+        if family != first.family
+    }
+    if config.json:
+        plans = {"plans": [ranked.as_dict() for ranked in best], "others": losers}
+        return json.dumps(plans | {"why": reasons(found, first, fix)}), best[:5]
     parts = [
         f"{config.model} on {config.gpus} x {base.machine.name}, {base.seq_len:,} tokens, "
-        f"{config.global_batch} sequences a step; step times are good to {ERROR:.0%} "
-        "(90 % of published runs, and more)",
+        f"{config.global_batch} sequences a step",
         table(best),
         "The best, by part:\n" + _by_part(first),
         "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
-        "Others:\n" + "\n".join(losers),
+        "Others:\n" + "\n".join(f"  {family}: {why}" for family, why in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
@@ -310,7 +343,7 @@ def _by_part(ranked: Ranked) -> str:
     held = [f"{part} {b / GB:.1f}" for part, b in ranked.memory.items() if b >= 0.05 * GB]
     lines = [f"  seconds: {', '.join(seconds)}", f"  GB: {', '.join(held)}"]
     unpriced = {"tp_overlap", "experts_over_cp", "expert_nodes", "compression"}
-    if ranked.job.plan.dispatch in ("gather", "hierarchical", "padded", "paired"):
+    if ranked.job.plan.dispatch in ("gather", "hierarchical", "padded"):
         unpriced.add("dispatch")
     words = [w for w in str(ranked.job.plan).split(",") if w.partition("=")[0] in unpriced]
     if words:
@@ -354,6 +387,8 @@ def as_minipar(ranked: Ranked) -> str:
     time = f"{simulated.seconds:.2f} s"
     if some < plan.microbatches:
         time += f" for {some} of {plan.microbatches} microbatches"
+    closed = sum(cost.seconds(shorter.job).values())
+    time += f" ({simulated.seconds / closed - 1:+.0%} of the closed form)"
     fits = simulated.peak_bytes <= limit
     return (
         f"{time}, {simulated.peak_bytes / GB:.0f} GB: "

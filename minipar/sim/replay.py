@@ -125,7 +125,7 @@ class _Prices:
         # What an emulated machine does in another way: it magnifies, and has lanes for messages.
         self.counted = getattr(machine.device, "counted", int)
         self.has_lanes = getattr(machine, "has_lanes", False)
-        self.sizes = traces.plan.mesh_sizes()
+        self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
         self.segments: dict[Segment, list[tuple]] = {}
@@ -327,7 +327,9 @@ class _Stage:
             call.seconds = max(call.seconds, self.prices.call(launch, ranks))
             call.made_by.append(made)
             made.calls.append(call)
-            stream = player.rank, key if in_lanes else launch.axis
+            # Axes of all ranks have one process group, see `comm.mesh`.
+            is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
+            stream = player.rank, key if in_lanes else is_of_all or launch.axis
             call.before += self.streams[stream]
             if in_lanes:
                 self.streams[stream] = [call]

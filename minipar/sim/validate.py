@@ -4,10 +4,11 @@
 
 prints, for each source in the tables, the errors of the step time that `cost.py` predicts; those of
 a *constant*, the source's own best utilisation of the peak for all of its rows, which a predictor
-must beat to have shown anything; the errors of the memory; and how good a plan the prediction would
-have chosen in each cell (runs of one model on as many devices), beside the rule of thumb "least tp
-x pp, largest microbatch". `--fit` prints the numbers of `software.toml` that fit best instead: to
-rows whose column `split` says ``tune``, and to no others.
+must beat to have shown anything; the errors of the memory; how many of the runs that went well, ran
+out of memory or failed would fit into what a device has for tensors; and how good a plan the
+prediction would have chosen in each cell (runs of one model on as many devices), beside the rule of
+thumb "least tp x pp, largest microbatch". Aims stand beside. `--fit` prints the numbers of
+`software.toml` that fit best instead: to rows whose column `split` says ``tune``, and to no others.
 
 A table has a row per run, with the columns of tests/sim/data, of which `NEEDED` must be there, and
 step_seconds, tokens_per_s_per_gpu or memory_gb; sequences are counted, not tokens, in `microbatch`
@@ -21,7 +22,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -41,10 +42,16 @@ FAMILIES |= {"nemo": "megatron", "mcore": "megatron", "fms-fsdp": "compiled"}
 """By the beginning of a table's `framework`; "any" for others."""
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
-SCHEDULES = {"": "1f1b", "none": "1f1b", "interleaved": "interleaved_1f1b"}
-DTYPES = {"mxfp8": "fp8", "nvfp4": "fp4"}
+SCHEDULES = {name.replace("_", ""): name for name in schedules.SCHEDULES}
+SCHEDULES |= {"": "1f1b", "none": "1f1b", "afab": "gpipe", "zb1p": "zb_h1", "zb2p": "zb_h2"}
+SCHEDULES |= dict.fromkeys(("interleaved", "1f1bi", "vpp"), "interleaved_1f1b")
+SCHEDULES |= {"zbvzerobubble": "zb_v", "interleavedzerobubble": "interleaved_zb"}
+"""By what tables call them, in lower case and without what is no letter or digit."""
+DTYPES = {"fp4": "fp4", "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
+"""By what is in a table's word, the first that is: fp8-e4m3, nvfp4, bf16-mixed, amp_bf16."""
+RECOMPUTE = {"off": "none", "op": "selective", "layer": "selective", "uniform": "full"}
+FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
-SCHEDULES |= {"zb-1p": "zb_h1", "zb-2p": "zb_h2", "zb-v": "zb_v"}
 FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "copies", "fixed")
 START = {"host": 1e-3, "host_tp": 0.3e-3, "host_across": 1e-3, "passes": 1.5, "attention": 2}
 START |= {"exposed": 0.3, "copies": 24, "fixed": 0.02}
@@ -61,6 +68,12 @@ class Run:
     gpus: int
     seconds: float
     memory: float
+    status: str = "ok"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is predicted to fit."""
+        return self.held < self.job.machine.device.usable_memory()
 
     @property
     def cell(self) -> tuple:
@@ -89,10 +102,13 @@ class Run:
         return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
 
 
-def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
+def read(
+    path: str | Path, left_out: Counter[str] | None = None, failed: list[Run] | None = None
+) -> list[Run]:
     """Return the runs of a table that went well and that are understood.
 
-    Why rows are left out is counted in `left_out`. Raises `ValueError` for what is no table.
+    Others that are understood are added to `failed`; why rows are left out is counted in
+    `left_out`. Raises `ValueError` for what is no table.
     """
     try:
         text = bounded_text(Path(path), "utf-8-sig", "replace").splitlines()
@@ -108,14 +124,16 @@ def read(path: str | Path, left_out: Counter[str] | None = None) -> list[Run]:
     runs, skipped = [], Counter() if left_out is None else left_out
     for cells in body:
         row = Row(zip(names, map(str.strip, cells), strict=False), source=Path(path).stem)
-        if row.get("status", "ok").lower() not in ("", "ok"):
-            skipped[f"not timed, but {row['status']}"] += 1
-            continue
         try:
             run = _run(row)
             if not math.isfinite(run.predicted * run.held):
                 raise ValueError("what is predicted is beyond numbers")
-            runs.append(run)
+            if run.status == "ok":
+                runs.append(run)
+                continue
+            skipped[f"not timed, but {run.status}"] += 1
+            if failed is not None:
+                failed.append(run)
         except (ValueError, ZeroDivisionError, OverflowError, KeyError) as error:
             skipped[" ".join(str(error).split())] += 1
     return runs
@@ -145,11 +163,22 @@ class Row(dict[str, str]):
             raise ValueError(f"{name}={number} must be whole")
         return int(number)
 
+    def flag(self, name: str, default: bool) -> bool:
+        """Return what is yes or no; as a number, too, since tables are rewritten as floats."""
+        text = self.get(name, "").lower()
+        if text and text.removesuffix(".0") not in FLAGS:
+            raise ValueError(f"{name}={text[:40]} must be 1 or 0, true or false, yes or no")
+        return FLAGS[text.removesuffix(".0")] if text else default
+
+    def word(self, name: str) -> str:
+        """Return the letters and digits of a cell in lower case: Zero-Bubble is zerobubble."""
+        return re.sub(r"[^a-z0-9]", "", self.get(name, "").lower())
+
 
 def _run(row: Row) -> Run:
     number, whole, framework = row.number, row.whole, row.get("framework", "").lower()
     family = next((v for k, v in FAMILIES.items() if framework.startswith(k)), "any")
-    gated = row.get("gated", "0" if row.get("kind") == "gpt" else "1") != "0"
+    gated = row.flag("gated", row.get("kind") != "gpt")
     width, heads, seq = whole("hidden", 0), whole("heads", 0), whole("seq", 0)
     moe = None
     if whole("experts", 0, 0) > 1:
@@ -160,45 +189,52 @@ def _run(row: Row) -> Run:
     config = LlamaConfig(
         whole("vocab", 50_000), width, whole("ffn", 4 * width), whole("layers", 0), heads,
         whole("kv_heads", heads), whole("head_dim", max(1, width // heads)), max_seq_len=seq,
-        tie_embeddings=row.get("tied") == "1", moe=moe,
+        tie_embeddings=row.flag("tied", False), moe=moe,
     )  # fmt: skip
     tp, pp, cp = whole("tp"), whole("pp"), whole("cp")
     gpus = whole("gpus", 0)
     dp = whole("dp", max(1, gpus // (tp * pp * cp)))
     if dp * tp * pp * cp != gpus:
         raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
+    ep = whole("ep")
+    if dp * tp * cp % ep:
+        raise ValueError(f"ep={ep} must divide dp x tp x cp = {dp * tp * cp}")
     if pp > config.num_layers:  # stages may be more: the ends of some are an embedding or a head
         raise ValueError(f"pp={pp} must be at most layers={config.num_layers}")
-    schedule = row.get("schedule", "none").lower()
-    schedule = SCHEDULES.get(schedule, schedule.replace("-", "_"))
-    if schedule not in (*schedules.SCHEDULES, "dualpipe"):
-        raise ValueError(f"schedule={schedule} is not known")
-    recompute, zero = row.get("recompute", "none").lower(), whole("zero", 0, 0)
+    schedule, chunks = row.word("schedule").removeprefix("schedule"), whole("virtual_stages", 0, 0)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={row['schedule']} is not known")
+    schedule = SCHEDULES[schedule]
+    if schedule == "1f1b" and chunks > 1:  # Megatron-LM calls both 1F1B
+        schedule = "interleaved_1f1b"
+    recompute, zero = row.word("recompute") or "none", whole("zero", 0, 0)
+    recompute = RECOMPUTE.get(recompute.removeprefix("selective"), recompute)
     if recompute not in ("none", "selective", "full") or zero > 3:
         raise ValueError(f"recompute={recompute}, zero={zero}: none, selective or full, and 0 to 3")
     dtype = row.get("dtype", "bf16").lower()
-    dtype = hardware.type_name(DTYPES.get(dtype, dtype))
+    dtype = hardware.type_name(next((t for word, t in DTYPES.items() if word in dtype), dtype))
     machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
                        whole("gpus_per_node", 0, 0))  # fmt: skip
     plan = Plan(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
-        sequence_parallel=row.get("sp") != "0" and tp > 1, stages_per_rank=whole("virtual_stages"),
-        expert_tensor_parallel=moe is not None and tp > 1,
+        sequence_parallel=row.flag("sp", True) and tp > 1, stages_per_rank=chunks,
+        # Experts over ranks of tp, too, are whole.
+        expert_tensor_parallel=moe is not None and tp > 1 and dp * cp % ep == 0,
+        dispatch="paired" if ep > 1 and schedule in schedules.PAIRED else "all_to_all",
     )  # fmt: skip
-    flash = row.get("flash", str(int(dtype != "fp16"))) == "1"
-    ep = whole("ep")
-    if dp * cp % ep:  # over ranks of tp, too, which then leave each expert whole: as many of each
-        ep = max(1, ep // tp)
+    flash = row.flag("flash", dtype != "fp16")
     job = cost.Job(
         config, plan, machine, hardware.software(family), seq, 1, dtype, gated, flash, ep
     )
     job, seconds = _with_batch(row, job), number("step_seconds", 0)
     if not seconds and (rate := number("tokens_per_s_per_gpu", 0)):
         seconds = job.tokens_of_step / gpus / rate
-    if not seconds and "step_seconds" in row:
+    if not seconds and "step_seconds" in row and row.get("status", "ok").lower() == "ok":
         raise ValueError("step_seconds=0 must be above 0")
     name, source, split = row.get("row_id", "?"), row["source"], row.get("split", "")
-    return Run(name, source, split, job, gpus, seconds, number("memory_gb", 0) * 1e9)
+    unit = 2**30 if source.startswith("torchtitan") else 1e9  # which prints GiB
+    memory, status = number("memory_gb", 0) * unit, row.get("status", "ok").lower()
+    return Run(name, source, split, job, gpus, seconds, memory, status)
 
 
 def _with_batch(row: Row, job: cost.Job) -> cost.Job:
@@ -223,12 +259,17 @@ def _with_batch(row: Row, job: cost.Job) -> cost.Job:
 @cache
 def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Machine:
     """Return the machine of a device as tables name it: h100-sxm, NVIDIA A100-SXM4-40GB."""
-    words = re.sub(r"[\s_-]+", "-", device.lower()).split("-")
-    drop = r"nvidia|tesla|sxm\d?|80|80gb|\d+w|hbm\w*"
+    words = re.split(r"[\s_-]+", re.sub(r"rtx[\s_-]+", "rtx", device.lower()))
+    drop = r"nvidia|tesla|geforce|[dh]gx|sxm\d?|\d+w|hbm\w*|nvl72"
     words = [w.removesuffix("gb") for w in words if not re.fullmatch(drop, w)]
-    known = ["-".join(words[:n]) for n in range(len(words), 0, -1)]
-    name = next((n for n in known if n in hardware.names()), device)
-    machine = hardware.load(name)
+    name, known = "-".join(words), hardware.names()
+    if name not in known:  # without its memory, if it is that device's
+        sizes = [int(w) for w in words if w.isdecimal()]
+        name = "-".join(w for w in words if not w.isdecimal())
+        memory = hardware.load(name).device.memory if name in known else 1.0
+        if any(abs(1e9 * size / memory - 1) > 0.1 for size in sizes):
+            name = device
+    machine = hardware.load(name if name in known else device)
     if f"{name}{NETWORKS.get(family, '')}" in hardware.names():
         machine = hardware.load(name + NETWORKS.get(family, ""))
     if gbits:
@@ -268,39 +309,53 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     return found
 
 
-def report(runs: Sequence[Run]) -> str:
-    """Return the table of errors by source and split, and the worst rows."""
-    lines = ["source, split: rows", ""]
-    for (source, split), group in groupby(
-        sorted(runs, key=lambda r: (r.source, r.split)), key=lambda r: (r.source, r.split)
-    ):
-        some = list(group)
+def report(runs: Sequence[Run], failed: Sequence[Run] = ()) -> str:
+    """Return the table of errors by source and split, the aims, and the worst rows."""
+    counts = Counter((run.source, run.name) for run in runs if run.name != "?")
+    twice = [name for (_, name), count in counts.items() if count > 1]
+    more = f" and {len(twice) - 3} more" * (len(twice) > 3)
+    lines = [f"rows with the same row_id, each counted: {', '.join(twice[:3])}{more}"][: len(twice)]
+    for (source, split), group in groupby(sorted((*runs, *failed), key=_set_of), key=_set_of):
+        every = list(group)
+        some = [r for r in every if r.status == "ok"]
         timed, sized = [r for r in some if r.seconds], [r for r in some if r.memory]
         lines.append(f"{source}, {split}: {len(some)} rows")
         if timed:
             measured = [r.seconds for r in timed]
             found = errors((r.predicted for r in timed), measured)
-            lines.append(f"  step time   {_spread(found)}")
-            lines.append(f"  a constant  {_spread(errors(constant(timed), measured))}")
+            flat = errors(constant(timed), measured)
+            aim = f"mean below {flat.mean() / 2:.1%}, half of a constant's"
+            lines.append(f"  step time   {_spread(found)}   aim: {aim}")
+            lines.append(f"  a constant  {_spread(flat)}")
             for at in np.argsort(-found)[:3]:
                 run = timed[at]
                 shown = f"{run.predicted:.2f} s predicted, {run.seconds:.2f} s measured"
                 lines.append(f"    {run.name}: {shown}; mostly {_largest(run)}")
         if sized:
             found = errors((r.held for r in sized), [r.memory for r in sized])
-            lines.append(f"  memory      {_spread(found)}")
+            lines.append(f"  memory      {_spread(found)}   aim: median 8%")
+        fit = [
+            f"{np.mean([r.fits for r in every if r.status == status]):.0%} of {count} {status}"
+            for status, count in Counter(r.status for r in every).items()
+        ]
+        lines.append(f"  predicted to fit: {', '.join(fit)}")
         if cells := choices(timed):
-            ours, thumb, rank = np.mean(cells, axis=0)
+            (ours, thumb, rank), (worst, _, lowest) = np.mean(cells, axis=0), np.min(cells, axis=0)
             lines.append(
-                f"  choice of {len(cells)} cells: {ours:.1%} of the best throughput, rule of thumb "
-                f"{thumb:.1%}; rank correlation {rank:.2f}"
+                f"  choice of {len(cells)} cells: {ours:.1%} of the best throughput, worst "
+                f"{worst:.1%}; rule of thumb {thumb:.1%}; aim: 95%, and never below that; rank "
+                f"correlation {rank:.2f}, lowest {lowest:.2f}"
             )
-    for name, few in (("up to 64 devices", True), ("on more", False)):
+    for name, few, aim in (("up to 64 devices", True, 8), ("on more", False, 15)):
         some = [r for r in runs if r.seconds and (r.gpus <= 64) == few]
         if some:
             found = errors((r.predicted for r in some), [r.seconds for r in some])
-            lines.append(f"all {len(some)} rows {name}: {_spread(found)}")
-    return "\n".join(lines[2:])
+            lines.append(f"all {len(some)} rows {name}: {_spread(found)}   aim: median {aim}%")
+    return "\n".join(lines)
+
+
+def _set_of(run: Run) -> tuple[str, str]:
+    return run.source, run.split
 
 
 def _spread(found: np.ndarray) -> str:
@@ -355,17 +410,17 @@ def main(arguments: Sequence[str]) -> None:
     if not names:
         raise SystemExit(f"usage: {__doc__.splitlines()[2].strip()}")
     left_out: Counter[str] = Counter()
+    failed: list[Run] = []
     try:
-        runs = [run for name in names for run in read(name, left_out)]
+        runs = [run for name in names for run in read(name, left_out, failed)]
     except (OSError, ValueError, csv.Error) as error:
         raise SystemExit(str(error)) from None
     for why, count in left_out.most_common():
         print(f"rows left out: {count}: {why}")
     if not runs:
         raise SystemExit(f"no run that can be predicted in {', '.join(names)}")
-    show: Callable[[list[Run]], str] = fitted if "--fit" in arguments else report
     try:
-        print(show(runs))
+        print(fitted(runs) if "--fit" in arguments else report(runs, failed))
     except ValueError as error:
         raise SystemExit(str(error)) from None
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline import schedules, simulate, stages
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
 from minipar.sim.asked import model_config
@@ -132,6 +132,46 @@ def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
     assert cost.in_flight(staged, 0) == 4
 
 
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_bubble_is_that_of_the_schedule(name, p):
+    """On paper, for F = I = W; those made of pairs with a forward beside a backward, and without.
+
+    Mutants: DualPipe with 1F1B's; DualPipeV with a fourth.
+    """
+    for paired in (False, True)[: 1 + (name in schedules.PAIRED)]:
+        one = job(f"pp={p},microbatches={4 * p},schedule={name}")
+        one = replace(one, plan=replace(one.plan, dispatch="paired" if paired else "all_to_all"))
+        made = schedules.make(name, p, 4 * p)
+        ran = [*simulate._events(made, simulate.Costs().per_rank(made), paired)]
+        spans = [[t for _, rank, *at in ran if rank == r for t in at] for r in range(p)]
+        idle = max(max(times) - min(times) for times in spans) - 3 * 4 * p
+        assert one.bubble * 3 * (p - 1) == pytest.approx(idle), (paired, one.bubble)
+
+
+def test_the_head_is_where_the_last_stage_is():
+    """Of a V, on the first rank. Mutant: a rank that has a head in each of two models, or none."""
+    for name, ends in (("1f1b", [1, 0, 0, 1]), ("zb_v", [2, 0, 0, 0]), ("dualpipe", [2, 0, 0, 2])):
+        one = job(f"pp=4,microbatches=16,schedule={name}")
+        assert [sum(one.ends(stage)) for stage in range(4)] == ends
+        assert sum(one.layers()) == 32
+    # Each half of the time, both at once: as long as one of them all the time.
+    assert one.layers() == one.layers()[::-1]
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=16,pp=4"])
+def test_zero_2_reduces_each_microbatch(mesh):
+    """As minipar.parallel.zero does. Mutant: once, beside the last backward."""
+    dp = {
+        (zero, m): cost.seconds(job(f"{mesh},zero={zero},microbatches={m}"))["dp"]
+        for zero in (1, 2)
+        for m in (1, 2, 3)
+    }
+    assert dp[1, 1] == dp[1, 2] == dp[1, 3] == dp[2, 1]
+    assert dp[2, 3] - dp[2, 2] == pytest.approx(dp[2, 2] - dp[2, 1])
+    assert dp[2, 2] > 1.3 * dp[2, 1]
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
 def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
     """Of the slowest stage; `stages.balance` needs seconds for large models."""
@@ -200,6 +240,49 @@ def test_whole_experts_are_computed_on_own_tokens():
     whole, cut = (cost._layer(one, False) for one in jobs)
     assert 1 < cut["compute"] / whole["compute"] < 1.4  # parts of answers, of all tokens, to write
     assert whole["tp"] == pytest.approx(cut["tp"] / 2)
+
+
+SPARSE = replace(PRESETS["llama-3-8b"], moe=MoEConfig(64, 8, 2048))
+
+
+def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
+    """A rank in each of 8 nodes, or all ranks of them. Mutant: as far apart as ranks of dp."""
+    apart, near = (
+        replace(job("dp=8,tp=8,sequence_parallel", config=SPARSE), ep=ep) for ep in (8, 64)
+    )
+    assert (near.experts_apart, near.experts_copies) == (1, 1)
+    assert (apart.experts_apart, apart.experts_copies) == (8, 1)
+    assert cost.parameters(near)[1] == cost.parameters(apart)[1] / 8
+
+
+def test_gradients_of_experts_are_summed_by_those_that_have_them():
+    """Mutant: by all ranks of dp, though each expert is on one of them."""
+    alone, shared = (replace(job("dp=8,zero=1", config=SPARSE), ep=ep) for ep in (8, 1))
+    dense = job("dp=8,zero=1", config=replace(SPARSE, moe=replace(SPARSE.moe, num_experts=8)))
+    assert cost.seconds(alone)["dp"] < cost.seconds(dense)["dp"] < cost.seconds(shared)["dp"]
+
+
+def test_rows_in_8_bits_travel_there_and_in_16_back():
+    """DeepSeek-V3, section 3.3.3. Mutants: in 16 bits, or in 8, both ways."""
+    wide, narrow = (
+        replace(job("dp=64", config=SPARSE, dtype=dtype), ep=64) for dtype in ("bf16", "fp8")
+    )
+    ep = [cost._layer(one, False)["ep"] for one in (wide, narrow)]
+    assert 0.75 < ep[1] / ep[0] < 0.8  # more than the bytes': latency
+
+
+def test_a_forward_beside_a_backward_hides_what_travels():
+    """As far as measured, and no longer than they compute. Mutant: nothing of it, or all."""
+    text = "dp=2,pp=4,ep=8,schedule=dualpipe_v,microbatches=16"
+    plain, paired = (
+        job(f"{text},dispatch={how}", config=SPARSE) for how in ("all_to_all", "paired")
+    )
+    shown = cost.seconds(paired)["ep"] / cost.seconds(plain)["ep"]
+    assert shown == pytest.approx(1 - cost.PAIRED_HIDDEN)
+    slow = replace(H100, inside=replace(H100.inside, bandwidth=1e9))
+    layers = [cost._layer(replace(one, machine=slow), False) for one in (plain, paired)]
+    hidden = layers[0]["ep"] - layers[1]["ep"]
+    assert hidden == pytest.approx(1.5 * layers[1]["compute"])
 
 
 @pytest.mark.parametrize("axis", ["ep", "cp"])

@@ -58,8 +58,8 @@ def test_all_wait_for_what_arrives_at_the_busiest_rank():
         for step in (even, uneven)
     ]
     assert trips[1] == pytest.approx(2 * trips[0], rel=0.01)
-    added = uneven.seconds - even.seconds  # the longer trips hide a little more of an all-reduce
-    assert 0.8 * trips[0] < added <= trips[0]
+    # Nothing else travels meanwhile: axes of all ranks have one process group.
+    assert uneven.seconds - even.seconds == pytest.approx(trips[0], rel=0.01)
 
 
 def test_the_closed_form_takes_the_load_of_the_busiest_rank():

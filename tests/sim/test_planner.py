@@ -78,7 +78,7 @@ def test_the_words_say_why(found):
         "To paste:",
         "slower:",
         "MFU",
-        "good to",
+        "error 15%: 90 % of published runs, and more, are within 15%",
     ):
         assert words in text
     assert "nothing fits:" in planner.lost(found, found.best(), _whole)
@@ -251,6 +251,54 @@ def test_one_plan_is_explained_and_json_is_the_same(capsys):
     assert "does not fit" in planner.answer(replace(config, explain="dp=8"))[0]
 
 
+def test_json_says_why_others_lost():
+    """As the words do. Mutant: the best plans alone."""
+    config = replace(EIGHT, model="llama-3.2-1b", seq=2048)
+    loaded = json.loads(planner.answer(replace(config, json=True))[0])
+    text, plans = planner.answer(config)
+    assert len(loaded["plans"]) == len(plans) == 5 and len(loaded["others"]) > 3
+    assert all(f"  {family}: {why}" in text for family, why in loaded["others"].items())
+    assert all(f"  {line}" in text for line in loaded["why"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "plan", "kind"),
+    [
+        ({}, "dp=8", ""),
+        ({}, "dp=2,tp=4,zero=1,sequence_parallel", ""),
+        (dict(hardware="a100"), "dp=8,zero=3", ""),
+        ({}, "dp=4,cp=2", "cp"),
+        ({}, "dp=8,zero=2", "zero=2"),
+        (dict(model="mixtral-8x7b"), "dp=8", "experts"),
+        (dict(hardware="b200"), "dp=8", "on b200"),
+        (dict(what_if="gpus=4"), "tp=8,sequence_parallel", "tp over nodes"),
+    ],
+)
+def test_no_error_is_stated_that_nobody_looked_at(changed, plan, kind):
+    """Mutant: 15 % of every plan, though no published run is like it."""
+    config = replace(EIGHT, explain=plan, **changed)
+    text, (ranked,) = planner.answer(config)
+    loaded = json.loads(planner.answer(replace(config, json=True))[0])
+    words = f"no published run of this kind was checked: {kind}"
+    assert (words in text) == bool(kind) == (loaded["error"] is None)
+    assert loaded["unchecked"] == planner.unchecked(ranked.job) == (words if kind else "")
+    assert (f"error {planner.ERROR:.0%}: 90 % of" in text) == (not kind)
+    in_8_bits = replace(ranked.job, dtype="fp8")
+    assert "fp8" in planner.unchecked(in_8_bits)
+
+
+def test_zero_1_is_preferred_to_2_where_it_fits(found):
+    """Which reduces gradients of each microbatch. Mutant: once in all, and so at no cost."""
+    compared = 0
+    fit = {(str(r), r.job.plan.zero): r for r in found.fit}
+    for (text, zero), two in fit.items():
+        one = fit.get((text.replace("zero=2", "zero=1"), 1))
+        if zero == 2 and one and two.job.plan.microbatches > 1:
+            assert one.step < two.step
+            compared += 1
+    assert compared > 10
+
+
 def test_a_model_is_a_name_a_file_or_a_folder(tmp_path):
     tiny = replace(PRESETS["tiny"], num_layers=1)
     (tmp_path / "tiny").mkdir()
@@ -315,6 +363,35 @@ def test_nothing_fits_is_exit_code_3_with_a_change_that_works(capfd, words, cate
         change = err.rpartition(";")[2].replace("would do", "").split()
         config = commands.parse(["plan", *words.split(), *change])[1]
         assert planner.answer(config)[1]
+
+
+DEEPSEEK = LlamaConfig(
+    129_280,
+    7168,
+    18_432,
+    58,
+    128,
+    8,
+    128,
+    max_seq_len=4096,
+    moe=MoEConfig(256, 8, 2048, num_shared=1),
+)
+"""DeepSeek-V3 without its three first layers, whose attention is about as large."""
+
+
+@pytest.mark.parametrize("fix", [{}, {"ep": 32, "zero": 3, "checkpointing": "full"}])
+def test_deepseek_v3_beyond_276_gib_does_not_fit(fix):
+    """torchtitan pull request 4016: more than devices of 288 GB have.
+
+    Mutant: experts cut among ranks of dp that share no experts.
+    """
+    assert DEEPSEEK.num_parameters == pytest.approx(671e9, rel=0.01)
+    base = replace(planner.base_of(replace(EIGHT, hardware="b300")), config=DEEPSEEK, seq_len=4096)
+    found = planner.search(base, 32, 32, fix)
+    smallest = found.smallest()
+    assert found.best() is None and sum(smallest.memory.values()) > 276 * 2**30
+    assert "nothing fits" in planner.lost(found, smallest, lambda _: True)
+    assert planner.search(base, 256, 256, {"ep": 64, "pp": 1, "tp": 1, "cp": 1}).best()
 
 
 def test_published_recipes_that_cannot_work_are_refused():

@@ -1,5 +1,6 @@
 """What README says of the errors on published runs holds; nothing is fitted to `public-check`."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def test_nothing_was_fitted_to_the_runs_that_are_held_out(runs):
 
 
 def test_the_error_that_plans_are_printed_with_is_that_of_published_runs(runs):
-    from minipar.sim.planner import ERROR
+    from minipar.sim.planner import ERROR, RUNS_ON, unchecked
 
+    assert {run.job.machine.device.name for run in runs} == {*RUNS_ON}
+    # Of those that were checked, only tp over nodes is counted as none: it is half as long again.
+    assert {run.job.plan.tp for run in runs if unchecked(run.job)} <= {16, 32}
     some = [run for run in runs if run.split != "tune"]
     found = validate.errors((r.predicted for r in some), [r.seconds for r in some])
     assert 0.07 < np.quantile(found, 0.9) < ERROR
@@ -90,6 +94,54 @@ def test_the_report_names_the_worst_rows_and_the_simple_rules(runs, capsys):
     printed = capsys.readouterr().out
     for words in ("zero_bubble, public-check: 48 rows", "a constant", "rule of thumb", "measured;"):
         assert words in printed
+
+
+def test_the_report_has_aims_and_the_worst_cell(runs):
+    some = [run for run in runs if run.source == "zero_bubble"]
+    said, cells = validate.report(some), validate.choices(some)
+    flat = validate.errors(validate.constant(some), [run.seconds for run in some])
+    for words in (
+        f"aim: mean below {flat.mean() / 2:.1%}, half of a constant's",
+        "aim: median 8%",
+        f"worst {min(ours for ours, _, _ in cells):.1%}; rule of thumb",
+        f"lowest {min(rank for *_, rank in cells):.2f}",
+    ):
+        assert words in said
+
+
+def test_what_failed_is_predicted_to_fit_or_not(tmp_path, capsys):
+    """70 billion parameters do not fit on 8 devices without ZeRO. Mutant: left out unseen."""
+    head = HEAD.replace(",step_seconds", ",step_seconds,zero,status")
+    large = GOOD.replace("a,32,4096,32", "b,80,8192,64").removesuffix("4.5")
+    rows = [
+        head,
+        f"{GOOD},3,ok",
+        f"{GOOD},3,ok",
+        f"{large},0,OOM",
+        f"{GOOD},3,OOM".replace("4.5", ""),
+    ]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(rows), encoding="utf-8")
+    validate.main([str(path)])
+    said = capsys.readouterr().out
+    assert "rows left out: 2: not timed, but oom" in said and "here, : 2 rows" in said
+    assert "predicted to fit: 100% of 2 ok, 50% of 2 oom" in said
+    assert said.count("rows with the same row_id, each counted: a\n") == 1
+    assert "same row_id" not in validate.report(validate.read(path)[:1])
+
+
+def test_what_ran_is_predicted_to_fit(runs):
+    """The largest microbatches that did. Mutant: logits in float32, of a loss in 16 bits."""
+    for source, share in (("mosaic_llmfoundry_fsdp", 0.9), ("ultrascale_nanotron_h100", 0.95)):
+        assert np.mean([run.fits for run in runs if run.source == source]) > share
+
+
+def test_torchtitan_prints_gib(tmp_path):
+    """As the tables' description says. Mutant: 10^9 bytes, of all."""
+    path = tmp_path / "table.csv"
+    rows = [f"{GOOD},70".replace("here", source) for source in ("torchtitan_x", "zero_bubble")]
+    path.write_text("\n".join([f"{HEAD},memory_gb", *rows]), encoding="utf-8")
+    assert [run.memory for run in validate.read(path)] == [70 * 2**30, 70e9]
 
 
 def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):
@@ -142,6 +194,120 @@ def test_a_type_may_have_torchs_name(tmp_path, capsys, dtype, name):
     path.write_text(f"{HEAD}\n{GOOD.replace('bf16', dtype)}\n", encoding="utf-8")
     validate.main([str(path)])
     assert validate.read(path)[0].job.dtype == name and "1 rows" in capsys.readouterr().out
+
+
+FLAGS = ("gated", "tied", "sp", "flash")
+
+
+@pytest.mark.parametrize(
+    ("columns", "how"),
+    [
+        (None, lambda cell: f"{cell}.0"),
+        (FLAGS, lambda cell: {"0": "False", "1": "TRUE"}[cell]),
+        (FLAGS, lambda cell: {"0": "no", "1": "Yes"}[cell]),
+    ],
+    ids=["floats", "true", "yes"],
+)
+def test_a_table_rewritten_with_other_numbers_has_the_same_report(tmp_path, columns, how):
+    """As pandas writes integers of columns with empty cells. Mutant: flags compared as strings."""
+    source, path = DATA / "measured_public_check.csv", tmp_path / "measured_public_check.csv"
+    lines = source.read_text(encoding="utf-8").splitlines()
+    rows = [*csv.DictReader(line for line in lines if line[0] != "#")]
+    for row in rows:
+        for name, cell in row.items():
+            if cell.isdecimal() and name in (columns or row):
+                row[name] = how(cell)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    assert validate.report(validate.read(path)) == validate.report(validate.read(source))
+
+
+def test_a_flag_that_is_none_is_not_taken_as_no(tmp_path, capsys):
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEAD},flash\n{GOOD},1\n{GOOD},maybe\n", encoding="utf-8")
+    validate.main([str(path)])
+    assert "rows left out: 1: flash=maybe must be 1 or 0, true or f" in capsys.readouterr().out
+
+
+def _one(tmp_path, columns, cells, good=GOOD):
+    path = tmp_path / "table.csv"
+    path.write_text(f"{HEAD},{columns}\n{good},{cells}\n", encoding="utf-8")
+    return validate.read(path)[0]
+
+
+def test_a_schedule_has_its_own_number_of_stages_where_the_table_has_none(tmp_path):
+    """Mutant: an empty cell is one stage per rank, so that nothing is interleaved."""
+    good = GOOD.replace(",8,8,1,64,", ",8,1,1,64,")
+    times = [
+        _one(tmp_path, "pp,schedule,virtual_stages", f"8,{name},{v}", good).predicted
+        for name, v in (("1f1b", ""), ("interleaved", ""), ("interleaved", 2), ("1f1b", 2))
+    ]
+    assert times[0] > times[1] == times[2] == times[3]
+    assert _one(tmp_path, "pp,schedule", "8,dualpipev", good).job.chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "found"),
+    [
+        ("schedule", "Interleaved1F1B", "interleaved_1f1b"),
+        ("schedule", "Interleaved 1F1B", "interleaved_1f1b"),
+        ("schedule", "vpp", "interleaved_1f1b"),
+        ("schedule", "DualPipeV", "dualpipe_v"),
+        ("schedule", "ZBVZeroBubble", "zb_v"),
+        ("schedule", "ScheduleInterleavedZeroBubble", "interleaved_zb"),
+        ("schedule", "zbv", "zb_v"),
+        ("schedule", "afab", "gpipe"),
+        ("checkpointing", "op", "selective"),
+        ("checkpointing", "Selective-op", "selective"),
+        ("checkpointing", "uniform", "full"),
+        ("dtype", "fp8-e4m3", "fp8"),
+        ("dtype", "fp8_tensorwise", "fp8"),
+        ("dtype", "torch.float8_e4m3fn", "fp8"),
+        ("dtype", "bf16-mixed", "bf16"),
+        ("dtype", "amp_bfloat16", "bf16"),
+        ("device", "NVIDIA-H100-80GB-HBM3", "h100"),
+        ("device", "A100 SXM4 40GB", "a100-40"),
+        ("device", "H200 SXM 141GB", "h200"),
+        ("device", "GB200 NVL72", "gb200"),
+        ("device", "NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_labels_of_other_projects_are_understood(tmp_path, column, cell, found):
+    good, name = GOOD.replace(",8,8,1,64,", ",8,1,1,64,"), column
+    name = {"checkpointing": "recompute"}.get(column, column)
+    head, row = f"{HEAD},pp,schedule,recompute".split(","), f"{good},8,1f1b,none".split(",")
+    row[head.index(name)] = cell
+    path = tmp_path / "table.csv"
+    path.write_text(f"{','.join(head)}\n{','.join(row)}\n", encoding="utf-8")
+    job = validate.read(path)[0].job
+    assert found == {"dtype": job.dtype, "device": job.machine.device.name}.get(
+        column, getattr(job.plan, column, "")
+    )
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["H100 NVL", "NVIDIA H100-NVL-94GB", "V100-16GB", "h20", "GH200", "a800", "A100-PCIE"],
+)
+def test_a_device_without_numbers_is_none_that_sounds_alike(tmp_path, capsys, device):
+    """Mutant: H100-NVL taken as SXM, as it begins with the same word."""
+    path = tmp_path / "table.csv"
+    other = GOOD.replace("NVIDIA H100 80GB SXM5", device)
+    path.write_text("\n".join([HEAD, GOOD, other]), encoding="utf-8")
+    validate.main([str(path)])
+    assert f"rows left out: 1: no machine '{device}'" in capsys.readouterr().out
+
+
+def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
+    """Mutants: cut among those ranks as well; as if they were fewer."""
+    good = GOOD.replace(",8,8,1,64,", ",64,8,1,64,")
+    columns = "tp,kind,experts,top_k,moe_ffn,ep"
+    few, many = (_one(tmp_path, columns, f"8,moe,64,8,2048,{ep}", good).job for ep in (8, 64))
+    assert (few.experts_over, few.experts_cut, few.experts_apart) == (8, 8, 8)
+    assert (many.experts_over, many.experts_cut, many.experts_apart) == (64, 1, 1)
+    assert cost.parameters(few)[1] == cost.parameters(many)[1]
 
 
 def test_a_row_with_fewer_layers_than_ranks_of_a_pipeline_is_left_out(tmp_path, capsys):
