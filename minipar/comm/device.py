@@ -92,8 +92,11 @@ class Device:
         return round(num_bytes * self.magnify**2)
 
     def __str__(self) -> str:
-        larger = f" with {self.magnify:g}x the width and length" if self.magnify > 1 else ""
-        return f"{self.sheet.name} by operation{larger}, slowed {self.slowdown:g}x"
+        larger = f", {self.magnify:g}x the width and length" if self.magnify > 1 else ""
+        slower = (
+            f", played {self.slowdown:g}x slower; times are its own" if self.slowdown > 1 else ""
+        )
+        return f"{self.sheet.name} by operation{larger}{slower}"
 
 
 # ---------------------------------------------------------------------- of this process

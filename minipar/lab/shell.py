@@ -35,6 +35,13 @@ from minipar.comm.worker import Stopped
 
 PLUMBING = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, launch))
 """Folders whose frames at the end of a traceback tell a learner nothing: the line above does."""
+PASSING = (
+    os.path.join(os.path.dirname(torch.__file__), "nn", "modules", ""),
+    os.path.join(os.path.dirname(torch.__file__), "_dynamo", ""),
+    os.path.join(os.path.dirname(torch.__file__), "_compile.py"),
+    os.path.join(os.path.dirname(__file__), "memory.py"),
+)
+"""Files whose frames only pass a call on: wherever they stand, those around them say enough."""
 PATIENCE = 2.0  # seconds after which a rank that waits for the others says so
 
 
@@ -113,7 +120,10 @@ class RankShell(InteractiveShell):
 
 
 def _cut_plumbing(error: BaseException) -> None:
-    """Take the frames of `PLUMBING` off the end of a traceback, and causes that lie all there."""
+    """Take the frames of `PLUMBING` off the end of a traceback, and causes that lie all there.
+
+    Frames of `PASSING` go wherever they are, but for the first frame of all.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [frame.f_code.co_filename.startswith(PLUMBING) for frame in frames]
     tb = error.__traceback__
@@ -121,6 +131,12 @@ def _cut_plumbing(error: BaseException) -> None:
         tb = tb.tb_next
     if tb is not None:
         tb.tb_next = None
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        if tb.tb_next.tb_frame.f_code.co_filename.startswith(PASSING):
+            tb.tb_next = tb.tb_next.tb_next
+        else:
+            tb = tb.tb_next
     if error.__context__ is not None:
         cause = [frame for frame, _ in traceback.walk_tb(error.__context__.__traceback__)]
         if all(frame.f_code.co_filename.startswith(PLUMBING) for frame in cause):

@@ -1,4 +1,4 @@
-"""Run C: three ranks wait for the fourth; cut the model otherwise.
+"""Run C: three ranks wait for the fourth; cut the model differently.
 
 The last stage has the head as well, which for a large vocabulary takes as long as several layers.
 All ranks then go at the pace of the last one, however many microbatches there are.

@@ -1,7 +1,8 @@
-"""Run D: another rank is late in each step; deal its documents out otherwise.
+"""Run D: a different rank is late in each step; deal its documents out differently.
 
 Attention grows with the square of a document, so a rank with long documents computes for longer
-than one with as many tokens in short ones. All others wait for it, in every step for another.
+than one with as many tokens in short ones. All others wait for it, and
+which rank that is changes from step to step.
 Source: Lin et al. 2025 (2505.05713), section 5.3: sequence-length imbalance; WLB-LLM (2503.17924).
 """
 
@@ -21,7 +22,8 @@ GOOD = "every document once, and no rank more than 5 % above what is possible"
 PRAISE = "Ranks now compute for equally long, and hold unequal numbers of tokens."
 
 BUGS = {
-    "a slow GPU": "A slow GPU is the last one in every step. Here it is another rank each time.",
+    "a slow GPU": "A slow GPU is the last one in every step. Here it is a different rank "
+    "each time.",
     "a slow network": "Where nobody is late, the bars of the link are as long as in the healthy "
     "picture. What is longer is the white in front of them.",
     "work that is dealt out unevenly": "",

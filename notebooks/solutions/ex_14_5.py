@@ -20,7 +20,7 @@ PRAISE = "All ranks make the same calls in the same order, whatever each of them
 
 BUGS = {
     "a rank that has died": "A process that has died does not say where it is. Rank 2 answers.",
-    "a rank that is late": "A late rank makes all of its calls, later. Rank 2 is through, and has "
+    "a rank that is late": "A late rank makes all of its calls, later. Rank 2 is done, and has "
     "made one call less.",
     "calls in another order": "In another order each call comes once, somewhere. Rank 2 never "
     "calls for layer 2.",

@@ -26,7 +26,8 @@ LLAMA_3_405B = LlamaConfig(128_256, 16_384, 53_248, num_layers=126, num_heads=12
 def parameters_of_405b():
     """Llama 3 405B has 126 layers of width 16,384, 128 heads of queries and 8 of keys and
     values (128 numbers each), a SwiGLU with a hidden layer of 53,248, and 128,256 words in an
-    embedding and in a head of its own. How many parameters has it? Norms hardly count."""
+    embedding and in a head of its own. How many parameters does it have? Norms
+    hardly count."""
     return LLAMA_3_405B.num_parameters / 1e9
 
 

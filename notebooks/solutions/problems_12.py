@@ -67,7 +67,7 @@ def checkpoint_of_bloom():
     slips={
         "Planned ones are counted there.": 54 * 24 / 466,
     },
-    lesson="For a single GPU that is one interruption in almost six years.",
+    lesson="That is nearly eight a day.",
 )
 def between_failures():
     """In 54 days of training on 16,384 GPUs, Llama 3 405B was interrupted 466 times: 47 times
@@ -93,7 +93,7 @@ def between_failures():
 def when_to_save():
     """Saving too often costs time, saving too seldom loses work. For a job that fails every M
     seconds, and a checkpoint that takes C seconds, Young's rule is to save every sqrt(2 C M)
-    seconds. Take M = 3.09 hours, 405.9 billion parameters of 14 bytes (bf16 weights, float32
+    seconds. Take M = 3.093 hours, 405.9 billion parameters of 14 bytes (bf16 weights, float32
     copy and moments), and storage of 2 TB/s, while training stands still. How many minutes are
     between two checkpoints?"""
     failure = 54 * 24 * 3600 / 419
@@ -102,7 +102,7 @@ def when_to_save():
 
 
 @problem(
-    "Half as many nodes more",
+    "Half again as many nodes",
     unit="seconds per step",
     source="[Smith et al. 2022](https://arxiv.org/abs/2201.11990), section 2.4",
     hint=(
@@ -115,7 +115,7 @@ def when_to_save():
     within=0.01,
     lesson="Measured: 44.4 s. The reduction over more replicas is not in our prediction.",
 )
-def half_as_many_nodes_more():
+def half_again_as_many_nodes():
     """Megatron-Turing NLG 530B ran in replicas of 280 GPUs (8 tensor-parallel ranks, 35 stages)
     with a global batch of 1,920 sequences, one per microbatch. On 280 nodes of 8 GPUs, a step
     took 60.1 s. How long should it take on 420 nodes? There are more replicas, so each has

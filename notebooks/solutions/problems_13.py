@@ -65,7 +65,7 @@ def mfu_of_deepseek():
     lesson="The report speaks of less than two months.",
 )
 def days_of_deepseek():
-    """Pre-training took 2,664,000 GPU hours on 2,048 GPUs. How many days are that?"""
+    """Pre-training took 2,664,000 GPU hours on 2,048 GPUs. How many days is that?"""
     return 2.664e6 / 2048 / 24
 
 

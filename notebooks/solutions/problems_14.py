@@ -1,27 +1,28 @@
 """Problems from real clusters, for notebook 14: diagnosis."""
 
-from math import sqrt
-
 from minipar.lab.problems import problem
 
 LLAMA_3_GPUS, LLAMA_3_DAYS, LLAMA_3_FAULTS = 16_384, 54, 419
+HOURS_BETWEEN_FAULTS = LLAMA_3_DAYS * 24 / LLAMA_3_FAULTS
 
 
 @problem(
-    "How long until something breaks",
-    unit="hours",
+    "How reliable a single GPU is",
+    unit="years",
     source="[Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.4 and table 5",
-    hint="54 days have 1,296 hours.",
+    hint="All GPUs together ran for 16,384 x 54 days; a year has 365.25.",
     slips={
-        "Planned ones are no faults: 419, not 466.": 54 * 24 / 466,
-        "That is how many there are in a day.": 419 / 54,
+        "Planned ones are no faults: 419, not 466.": 16_384 * 54 / 466 / 365.25,
+        "That is in days.": 16_384 * 54 / 419,
+        "That is of the whole cluster, in hours: a GPU runs 16,384 times as long.": 54 * 24 / 419,
     },
-    lesson="On average. A debugger has to be at hand at any hour, and to be a program.",
+    lesson="A machine with one GPU hardly ever fails. The cluster failed every three hours.",
 )
-def hours_between_faults():
-    """In 54 days of training Llama 3 405B on 16,384 GPUs there were 466 interruptions, of which
-    47 were planned and 419 were not. How many hours passed between two unplanned ones?"""
-    return LLAMA_3_DAYS * 24 / LLAMA_3_FAULTS
+def years_of_a_gpu():
+    """In 54 days of training Llama 3 405B on 16,384 GPUs there were 466 interruptions: 47 planned
+    ones, and 419 unplanned ones. Count all of the unplanned ones against the GPUs: how many years
+    would one GPU run, on average, between two of them?"""
+    return LLAMA_3_GPUS * LLAMA_3_DAYS / LLAMA_3_FAULTS / 365.25
 
 
 @problem(
@@ -39,7 +40,7 @@ def minutes_between_faults():
     """Suppose that 100,000 GPUs break as often, each, as the 16,384 of Llama 3 did (419 times in
     54 days, all together), and that any of them stops the run. How many minutes pass between two
     interruptions?"""
-    return 60 * hours_between_faults.work() * LLAMA_3_GPUS / 100_000
+    return 60 * HOURS_BETWEEN_FAULTS * LLAMA_3_GPUS / 100_000
 
 
 @problem(
@@ -55,13 +56,13 @@ def minutes_between_faults():
         "There were automatic restarts as well: 105 in all.": (16_384 * 54 / 419) / (992 * 60 / 35),
         "The other way round: who runs for longer?": (992 * 60 / 105) / (16_384 * 54 / 419),
     },
-    lesson="GPUs became more reliable, and clusters grew faster than that.",
+    lesson="Interruptions per GPU became rarer, but clusters grew faster still.",
 )
 def longer_than_opt():
     """OPT-175B ran on 992 GPUs for two months, with 35 manual restarts and about 70 automatic
-    ones, for faults of the hardware. Llama 3 was interrupted 419 times in 54 days on 16,384 GPUs.
-    How many times as long did a GPU of Llama 3 run, between two interruptions that it was the cause
-    of, as one of OPT?"""
+    ones, for faults of the hardware. Llama 3 was interrupted 419 times in 54 days on 16,384 GPUs,
+    for unplanned reasons of any kind. How many GPU-days passed between two interruptions of Llama
+    3, as a multiple of OPT's?"""
     return (LLAMA_3_GPUS * LLAMA_3_DAYS / LLAMA_3_FAULTS) / (992 * 60 / (35 + 70))
 
 
@@ -83,22 +84,24 @@ def minutes_lost():
 
 
 @problem(
-    "How often to save",
-    unit="minutes",
+    "A checkpoint every half hour",
+    unit="% of the time",
     source=(
-        "[Young 1974](https://doi.org/10.1145/361147.361115); faults of "
+        "[Young 1974](https://doi.org/10.1145/361147.361115), for both costs; faults of "
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 5"
     ),
-    hint="Both times in seconds: the root of 2 times 30 times 11,136.",
+    hint="30 s of every 1,800 s, and 900 s of every 11,135 s.",
     slips={
-        "The factor of 2 is missing under the root.": sqrt(30 * 11_135.5) / 60,
-        "That is half of it: is 30 under the root, and not 15 or 7.5?": sqrt(0.5 * 30 * 11_135.5)
-        / 60,
+        "Half an interval is lost on average, not all of it.": 100 * (30 / 1800 + 1800 / 11_135),
+        "Saving takes time, too.": 100 * 900 / 11_135,
+        "Faults cost time, too: the work since the last checkpoint.": 100 * 30 / 1800,
     },
-    lesson="Too seldom costs steps that are computed again, too often costs saving.",
+    lesson="By Young's rule (P12.4) 13.6 minutes are best: saving then costs as much as faults do.",
 )
-def minutes_between_checkpoints():
-    """Saving a checkpoint stops training for S = 30 seconds (our assumption), and faults come every
-    F = 3.093 hours. By Young's rule the best time between two checkpoints is the root of 2 S F. How
-    many minutes is that?"""
-    return sqrt(2 * 30 * hours_between_faults.work() * 3600) / 60
+def share_lost():
+    """Saving a checkpoint stops training for 30 seconds (our assumption), and faults come every
+    3.093 hours. After a fault, all steps since the last checkpoint are computed again: half an
+    interval on average. With a checkpoint every 30 minutes, how many per cent of the time go into
+    saving and into steps that are computed again?"""
+    interval, fault = 30 * 60, HOURS_BETWEEN_FAULTS * 3600
+    return 100 * (30 / interval + interval / 2 / fault)

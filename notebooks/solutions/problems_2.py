@@ -55,8 +55,7 @@ def reduced_by_the_switch():
     source=(
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 4: dp=128; 9.6 µs per step "
         "of a ring between nodes is what "
-        "[NCCL](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) reckons "
-        "with"
+        "[NCCL](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) assumes"
     ),
     hint="2 (n-1) steps.",
     slips={
@@ -109,6 +108,6 @@ def two_dimensions():
 )
 def between_two_pods():
     """PaLM 540B was trained on two pods of 768 hosts. Once per step, each host exchanges about
-    1.3 GB of gradients with its partner in the other pod. If that shall take 0.1 s, how much do
+    1.3 GB of gradients with its partner in the other pod. If that is to take 0.1 s, how much do
     all hosts of one pod send together, in terabits per second?"""
     return 768 * 1.3e9 * 8 / 0.1 / 1e12

@@ -100,5 +100,5 @@ def sequences_of_a_replica():
 )
 def throughput_of_megascale():
     """MegaScale trained a model of 175 billion parameters on 12,288 GPUs, 6,144 sequences of
-    2,048 tokens per step, in 6.34 s. How many million tokens are that in a second?"""
+    2,048 tokens per step, in 6.34 s. How many million tokens per second is that?"""
     return 6144 * 2048 / 6.34 / 1e6

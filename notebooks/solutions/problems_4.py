@@ -15,7 +15,7 @@ from minipar.lab.problems import problem
 )
 def deep_gradient_compression():
     """Deep gradient compression sends 0.35 MB of the 97 MB of gradients that ResNet-50 has, the
-    largest 0.1 % with their places. How many times fewer bytes are that?"""
+    largest 0.1 % with their places. How many times fewer bytes is that?"""
     return 97 / 0.35
 
 
@@ -62,7 +62,7 @@ def one_bit_adam():
 def powersgd_on_an_lstm():
     """The largest matrix of PowerSGD's language model is an embedding of 28,869 words by 650
     numbers. With rank 4 its gradient travels as two thin matrices, 28,869 x 4 and 650 x 4. How
-    many times fewer numbers are that?"""
+    many times fewer numbers is that?"""
     rows, columns, rank = 28_869, 650, 4
     return rows * columns / (rank * (rows + columns))
 

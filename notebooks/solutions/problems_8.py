@@ -90,21 +90,21 @@ def what_it_was_worth():
         "[Jacobs et al. 2023](https://arxiv.org/abs/2309.14509), section 3.2; the shape "
         "is that of [Llama 2 7B](https://arxiv.org/abs/2307.09288)"
     ),
-    hint=("Each GPU has 16,384 tokens, of which it sends 63/64 of 4 x 4,096 numbers of 2 bytes."),
+    hint=("Each GPU has 32,768 tokens, of which it sends 31/32 of 4 x 4,096 numbers of 2 bytes."),
     slips={
-        "A GPU has only its own 16,384 tokens.": 63 / 64 * 2**20 * 4 * 4096 * 2 / 1e6,
-        "What comes back after attention counts, too.": 63 / 64 * 2**14 * 3 * 4096 * 2 / 1e6,
-        "bf16 takes 2 bytes.": 63 / 64 * 2**14 * 4 * 4096 / 1e6,
+        "A GPU has only its own 32,768 tokens.": 31 / 32 * 2**20 * 4 * 4096 * 2 / 1e6,
+        "What comes back after attention counts, too.": 31 / 32 * 2**15 * 3 * 4096 * 2 / 1e6,
+        "bf16 takes 2 bytes.": 31 / 32 * 2**15 * 4 * 4096 / 1e6,
     },
     lesson=(
-        "On twice the GPUs each sends half of that. Gathered, all tokens would reach "
-        "each GPU as before."
+        "On half the GPUs each would send about twice that. Gathered, all tokens would reach "
+        "each GPU, on however many. With 32 heads there can be no more than 32 ranks."
     ),
 )
 def ulysses_at_a_million():
     """Ulysses trades tokens for heads before attention (queries, keys and values: 3 D numbers
     per token) and back after it (D). A model of width 4,096 with as many heads of keys as of
-    queries reads a sequence of 1,048,576 tokens on 64 GPUs. How many megabytes does each GPU
-    send in one layer's forward, in bf16? A GPU keeps 1/64 of what it has."""
-    tokens = 2**20 // 64
-    return 63 / 64 * tokens * 4 * 4096 * 2 / 1e6
+    queries, 32, reads a sequence of 1,048,576 tokens on 32 GPUs. How many megabytes does each
+    GPU send in one layer's forward, in bf16? A GPU keeps 1/32 of what it has."""
+    tokens = 2**20 // 32
+    return 31 / 32 * tokens * 4 * 4096 * 2 / 1e6

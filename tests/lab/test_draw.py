@@ -154,6 +154,17 @@ def test_the_finding_the_label_and_only_what_occurs():
     assert draw.pen.in_words(draw.before_after({"a": step(False), "b": step(True)})).startswith(
         "a. 190 ms a step, nothing hidden. b. 145 ms"
     )
+    tiny = [Span("compute", "step", rank, 0.5, 0.5 + 1e-5) for rank in range(4)]
+    rest = [Span("compute", "step", 0, 0.145, 0.15)]
+    alone = Span("compute", "loss", 0, 0.145, 0.15)
+    for more, seen, not_seen in (
+        (tiny, set(), {"step", "other work", "compute"}),  # a tenth of a pixel
+        (rest, {"other work"}, {"step", "compute"}),
+        ([alone], {"loss"}, {"other work", "compute"}),
+        ([*rest, alone], {"compute"}, {"other work", "step", "loss"}),
+    ):
+        words = set(texts(draw.timeline(Timeline([*step(True).spans, *more]))))
+        assert seen <= words and not words & not_seen
     quiet = Timeline([Span("forward", "x", 0, 0, 1.0)])
     assert "1000 ms, no communication" in texts(draw.timeline(quiet, unit=""))
 
@@ -393,6 +404,21 @@ def test_bars_plain_and_stacked():
         draw.bars({"a": -1})
 
 
+def test_bars_on_a_scale_of_their_own():
+    """Mutants: a bar runs on beyond the longest; the scale depends on what is drawn."""
+    scale = {"unit": "GB", "longest": 200, "mark": 80}
+    book = [draw.bars({"a": {"x": x, "y": 30.0}}, **scale) for x in (5.0, 500.0)]
+    axes = [figure.axes[0] for figure in book]
+    assert axes[0].get_xlim() == axes[1].get_xlim()
+    assert axes[0].get_position().bounds == axes[1].get_position().bounds
+    ends = [max(p.get_x() + p.get_width() for p in ax.patches) for ax in axes]
+    assert ends == [35, 200] and "35 GB" in texts(book[0]) and "→ 530 GB" in texts(book[1])
+    assert [tick.get_text() for tick in axes[1].get_xticklabels()] == ["80 GB"]
+    assert [[line.get_xdata()[0] for line in ax.get_lines()] for ax in axes] == [[80], [80]]
+    plain = draw.bars({"a": {"x": 50, "y": 30}}, unit="GB")
+    assert not plain.axes[0].get_lines() and not any("→" in word for word in texts(plain))
+
+
 # ---------------------------------------------------------------------- files, notebooks
 FIGURES = {
     "timeline": lambda: draw.before_after({"a": step(False), "b": step(True)}),
@@ -495,6 +521,13 @@ def test_a_short_logarithmic_axis_has_enough_ticks():
     assert [t for t in ax.get_yticks() if 1e3 <= t <= 1e8] == [10**n for n in range(3, 9)]
     ranks = {"a": ([2, 4, 8], [1, 2, 3]), "b": ([4, 16], [1, 2])}  # doubled: each is a tick
     assert sorted(set(draw.curves(ranks, logx=True).axes[0].get_xticks())) == [2, 4, 8, 16]
+    scale = draw.curves({"a": ([0, 1, 2], [2**23, 2**22, 2**20])}, logy=True).axes[0].yaxis
+    assert [*scale.get_majorticklocs()] == [2**20, 2**22, 2**23]
+    assert scale.get_major_formatter()(2**22) == "$2^{22}$"
+    same = {"logy": True, "ylim": (0.5, 3000)}
+    kept = [draw.curves({"a": ([1, 2], y)}, **same).axes[0] for y in ([1, 9], [1, 900])]
+    assert [ax.get_ylim() for ax in kept] == [(0.5, 3000)] * 2
+    assert [*kept[0].get_yticks()] == [*kept[1].get_yticks()]
 
 
 def test_on_a_logarithmic_axis_lines_far_apart_are_equally_thin():

@@ -55,7 +55,9 @@ def test_what_all_have_alike_is_grey_and_everything_fits_the_paper():
     for _, x, y, across, down in patches(figure):
         assert min(x, y) >= 0 and x + across <= width and y + down <= height
     assert len(draw.png(figure)) < 100_000
-    assert formula([X], title="a title of many words " * 3).get_figwidth() > 6.5
+    title = "a title of many words " * 3
+    assert formula([X], title=title).get_figwidth() > 6.5
+    assert heads(PRESETS["tiny"], [2], title=title).get_figwidth() > 6.5
 
 
 @pytest.mark.parametrize("size, owners", [(2, (0, 0, 1, 1, 0, 1)), (4, (0, 1, 2, 3, 0, 2, 1, 3))])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, MUTED, PAPER, SERIES, Point, colour
@@ -24,6 +24,7 @@ def curves(
     points: Iterable[str] = (),
     logx: bool = False,
     logy: bool = False,
+    ylim: tuple[float, float] | None = None,
     colours: Mapping[str, str] | None = None,
     key: bool = False,
 ) -> Figure:
@@ -31,7 +32,8 @@ def curves(
 
     Marks with names of their own have shapes of their own, as colours look alike in grey.
 
-    With `key` the names stand below the picture, for curves that end in one place.
+    With `key` the names stand below the picture, for curves that end in one place; with `ylim` the
+    axis stays as it is from picture to picture.
 
     A name that begins with "_" is not shown: for dots that belong to a line, in its colour.
     Raises ValueError when a curve is empty or its x and y differ in length.
@@ -57,12 +59,17 @@ def curves(
     ax.minorticks_off()
     for logarithmic, axis in ((logx, ax.xaxis), (logy, ax.yaxis)):
         values = [v for xy in lines.values() for v in xy[axis is ax.yaxis]]
+        if axis is ax.yaxis and ylim:
+            ax.set_ylim(ylim)
+            values = ylim
         if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
-            doubles = axis is ax.xaxis and all(math.log2(v).is_integer() for v in values)
+            doubles = all(math.log2(v).is_integer() for v in values)
             # Powers of ten are too few.
-            ticks = FixedLocator(values) if doubles else LogLocator(subs=(1, 2, 5))
+            ticks = FixedLocator(sorted(set(values))) if doubles else LogLocator(subs=(1, 2, 5))
             axis.set_major_locator(ticks)
             axis.set_major_formatter(FormatStrFormatter("%g"))
+            if doubles and max(values) >= 1e6:  # which %g writes as 1.04858e+06
+                axis.set_major_formatter(FuncFormatter(lambda v, _: f"$2^{{{math.log2(v):.0f}}}$"))
     seen = {name: xy for name, xy in lines.items() if name not in points}
     if logy and all(v > 0 for _, y in seen.values() for v in y):
         # Near is what lies together in the picture.
@@ -210,11 +217,14 @@ def bars(
     note: str = "",
     highlight: str | None = None,
     colours: Mapping[str, str] | None = None,
+    longest: float | None = None,
+    mark: float | None = None,
 ) -> Figure:
     """Horizontal bars `{name: value}`, or stacked ones `{name: {part: value}}`, with their values.
 
     Parts named as a kind of work or an axis have its colour, unless `colours` has one for them; a
-    part says its value where there is room, and bars that are all 100 % do not say that.
+    part says its value where there is room, and bars that are all 100 % do not say that. A bar that
+    is longer than `longest` is cut off there, with an arrow. At `mark` there is a line.
     Raises ValueError for negative values.
     """
     stacked = {n: dict(v) if isinstance(v, Mapping) else {"": v} for n, v in values.items()}
@@ -227,17 +237,20 @@ def bars(
     inks.update(colours or {})
     left = 0.3 + 0.075 * max(map(len, stacked), default=0)
     width, row = 7.2, 0.36
-    foot = 0.3 + (0.3 if names else 0)
+    foot = 0.3 + (0.3 if names else 0) + (0.2 if mark is not None else 0)
     height = 0.55 + row * len(stacked) + foot
     figure = pen.figure(width, height)
     wide = width - left - 0.2
     ax = pen.panel(figure, left, foot, wide, row * len(stacked))
-    longest = max((sum(parts.values()) for parts in stacked.values()), default=1.0) or 1.0
+    most = max((sum(parts.values()) for parts in stacked.values()), default=1.0)
+    is_fixed, longest = longest is not None, longest or most or 1.0
     sums = {name: pen.number(sum(parts.values())) for name, parts in stacked.items()}
     labels = {name: f"{total} {unit}".strip() for name, total in sums.items()}
     if unit == "%" and names and set(sums.values()) == {"100"}:
         labels = dict.fromkeys(labels, "")
-    room = 0.25 + 0.085 * max(map(len, labels.values()), default=0)  # inches, for the values
+    labels |= {n: f"→ {labels[n]}" for n, p in stacked.items() if sum(p.values()) > longest}
+    widest = max(map(len, labels.values()), default=0)
+    room = 0.25 + 0.085 * (max(widest, 10) if is_fixed else widest)  # inches, for the values
     ax.set_xlim(0, longest * wide / (wide - room))
     ax.set_ylim(len(stacked) - 0.5, -0.5)
     ax.set_xticks([])
@@ -245,15 +258,19 @@ def bars(
     for i, (name, parts) in enumerate(stacked.items()):
         start = 0.0
         for part, value in parts.items():
+            said, value = pen.number(value), min(value, longest - start)
             ink = inks.get(part, KIND["forward" if highlight not in (None, name) else "backward"])
             ax.barh(i, value, left=start, height=0.62, color=ink, edgecolor=PAPER, lw=0.7)
-            said = pen.number(value)
             if len(parts) > 1 and value / longest * (wide - room) > 0.08 * len(said) + 0.06:
                 style = {"size": 7.5, "ha": "center", "color": pen.ink_on(ink)}
                 pen.text(ax, start + value / 2, i, said, **style)
             start += value
         weight = "bold" if name == highlight else "normal"
-        pen.text(ax, start + 0.012 * longest, i, labels[name], weight=weight)
+        above = {"bbox": {"fc": PAPER, "lw": 0, "pad": 1}, "zorder": 5} if mark is not None else {}
+        pen.text(ax, start + 0.012 * longest, i, labels[name], weight=weight, **above)
+    if mark is not None:
+        ax.axvline(mark, color=INK, lw=1.5, zorder=4)
+        ax.set_xticks([mark], [f"{pen.number(mark)} {unit}".strip()], color=INK, fontsize=9)
     pen.title(figure, title)
     if names:
         parts = [(inks[n], n.replace("_", " ")) for n in names]

@@ -130,7 +130,8 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
         raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
     cell, left, panel = 0.42, 1.15, 1.28
-    width, height = max(left + cell * config.num_heads + 1.3, 6.0), 0.95 + panel * len(sizes)
+    width = max(left + cell * config.num_heads + 1.3, 0.4 + 0.105 * len(title), 6.0)
+    height = 0.95 + panel * len(sizes)
     figure, ax = pen.sheet(width, height, title)
     for i, size in enumerate(sizes):
         top = height - 0.72 - panel * i

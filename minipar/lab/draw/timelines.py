@@ -201,13 +201,21 @@ def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit:
 
 
 def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
-    """(colour, text) of what can be seen: work first, then communication, exposed last."""
-    seen: set[str] = set()
+    """(colour, text) of what can be seen: work first, then communication, exposed last.
+
+    What is less than two pixels in all cannot; `xlim` may end at infinity, for whole timelines.
+    """
+    last = min(xlim[1], 1.005e3 * max((t.duration for t in shown), default=0.0))
+    pixel = (last - xlim[0]) / ((WIDTH - LEFT - RIGHT) * pen.DPI)
+    length: dict[str, float] = defaultdict(float)  # milliseconds, of all pieces in the picture
     for t in shown:
         for rank in t.ranks:
             for key, pieces in _pieces(t.select(rank=rank)).items():
-                if any(1e3 * end > xlim[0] and 1e3 * start < xlim[1] for start, end, _ in pieces):
-                    seen.add(key.split()[0])  # copies that are exposed are "exposed host"
+                for start, end, _ in pieces:
+                    inside = min(1e3 * end, xlim[1]) - max(1e3 * start, xlim[0])
+                    # Copies that are exposed are "exposed host".
+                    length[key.split()[0]] += max(inside, 0.0)
+    seen = {key for key, ms in length.items() if ms >= 2 * pixel}
     verbs = {s.name.replace("_", "-") for t in shown for s in t if s.kind == "comm"}
     what = verbs.pop() if len(verbs) == 1 else "communication"
     axes = sorted(seen - KIND.keys() - {"exposed"}, key=lambda a: ([*AXIS, a].index(a), a))
@@ -215,6 +223,7 @@ def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[s
     names = {kind: kind.replace("_", " ") for kind in KIND} | hidden
     work = {s.name for t in shown for s in t if s.kind == "compute"}
     if len(work) == 1 and min(work):  # all other work is one and the same
-        names["compute"] = work.pop()
+        (name,) = work
+        names["compute"] = "other work" if name == "step" else name
     names["exposed"] = f"{what}, exposed"
     return [(pen.colour(key), text) for key, text in names.items() if key in seen]
