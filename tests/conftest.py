@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import settings
 
-from minipar.comm import launch, strict
+from minipar.comm import launch
 from minipar.comm.launch import Ranks
 from minipar.comm.processes import Nursery
 from minipar.comm.worker import Setup
@@ -129,19 +129,6 @@ def pytest_runtest_call(item):
 STRICT = "MINIPAR_TESTS_STRICT"  # if it is set, `ranks` that talk over gloo find races instead
 
 
-def watch(function, *args, **kwargs):
-    """Run `function` on this rank, on a link that is as unforgiving as a GPU."""
-    with strict.watching():
-        return function(*args, **kwargs)
-
-
-class Strict(Ranks):
-    """Ranks that find races in all that they run."""
-
-    def run(self, function, *args, **kwargs):
-        return super().run(watch, function, *args, **kwargs)
-
-
 class Pools:
     """Standing groups of ranks, by size and backend, until nobody has asked for one for a while.
 
@@ -158,7 +145,7 @@ class Pools:
         key = size, backend
         if key not in self.pools or self.pools[key].closed:
             if backend == "gloo" and STRICT in os.environ:
-                self.pools[key] = Strict(size, backend="link", grace=0.3)
+                self.pools[key] = Ranks(size, backend="link", grace=0.3, strict=True)
             else:
                 self.pools[key] = Ranks(size, backend=backend, grace=0.3)
         self.asked[key] = time.monotonic()

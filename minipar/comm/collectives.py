@@ -16,7 +16,7 @@ along the axis, not global ranks.
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -269,6 +269,25 @@ def recv(buffer: Tensor, axis: Axis, peer: int, *, async_op: bool = False) -> Te
         return work if landing is buffer else _All([work], [(buffer, landing)])
 
     return launch("recv", axis, 0, call, buffer, async_op, peers=[peer])
+
+
+def connect(axis: Axis, device: torch.device, pairs: Iterable[tuple[int, int]] = ()) -> None:
+    """Let the axis, and each of these pairs of its ranks, meet now. A collective.
+
+    With NCCL the first collective of a group, and the first message of two ranks, makes a
+    communicator: that takes long, and both ends wait for each other, in vain where all turn to
+    another rank first. So the pairs come in one order, the same on all ranks, before the first
+    step. Batches of messages, as in a ring, take the communicator of the group. Other backends need
+    none of it, and nothing is sent.
+    """
+    if axis.size == 1 or "nccl" not in dist.get_backend(axis.group):
+        return
+    number = all_reduce(torch.zeros(1, device=device), axis)
+    for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+        if axis.rank == low:
+            send(number, axis, high)
+        elif axis.rank == high:
+            recv(number, axis, low)
 
 
 def exchange(

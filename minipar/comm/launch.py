@@ -110,8 +110,12 @@ class Ranks:
             everywhere. None picks "fork" on Linux.
         device: what every rank computes on by declaration, see `minipar.comm.device`; needs the
             backend "link".
+        strict: stop at what would be a race on a GPU, in each call: results are NaN until they are
+            waited for, what travels must be left alone, and no handle be forgotten. Slow; needs
+            the backend "link". See `minipar.comm.strict`.
 
-    Raises `ValueError` for a size below 1, an unknown backend or start, a device without a link.
+    Raises `ValueError` for a size below 1, an unknown backend or start, a device or strict=True
+    without a link.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Ranks:
         preload: tuple[str, ...] = (),
         start: str | None = None,
         device: Device | None = None,
+        strict: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"Ranks({size}): a group needs at least 1 rank")
@@ -138,6 +143,8 @@ class Ranks:
                 f"device={device!r} with backend={backend!r}: an emulated device talks over the "
                 "backend 'link', and is made by minipar.sim.emulate.device('h100/100'), say"
             )
+        if strict and backend != "link":
+            raise ValueError(f"strict=True watches the backend 'link', not {backend!r}")
         start = start or ("fork" if sys.platform == "linux" else "spawn")
         if start not in ("fork", "spawn"):
             raise ValueError(f"start={start!r} is unknown; use fork or spawn")
@@ -151,7 +158,8 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="minipar-")
         capture, preload = sink is not None, tuple(preload)
         self._setup = Setup(
-            size, backend, timeout, threads, capture, max_lines, self._folder, preload, device
+            *(size, backend, timeout, threads, capture, max_lines),
+            *(self._folder, preload, device, strict),
         )
         self._nursery = self._new_nursery() if start == "fork" else None
         self._processes: list[Process | None] = [None] * size

@@ -7,6 +7,8 @@ so code that is right on a laptop computes nonsense on a cluster, now and then. 
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
+    Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
+
 *   What travels are copies. The caller's outputs are full of NaN until `wait` puts the result in.
 *   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
     meanwhile is a race, even if its bytes had left long before.
@@ -19,7 +21,9 @@ In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a
 Proved by: tests/comm/test_strict.py.
 """
 
+import gc
 import random
+import re
 import threading
 import time
 import traceback
@@ -43,6 +47,8 @@ _random = random.Random()
 class Race(RuntimeError):
     """A tensor was used by two at once: by a collective in flight and by its caller."""
 
+    report: str | None = None  # in the place of a traceback, where that shows no line of the caller
+
 
 @contextmanager
 def watching() -> Iterator[None]:
@@ -65,8 +71,11 @@ def watching() -> Iterator[None]:
             hold.ended.wait()
         hold = None
         time.sleep(0.01 if _flying else 0)  # the thread of the link lets go of what has ended
+        gc.collect()  # a handle in a cycle is as lost as any other
         if _lost:
-            raise Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+            race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+            race.report = f"Race: {race}"
+            raise race
     finally:
         _flying = before
 
@@ -90,7 +99,7 @@ class Hold:
     def __init__(
         self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        self.verb, self.where, self.is_settled = verb, _call_site(), False
+        self.what, self.is_settled = f"{verb}{_call_site()}", False
         self.ended = threading.Event()  # replaced by that of the work
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(False):  # the thread of the link writes into them outside of it
@@ -99,6 +108,7 @@ class Hold:
         apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
         self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
+        self._tensors = dict.fromkeys(map(_words, (*read, *written)))
         for tensor in written:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().fill_(_poison(tensor.dtype))
@@ -120,15 +130,15 @@ class Hold:
 
     def __del__(self) -> None:
         if not self.is_settled:
-            _lost.append(f"{self.verb}{self.where}")
+            _lost.append(", ".join([self.what, *self._tensors]))
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
         if freed or not torch.equal(_bytes(tensor), _bytes(before)):
             raise Race(
-                f"{self.verb}{self.where}: its tensor of {str(tensor.dtype)[6:]} "
-                f"{tuple(tensor.shape)} was {'freed' if freed else 'written to'} before `wait` had "
-                f"returned, and {why} until then; wait first, or use another buffer"
+                f"{self.what}: its tensor of {_words(tensor)} was "
+                f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
+                f"then; wait first, or use another buffer"
             )
 
 
@@ -139,6 +149,10 @@ def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_copied(item, copies) for item in value)
     return value
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -160,10 +174,13 @@ def _call_site() -> str:
     """Where the operation was called, outside of torch and of the rooms that carry it."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
+        if cell := _CELL.fullmatch(path):
+            return f" at Cell In[{cell[1]}], line {frame.lineno}"
         if "/torch/" not in path and not path.endswith(_CARRIERS):
             return f" at {'/'.join(path.split('/')[-2:])}:{frame.lineno}"
     return ""
 
 
+_CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
 _ROOMS = "strict", "link_group", "calls", "collectives", "autograd"
 _CARRIERS = tuple(f"comm/{name}.py" for name in _ROOMS)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minipar.comm import device
+from minipar.comm import device, strict
 from minipar.comm.backends import compute_device, init
 from minipar.comm.mesh import Mesh
 from minipar.comm.output import Output, Stream
@@ -57,6 +57,7 @@ class Setup:
     folder: str  # where the ranks meet
     preload: tuple[str, ...]
     emulated: device.Device | None = None
+    strict: bool = False  # races are found
     rank: int = -1
 
 
@@ -119,7 +120,8 @@ class _Worker:
         fn, args, kwargs = unpack(content)
         self.busy.set()
         try:
-            with device.running():
+            watched = strict.watching() if self.setup.strict else nullcontext()
+            with device.running(), watched:
                 result = fn(*args, **kwargs)
         finally:
             self.busy.clear()

@@ -97,7 +97,9 @@ class Ranks(launch.Ranks):
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
             link with it, while recorded times are those of an H100; see `minipar.comm.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
-        options: of `minipar.comm.launch.Ranks`.
+        options: of `minipar.comm.launch.Ranks`, such as strict=True: a cell that would be a race on
+            a GPU fails, and its error names the collective, the line that called it, and the
+            tensor.
 
     Raises `ValueError` for a size, link, mesh, backend or device that cannot be.
     """

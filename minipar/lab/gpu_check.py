@@ -2,9 +2,10 @@
 
 Each check is a few rows of ``notebooks/assets/measured/gpu.json``:
 
-- parity: training by plans of every kind, in float32 and mixed with bf16, on CUDA tensors, against
-  one process: losses and gradient norms of all steps; and all ranks of a group launch the same
-  collectives in the same order;
+- parity: training by plans of every kind, in float32 and mixed with bf16 or fp16, on CUDA tensors,
+  against one process: losses and gradient norms of all steps; and all ranks of a group launch the
+  same collectives in the same order. In float32 alone: every schedule of a pipeline, every dispatch
+  of experts, compiled blocks, offload, local SGD, compressors (`minipar.lab.gpu_parts`);
 - checkpoint: a run that was saved by one plan goes on by another, as if nothing had happened;
 - utilisation: single-GPU training of a real Llama in several settings, one of which is fastest, in
   FLOP/s and as a share of what a large matrix product reaches on the same device; the first of them
@@ -26,15 +27,16 @@ import math
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product, zip_longest
+from itertools import groupby, product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 
 from minipar.comm import backends, calls
@@ -43,7 +45,9 @@ from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
+from minipar.lab.gpu_parts import PARTS, steps_of
 from minipar.lab.gpu_speed import Setting, name_of, ours, settings, theirs
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
 from minipar.train import trainer
 from minipar.train.config import TrainConfig
@@ -56,6 +60,15 @@ PLANS = (
     *("ep=2", "ep=2,dispatch=gather", "ep=2,zero=3"),
     *("dp=2,tp=2,zero=3", "dp=2,cp=2,zero=1,context=ulysses", "pp=2,tp=2,microbatches=2"),
 )
+ONCE = (
+    *(f"pp=2,microbatches=4,schedule={name}" for name in SCHEDULES),
+    *("ep=2,dispatch=overlapped", "ep=2,dispatch=halves"),
+    *("ep=2,dispatch=hierarchical,expert_nodes=2", "ep=2,dispatch=padded; expert_capacity=2"),
+    "ep=2,pp=2,microbatches=4,schedule=dualpipe_v,dispatch=paired; batch_size=8",
+    *(f"{plan}; compile=inductor" for plan in ("dp=2", "dp=2,zero=3", "tp=2")),
+    *PARTS,
+)
+"""In float32: plans, some with flags behind them; and parts of a run that are no plans."""
 RESUMED = (("dp=2,zero=3", "tp=2"), ("tp=2,sequence_parallel", "dp=2,zero=1"))
 """Plans by which a run begins, and goes on."""
 TALKING = (
@@ -63,7 +76,7 @@ TALKING = (
     *("tp={0},sequence_parallel,tp_overlap", "pp={0},microbatches=8"),
 )
 """Plans of one kind each, whose overlap is told."""
-TOLERANCE = {"float32": 1e-4, "bf16": 2e-2}
+TOLERANCE = {"float32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Largest difference of a loss or a gradient norm, relative: rounding, not an error."""
 SMALL = TrainConfig(
     data=trainer.__file__,  # any text will do
@@ -117,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as runs, Ranks(1, timeout=120, sink=None) as one:
         with noted(rows, "parity"):
             parity(rows, one, gpus, runs, PLANS[::8] if check.rehearse else PLANS)
+        with noted(rows, "parity"):
+            once = ONCE[::8] if check.rehearse else ONCE
+            parity(rows, one, gpus, runs, once, ["float32"])
         with noted(rows, "checkpoint"):
             checkpoints(rows, one, gpus, runs, RESUMED[:1] if check.rehearse else RESUMED)
         with noted(rows, "utilisation"):
@@ -196,16 +212,27 @@ def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
 
 
 # ---------------------------------------------------------------------- several ranks
-def group(plan: Plan, gpus: int) -> Ranks:
-    """The ranks of `plan`: each with a GPU of its own over NCCL, if there are as many."""
-    backend = "nccl" if gpus >= plan.num_ranks else "gloo"
-    return Ranks(plan.num_ranks, backend=backend, timeout=120, sink=None)
+def group(size: int, gpus: int) -> Ranks:
+    """So many ranks: each with a GPU of its own over NCCL, if there are as many."""
+    backend = "nccl" if gpus >= size else "gloo"
+    return Ranks(size, backend=backend, timeout=120, sink=None)
 
 
-def configure(plan: str, precision: str) -> TrainConfig:
-    """A small run by `plan`: of a mixture where it spreads experts."""
-    preset = "tiny-moe" if "ep=" in plan else "tiny"
-    return replace(SMALL, plan=f"{plan},precision={precision}", preset=preset)
+def configure(text: str, precision: str) -> TrainConfig:
+    """A small run by a plan, and flags behind it; of a mixture where it spreads experts, which are
+    balanced over what is not cut."""
+    plan, *flags = text.split("; ")
+    words = dict(flag.split("=") for flag in flags)
+    values = {name: type(getattr(SMALL, name))(word) for name, word in words.items()}
+    if "ep=" in plan:
+        values |= {"preset": "tiny-moe", "expert_balance": "sequence"}
+    return replace(SMALL, plan=f"{plan},precision={precision}", **values)
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """The same run on one device."""
+    plan = f"dp=1,precision={config.precision}"
+    return replace(config, plan=plan, compile="none")
 
 
 def compare(
@@ -216,7 +243,7 @@ def compare(
     row = {"check": check, "plan": plan, "precision": precision, "tolerance": tolerance}
     try:
         found, problem = run()
-        error = max(map(difference, expected[-len(found) :], found))
+        error = worst(map(difference, expected[-len(found) :], found))
         row |= {"error": error, "ok": error <= tolerance and not problem}
         row |= {"message": problem} if problem else {}
     except RankError as failed:
@@ -224,23 +251,49 @@ def compare(
     rows.add(row)
 
 
-def parity(rows: Rows, one: Ranks, gpus: int, folder: str, plans: Sequence[str]) -> None:
-    """Train by each plan, and compare every step with that of `one` process."""
-    alone: dict[Any, Any] = {}
-    for text in plans:
-        todo = [precision for precision in TOLERANCE if rows.lacks("parity", text, precision)]
-        if not todo:
-            continue
-        with group(Plan.parse(text), gpus) as ranks:
-            for precision in todo:
-                config = configure(text, precision)
-                serial = configure("dp=1", precision)
-                serial = replace(serial, preset=config.preset, microbatches=1)
-                if serial not in alone:
-                    alone[serial] = one.run(train, serial, f"{folder}/{len(alone)}")[0][0]
-                place = f"{folder}/{precision}-{text}"
-                run = partial(ranks.run, train, config, place)
-                compare(rows, "parity", text, precision, alone[serial], lambda r=run: r()[0])
+def parity(
+    rows: Rows,
+    one: Ranks,
+    gpus: int,
+    folder: str,
+    texts: Sequence[str],
+    precisions: Sequence[str] = (),
+) -> None:
+    """Do what each text says, a plan or one of `PARTS`; compare every step with `one` process.
+
+    In all `precisions`, if none is named.
+    """
+    expected: dict[Any, Any] = {}
+    precisions = precisions or tuple(TOLERANCE)
+
+    def num_ranks(text: str) -> int:
+        return 2 if text in PARTS else Plan.parse(text.split("; ")[0]).num_ranks
+
+    def compared(ranks: Ranks, text: str, precision: str) -> None:
+        if text in PARTS:
+            run = partial(ranks.run, steps_of, text, ranks.size)
+            same = one.run(steps_of, text, 1)[0]
+            compare(rows, "parity", text, precision, same, lambda: (run()[0], ""))
+            return
+        config = configure(text, precision)
+        serial = alone(config)
+        if serial not in expected:
+            place = f"{folder}/alone {precision} {text}"
+            expected[serial] = one.run(train, serial, place)[0][0]
+        run = partial(ranks.run, train, config, f"{folder}/{precision}-{text}")
+        compare(rows, "parity", text, precision, expected[serial], lambda: run()[0])
+
+    todo = [text for text in texts if any(rows.lacks("parity", text, p) for p in precisions)]
+    for size, same in groupby(sorted(todo, key=num_ranks), num_ranks):
+        with group(size, gpus) as ranks:
+            for text in same:
+                for precision in precisions:
+                    if rows.lacks("parity", text, precision):
+                        compared(ranks, text, precision)
+                if "compile=" in text:  # what was compiled for one plan is not for the next
+                    ranks.restart()
+                else:  # without the process groups of runs before
+                    ranks.run(dist.destroy_process_group)
 
 
 def checkpoints(
@@ -255,10 +308,10 @@ def checkpoints(
         serial = configure("dp=1", precision)
         expected = one.run(train, serial, f"{folder}/alone {name}")[0][0]
         saved, last = f"{folder}/{name}", f"checkpoints/step_{SMALL.steps - 1:06d}"
-        with group(Plan.parse(begins), gpus) as ranks:
+        with group(Plan.parse(begins).num_ranks, gpus) as ranks:
             first = replace(configure(begins, precision), save_every=SMALL.steps - 1)
             ranks.run(train, first, saved)
-        with group(Plan.parse(ends), gpus) as ranks:
+        with group(Plan.parse(ends).num_ranks, gpus) as ranks:
             more = configure(ends, precision), f"{saved} rest", f"{saved}/{last}"
             run = partial(ranks.run, train, *more)
             compare(rows, "checkpoint", name, precision, expected, lambda r=run: r()[0])
@@ -312,8 +365,13 @@ class Order:
 
 def difference(expected: dict[str, Any], found: dict[str, Any]) -> float:
     """Return by how much a step differs from what is expected of it, relative."""
-    pairs = [(expected[key], found[key]) for key in ("loss", "grad_norm")]
-    return max(abs(a - b) / abs(a) for a, b in pairs)
+    pairs = [(expected[key], found[key]) for key in ("loss", "grad_norm") if key in found]
+    return worst(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Return the largest; nan if one of them is, which is no number to compare."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 # ---------------------------------------------------------------------- how fast
@@ -382,7 +440,7 @@ def told(
     place = Path(folder) / " ".join(map(str, row.values()))
     try:
         config.check()
-        with group(config.as_plan(), gpus) as ranks:
+        with group(config.num_ranks, gpus) as ranks:
             ranks.run(trainer.train, config, str(place))
     except ValueError as refused:  # 3 GPUs and 4 heads
         rows.add(row | {"message": str(refused)})

@@ -1,7 +1,14 @@
 """What tests of several files compare."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from minipar.comm import calls
 
 
 def laid_out(tensor: Tensor, how: int) -> Tensor:
@@ -22,3 +29,24 @@ def equal(found: Tensor, expected: Tensor) -> None:
 def assert_disjoint(t):
     spans = [s for s in t if s.kind != "comm"]
     assert all(x.end <= y.start for x, y in zip(spans, spans[1:], strict=False))
+
+
+@contextmanager
+def launched_over(backend: str) -> Iterator[list[tuple]]:
+    """In the body this rank takes its groups for ones of `backend`; yields (verb, peers ...)."""
+
+    class Told:
+        called: list[tuple] = []
+
+        def launched(self, number, verb, axis, num_bytes, peers, result) -> None:
+            self.called.append((verb, *peers))
+
+        def waited(self, number) -> None:
+            pass
+
+    calls.observers.append(told := Told())
+    try:
+        with mock.patch.object(dist, "get_backend", lambda group=None: backend):
+            yield told.called
+    finally:
+        calls.observers.remove(told)

@@ -10,20 +10,24 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from inspect import isfunction, signature
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from minipar.comm import collectives as comm
 from minipar.comm import timeline, worker
 from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
-from tests.comm.same import equal, laid_out
+from tests.comm.same import equal, laid_out, launched_over
 from tests.on_ranks import on_ranks
 
 SHAPE = (12, 24, 36)  # 2, 3 and 4 divide every dim, and no two dims are alike
@@ -220,6 +224,95 @@ def test_receives_are_posted_before_sends():
     finally:
         dist.batch_isend_irecv = batch
     assert posted == [["irecv", "isend"]] * 4
+
+
+# ---------------------------------------------------------------------- ranks that share a GPU
+class OnGpu(Tensor):
+    """A tensor of the host that takes itself for one of a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+
+STAGED_BY_GLOO = "all_reduce", "reduce", "broadcast", "scatter", "gather"
+STAGED_BY_GLOO += "all_gather_single", "reduce_scatter_single", "all_to_all_single"
+"""What gloo carries from GPU to GPU, through the host; not `isend` and `irecv`."""
+
+
+@contextmanager
+def spied() -> Iterator[dict[str, set[bool]]]:
+    """Yield, of each call of torch's in the body: was it handed what is on a GPU?"""
+    seen, stack = {}, ExitStack()
+
+    def spy(name: str, usual: Callable) -> Callable:
+        @wraps(usual)
+        def call(*args: object, **options: object) -> object:
+            seen.setdefault(name, set()).add(args[0].is_cuda)
+            return usual(*tree_map_only(OnGpu, lambda t: t.as_subclass(Tensor), args), **options)
+
+        return call
+
+    with stack:
+        for name in (*STAGED_BY_GLOO, "isend", "irecv"):
+            call = spy(name, getattr(dist, name))
+            for module in (dist, dist.distributed_c10d):  # which makes batches of messages
+                stack.enter_context(mock.patch.object(module, name, call))
+        yield seen
+
+
+@on_ranks(2)
+def test_over_gloo_every_verb_of_a_gpu_goes_through_the_host():
+    """Mutants: a message that leaves from the GPU, or lands there; collectives of ours, made of
+    messages, in the place of gloo's own."""
+    axis, walked = Mesh(dp=2).dp, set()
+    xs = inputs(axis, shape=(4, 64, 128, 8))  # on a CPU, some would be messages
+    x, peer = xs[axis.rank].as_subclass(OnGpu), 1 - axis.rank
+    assert x.nbytes // 2 >= comm._LARGE
+    with spied() as seen:
+        for what, call, expected in cases(x, xs, axis):
+            for result in (call(), call(async_op=True).wait()):
+                if expected is not None:
+                    assert result.is_cuda, what
+                    equal(result.as_subclass(Tensor), expected)
+            walked.add(what.split()[0])
+        assert seen == {name: {True} for name in STAGED_BY_GLOO}
+        there = torch.empty_like(x)
+        comm.exchange([(x, peer)], [(there, peer)], axis)
+        equal(there.as_subclass(Tensor), xs[peer])
+        there.zero_()
+        talks = [lambda: comm.send(x, axis, peer), lambda: comm.recv(there, axis, peer)]
+        for talk in talks[:: 1 - 2 * axis.rank]:
+            talk()
+        equal(there.as_subclass(Tensor), xs[peer])
+        assert seen["isend"] == seen["irecv"] == {False}
+    verbs = {name for name, verb in vars(comm).items() if isfunction(verb) and name[0] != "_"}
+    verbs = {name for name in verbs if "async_op" in signature(vars(comm)[name]).parameters}
+    assert walked | {"exchange", "send", "recv"} == verbs - {"launch"}
+
+
+# ---------------------------------------------------------------------- who meets whom
+def met(pairs: list[tuple[int, int]], backend: str) -> list[tuple[str, ...]]:
+    """What this rank calls in `connect`, if it believes to be on that `backend`."""
+    with launched_over(backend) as called:
+        comm.connect(Mesh(pp=4).pp, torch.device("cpu"), pairs)
+    return called
+
+
+def test_over_nccl_all_meet_in_one_order(ranks):
+    """Each pair once, both ends in the same order: who waits for a communicator waits for one who
+    comes. Mutants: pairs as a rank has them; over gloo as well."""
+    pairs = [(3, 0), (2, 3), (1, 2), (0, 1), (1, 0), (0, 3)]
+    found = ranks(4).run(met, pairs, "cpu:gloo,cuda:nccl")
+    assert found == [
+        [("all_reduce",), ("send", 1), ("send", 3)],
+        [("all_reduce",), ("recv", 0), ("send", 2)],
+        [("all_reduce",), ("recv", 1), ("send", 3)],
+        [("all_reduce",), ("recv", 0), ("recv", 2)],
+    ]
+    for backend in ("gloo", "fake", "link"):
+        assert ranks(4).run(met, pairs, backend) == [[]] * 4
 
 
 def slices_beside_messages() -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ from minipar.comm.collectives import (
     exchange,
     reduce_scatter,
 )
-from minipar.comm.launch import RankError
+from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.strict import Race
 
@@ -52,6 +52,11 @@ def forgets(axis) -> None:
     all_reduce(torch.ones(4), axis, async_op=True)
 
 
+def forgets_a_cycle(axis) -> None:
+    kept = [all_reduce(torch.ones(4), axis, async_op=True)]
+    kept.append(kept)
+
+
 def reads(axis) -> None:
     out = torch.zeros(4)
     pending = all_reduce(torch.ones(4), axis, out=out, async_op=True)
@@ -64,13 +69,15 @@ def reads(axis) -> None:
     [
         (waits, ""),
         (reads, ""),
-        (writes, "written to before `wait`"),
-        (frees, "freed before `wait`"),
-        (forgets, "never waited for: all_?reduce"),
+        (writes, "its tensor of float32 \\(4,\\) was written to before `wait`"),
+        (frees, "its tensor of float32 \\(4,\\) was freed before `wait`"),
+        (forgets, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
+        (forgets_a_cycle, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
     ],
 )
 def test_a_race_is_named_with_its_place(ranks, body, says):
-    """Mutants: no copy travels; a tensor that was freed passes; a lost handle is forgotten."""
+    """Mutants: no copy travels; a tensor that was freed passes; a lost handle is forgotten, or
+    looked for before cycles are."""
     for said in ranks(2, "link").run(watch, body):
         if not says:
             assert said == ""
@@ -105,3 +112,19 @@ def test_over_other_backends_it_says_that_it_sees_nothing(ranks):
     with pytest.raises(ValueError, match="here they go over none"), strict.watching():
         pass
     assert not strict.is_on()
+
+
+def in_two_calls(body) -> bool:
+    body(Mesh(dp=2).dp)
+    return strict.is_on()
+
+
+def test_a_pool_watches_each_of_its_calls():
+    """Mutants: strict=True is not handed on; a second call is not watched."""
+    with Ranks(2, backend="link", strict=True) as pool:
+        for body in (writes, forgets):
+            with pytest.raises(RankError, match="Race: .*all_reduce at comm/test_strict.py:"):
+                pool.run(in_two_calls, body)
+            assert pool.run(in_two_calls, waits) == [True, True]
+    with pytest.raises(ValueError, match="strict=True watches the backend 'link', not 'gloo'"):
+        Ranks(2, strict=True)

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from minipar.lab.cells import _Transcript, chosen_ranks
-from minipar.lab.stress import FAILURES, stress, table
+from minipar.lab.cells import CellError, Ranks, _Transcript, chosen_ranks
 from tests.lab.kernel import Kernel
+from tests.lab.stress import FAILURES, stress, table
 from tests.patience import busy, is_alive
 
 pytestmark = pytest.mark.slow  # many processes come and go here
@@ -426,6 +426,30 @@ def gone(pids: list[int], seconds: float) -> bool:
 
 
 # ---------------------------------------------------------------------- without a kernel
+def test_a_race_in_a_cell_is_caught_with_its_line():
+    """A handle may be waited for in a later cell, and an error of the cell says more than a race.
+    Mutants: strict=True is not handed on; a cell is told apart by the path of its code."""
+    start = "from minipar.comm.collectives import all_reduce\nx = torch.ones(3)\n"
+    start += "work = all_reduce(x, mesh.dp, out=x, async_op=True)\n"
+    forgets = "work.wait()\nall_reduce(x, mesh.dp, async_op=True);"
+    tensor = r"float32 \(3,\)"
+    with Ranks(2, strict=True) as ranks:
+        ranks.cell(start, number=1)
+        ranks.cell("assert x.isnan().all() and work.wait().sum() == 6", number=2)
+        for number, code, says in (
+            (3, start + "x.zero_()\nwork.wait()", rf"In\[3\], line 3: its tensor of {tensor} was"),
+            (
+                4,
+                start + forgets,
+                rf"never waited for: all_reduce at Cell In\[4\], line 5, {tensor}",
+            ),
+            (5, start + "all_reduce(x, mesh.dp, async_op=True)\n1 / 0", "division by zero"),
+            (6, "del work", r"never waited for: all_reduce at Cell In\[5\], line 3"),
+        ):
+            with pytest.raises(CellError, match=says):
+                ranks.cell(code, number=number)
+
+
 def test_ranks_are_chosen_by_number_and_by_range():
     assert chosen_ranks("0,2", 4) == [0, 2]
     assert chosen_ranks("1-3", 4) == chosen_ranks("3, 1, 2", 4) == [1, 2, 3]

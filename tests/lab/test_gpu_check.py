@@ -1,8 +1,10 @@
 """The check for GPUs, rehearsed on the CPU: all of it runs, and it can fail."""
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ import torch
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.comm.worker import Failure
-from minipar.lab import gpu_check, gpu_speed
+from minipar.lab import gpu_check, gpu_parts, gpu_speed
+from minipar.lab.gpu_parts import LEARNERS
 from minipar.model.llama import PRESETS, Llama
+from minipar.parallel.compression.feedback import COMPRESSORS
+from minipar.parallel.expert import Dispatch
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.train import trainer
 from minipar.train.metrics import read
 from minipar.train.step import train_step
@@ -28,7 +34,8 @@ def test_rehearsal_goes_through_all_checks(tmp_path, capsys, monkeypatch):
     for row in rows:
         by_check.setdefault(row["check"], []).append(row)
     assert {(row["plan"], row["precision"]) for row in by_check["parity"]} == {
-        (plan, precision) for plan in gpu_check.PLANS[::8] for precision in gpu_check.TOLERANCE
+        *((plan, precision) for plan in gpu_check.PLANS[::8] for precision in gpu_check.TOLERANCE),
+        *((text, "float32") for text in gpu_check.ONCE[::8]),
     }
     for row in by_check["parity"] + by_check["checkpoint"]:
         assert row["ok"] and row["error"] <= row["tolerance"]
@@ -68,6 +75,55 @@ def test_a_plan_that_does_another_thing_is_noticed(ranks, tmp_path, monkeypatch)
     assert gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(preset="tiny"), 0) != rows[:1]
 
 
+@pytest.mark.slow
+def test_what_is_done_in_float32_alone_equals_one_device(ranks, tmp_path):
+    """A flag behind a plan, and each kind of part. Mutant, run here: ranks that do not talk."""
+    rows = gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(rehearse=True), 0)
+    compiled = "dp=2; compile=aot_eager"
+    texts = [
+        compiled,
+        "ep=2,dispatch=padded; expert_capacity=2",
+        *LEARNERS,
+        "compression=int8",
+        "compression=powersgd",
+    ]
+    gpu_check.parity(rows, ranks(1), 0, str(tmp_path), texts, ["float32"])
+    assert [row["plan"] for row in rows[1:]] == texts and all(row["ok"] for row in rows[1:])
+    config = gpu_check.configure(compiled, "float32")
+    assert config.compile == "aot_eager" and gpu_check.alone(config).compile == "none"
+    for part in (*LEARNERS, "compression=random-k"):
+        [expected] = ranks(1).run(gpu_parts.steps_of, part, 1)
+        found = ranks(2).run(steps_when_muted, part)[0]
+        errors = map(gpu_check.difference, expected, found)
+        assert not gpu_check.worst(errors) <= 1e-2, part
+
+
+def steps_when_muted(part: str) -> list[dict[str, float]]:
+    with muted():
+        return gpu_parts.steps_of(part, 2)
+
+
+def test_all_that_can_be_chosen_is_checked():
+    """Mutants: a schedule, a dispatch, a compressor or a method that is left out."""
+    said = "; ".join((*gpu_check.PLANS, *gpu_check.ONCE, *LEARNERS))
+    for name in (*SCHEDULES, *get_args(Dispatch)[2:], *COMPRESSORS, "local sgd", "diloco delayed"):
+        assert name in said, name
+    for text in gpu_check.ONCE:
+        if text not in gpu_parts.PARTS:
+            gpu_check.configure(text, "float32").check()
+
+
+def test_what_is_no_number_is_not_equal():
+    """Mutant: the largest of errors as Python takes it, which passes over a nan."""
+    steps = [{"loss": 1.0, "grad_norm": 1.0}] * 3
+    lost = [steps[0], {"loss": 1.0, "grad_norm": math.nan}, steps[0]]
+    rows = gpu_check.Rows(Path("unwritten"), gpu_check.GpuCheck(), 0)
+    rows.write = lambda: None
+    gpu_check.compare(rows, "parity", "dp=2", "float32", steps, lambda: (lost, ""))
+    gpu_check.compare(rows, "parity", "dp=2", "float32", steps, lambda: (steps, ""))
+    assert [row["ok"] for row in rows[1:]] == [False, True]
+
+
 def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
     """Mutant: a model that does not fit ends the check before parity is tried."""
     tried = []
@@ -79,16 +135,16 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monke
 
         return run
 
-    parts = ["parity", "checkpoints", "speed", "overlap"]
+    parts = ["parity", "parity", "checkpoints", "speed", "overlap"]
     for name in parts:
         monkeypatch.setattr(gpu_check, name, fails(name))
     monkeypatch.setattr(gpu_check, "Ranks", lambda *_, **__: nullcontext(Here()))
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 1
     assert tried == parts
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))[1:]
-    assert [row["message"] for row in rows] == ["out of memory"] * 4
+    assert [row["message"] for row in rows] == ["out of memory"] * 5
     said = capsys.readouterr().out
-    assert "FAILED: parity; checkpoint; utilisation; overlap" in said
+    assert "FAILED: parity; parity; checkpoint; utilisation; overlap" in said
 
 
 def test_scaling_is_a_share_of_so_many_times_one_gpu(tmp_path, monkeypatch):

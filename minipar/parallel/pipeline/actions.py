@@ -103,6 +103,12 @@ class Schedule:
         """The rank at the other end of a message."""
         return self.rank_of[message.twin.stage]
 
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """Ranks that send messages to each other, once the lists hold these."""
+        rows = enumerate(self.actions)
+        return {(rank, self.peer(a)) for rank, row in rows for a in row if not a.computes}
+
     def last_gradient(self, stage: int) -> Action | None:
         """The B or W after which the gradients of a stage are complete; None if it has none.
 

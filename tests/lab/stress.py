@@ -1,6 +1,6 @@
 """Provoke every failure that a notebook can meet, many times, and time the recovery.
 
-    python -m minipar.lab.stress --rounds 20
+    python -m tests.lab.stress --rounds 20
 
 prints a table: how long it takes until the pool of ranks has answered a next, correct cell, counted
 from the failure; how many ranks were lost without being killed; and how often that next cell was
