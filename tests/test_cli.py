@@ -334,7 +334,7 @@ def test_usage_names_every_command(capfd):
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_help_has_three_examples_that_can_be_typed(capfd, name):
-    examples = commands.EXAMPLES[name]
+    examples = commands.COMMANDS[name].examples
     _, out, _ = call(capfd, *name.split(), "--help")
     assert len(examples) == 3
     for flags in examples:

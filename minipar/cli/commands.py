@@ -57,7 +57,7 @@ def _typed(name: str, kind: type, flags: list[str], default: Any) -> Any:
 
     A group is a parent, in whose name and words they are shown.
     """
-    lines = "".join(f"\n  minipar {name} {flags}".rstrip() for flags in EXAMPLES.get(name, ()))
+    lines = "".join(f"\n  minipar {name} {flags}".rstrip() for flags in COMMANDS[name].examples)
     told = dict(prog=f"minipar {name}", args=flags)
     told["description"] = f"{inspect.getdoc(kind)}\n\nExamples:{lines}"
     if len(kind.__bases__) == 1:
@@ -77,17 +77,12 @@ def _typed(name: str, kind: type, flags: list[str], default: Any) -> Any:
 
 def _usage() -> str:
     """Return what there is, in groups, the most used first."""
-    grouped = {name for names in _GROUPS.values() for name in names}
-    more = [name for name in COMMANDS if name not in grouped and not name.startswith("bench")]
-    bench = [name for name in COMMANDS if name.startswith("bench")]
-    groups = dict(_GROUPS) | {"Measure ours beside PyTorch's own": bench}
-    groups["Look, plan and prove"] = [*groups["Look, plan and prove"], *more]
     lines = ["usage: minipar COMMAND [flags]"]
-    for title, names in groups.items():
+    for title, group in _GROUPS.items():
         lines += ["", f"{title}:"]
-        lines += [f"  minipar {name:18} {COMMANDS[name].summary}" for name in names]
+        lines += [f"  minipar {name:18} {command.summary}" for name, command in group.items()]
     lines += ["", "Examples:"]
-    lines += [f"  minipar {name} {EXAMPLES[name][0]}".rstrip() for name in _FIRST]
+    lines += [f"  minipar {name} {COMMANDS[name].examples[0]}".rstrip() for name in _FIRST]
     how = "`minipar COMMAND --help` lists the flags; `minipar --version` says which this is."
     return "\n".join([*lines, "", how])
 
@@ -118,6 +113,7 @@ def _first_words(box: str) -> str:
 class _Command(NamedTuple):
     where: str  # module:function
     summary: str
+    examples: tuple[str, str, str]  # what follows its name; the first one is the first to be tried
 
     @property
     def run(self) -> Callable[[Any], Any]:
@@ -131,106 +127,95 @@ class _Command(NamedTuple):
         return next(iter(get_type_hints(self.run).values()))
 
 
-COMMANDS = {
-    name: _Command(where, summary)
-    for name, where, summary in (
-        ("train", "cli.training:train", "train a Llama on several ranks"),
-        ("bench ddp", "lab.bench.ddp:run", "our data parallel beside PyTorch's own"),
-        (
-            "bench collectives",
-            "lab.bench.collectives:run",
-            "our all-reduce algorithms beside the backend's",
-        ),
-        (
-            "bench compression",
-            "lab.bench.compression:run",
-            "every way to send less: what it saves, and costs",
-        ),
-        ("bench fsdp", "lab.bench.fsdp:run", "our ZeRO and FSDP beside PyTorch's own"),
-        ("bench tensor", "lab.bench.tensor:run", "our tensor parallelism beside PyTorch's own"),
-        (
-            "bench context",
-            "lab.bench.context:run",
-            "our context parallelism beside PyTorch's; zigzag or not",
-        ),
-        (
-            "bench expert",
-            "lab.bench.expert:run",
-            "our expert parallelism beside plain torch, balanced or not",
-        ),
-        (
-            "bench mixture",
-            "lab.bench.mixture:run",
-            "a mixture of experts beside a dense model, after equal FLOPs",
-        ),
-        (
-            "bench pipeline",
-            "lab.bench.pipeline:run",
-            "our pipeline beside PyTorch's, and how idle ranks are",
-        ),
-        ("generate", "cli.weights:generate", "let a trained model go on with a text"),
-        ("doctor", "prove.doctor:run", "what this machine has, and whether ranks work on it"),
-        ("export", "cli.weights:export", "write the weights of a run for Hugging Face's libraries"),
-        ("overlap", "cli.looking:overlap", "how much communication do these traces hide?"),
-        ("hang", "cli.looking:hang", "who keeps this hanging job waiting?"),
-        ("prove", "cli.looking:prove", "is your parallel training equal to one device?"),
-        ("plan", "cli.looking:plan", "which plan would train this model fastest there?"),
-        ("calibrate", "sim.calibrate:run", "measure this machine, for `minipar plan`"),
-    )
-}
-
 _GROUPS = {
-    "Train, and use what was trained": ["train", "generate", "export"],
-    "Look, plan and prove": ["doctor", "overlap", "hang", "prove", "plan", "calibrate"],
-}
+    "Train, and use what was trained": {
+        "train": _Command(
+            "cli.training:train", "train a Llama on several ranks",
+            ("--mesh dp=2,tp=2 --steps 100",
+             "--preset small --data ~/texts --zero 3 --recompute full",
+             "--backend link --link '10gbe*4' --ddp naive"),
+        ),
+        "generate": _Command(
+            "cli.weights:generate", "let a trained model go on with a text",
+            ("runs/tiny-dp4 --prompt 'def main('",
+             "runs/tiny-dp4/checkpoints/step_000050 --temperature 0",
+             "my-llama --tokens 50 --seed 7"),
+        ),
+        "export": _Command(
+            "cli.weights:export", "write the weights of a run for Hugging Face's libraries",
+            ("runs/tiny-dp4 my-llama", "runs/tiny-dp4/checkpoints/step_000050 early",
+             "runs/tiny-dp4-2 ~/models/second"),
+        ),
+    },
+    "Look, plan and prove": {
+        "doctor": _Command(
+            "prove.doctor:run", "what this machine has, and whether ranks work on it",
+            ("", "--out /nfs/runs", "> issue.txt"),
+        ),
+        "overlap": _Command(
+            "cli.looking:overlap", "how much communication do these traces hide?",
+            ("traces/", "trace-rank0.json trace-rank1.json.gz --out mine.png", "runs/tiny-dp4"),
+        ),
+        "hang": _Command(
+            "cli.looking:hang", "who keeps this hanging job waiting?",
+            ("dumps/", "nccl_trace_rank_0 nccl_trace_rank_1 --out hang.png",
+             "runs/tiny-dp4/stalled.json"),
+        ),
+        "prove": _Command(
+            "cli.looking:prove", "is your parallel training equal to one device?",
+            ("mine.py --mesh dp=2,tp=2", "mine.py --mesh dp=4 --steps 5",
+             "mine.py --mesh tp=2 --json"),
+        ),
+        "plan": _Command(
+            "cli.looking:plan", "which plan would train this model fastest there?",
+            ("--model llama-3-70b --gpus 64 --hardware h100-ndr",
+             "--model my-llama/config.json --gpus 8 --software minipar",
+             "--gpus 16 --explain dp=8,tp=2,zero=1,microbatches=4 --global-batch 64"),
+        ),
+        "calibrate": _Command(
+            "sim.calibrate:run", "measure this machine, for `minipar plan`",
+            ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
+        ),
+    },
+    "Measure ours beside PyTorch's own": {
+        "bench ddp": _Command(
+            "lab.bench.ddp:run", "our data parallel beside PyTorch's own",
+            ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
+        ),
+        "bench collectives": _Command(
+            "lab.bench.collectives:run", "our all-reduce algorithms beside the backend's",
+            ("", "--ranks 8", "--algorithms ring double_tree"),
+        ),
+        "bench compression": _Command(
+            "lab.bench.compression:run", "every way to send less: what it saves, and costs",
+            ("", "--methods int8 'PowerSGD rank 4'", "--out compression.png"),
+        ),
+        "bench fsdp": _Command(
+            "lab.bench.fsdp:run", "our ZeRO and FSDP beside PyTorch's own",
+            ("", "--preset tiny --ranks 2", "--json rows.json"),
+        ),
+        "bench tensor": _Command(
+            "lab.bench.tensor:run", "our tensor parallelism beside PyTorch's own",
+            ("", "--ranks 2 --seq-len 128", "--json rows.json"),
+        ),
+        "bench context": _Command(
+            "lab.bench.context:run", "our context parallelism beside PyTorch's; zigzag or not",
+            ("", "--ranks 2", "--json rows.json"),
+        ),
+        "bench expert": _Command(
+            "lab.bench.expert:run", "our expert parallelism beside plain torch, balanced or not",
+            ("", "--preset small-moe", "--ranks 2"),
+        ),
+        "bench mixture": _Command(
+            "lab.bench.mixture:run", "a mixture of experts beside a dense model, after equal FLOPs",
+            ("", "--steps 50", "--json rows.json"),
+        ),
+        "bench pipeline": _Command(
+            "lab.bench.pipeline:run", "our pipeline beside PyTorch's, and how idle ranks are",
+            ("", "--schedules gpipe 1f1b", "--microbatches 8"),
+        ),
+    },
+}  # fmt: skip
+COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
 _FIRST = "train", "generate", "plan"
 """Commands of which the usage shows an example."""
-EXAMPLES = {
-    "train": (
-        "--mesh dp=2,tp=2 --steps 100",
-        "--preset small --data ~/texts --zero 3 --recompute full",
-        "--backend link --link '10gbe*4' --ddp naive",
-    ),
-    "generate": (
-        "runs/tiny-dp4 --prompt 'def main('",
-        "runs/tiny-dp4/checkpoints/step_000050 --temperature 0",
-        "my-llama --tokens 50 --seed 7",
-    ),
-    "export": (
-        "runs/tiny-dp4 my-llama",
-        "runs/tiny-dp4/checkpoints/step_000050 early",
-        "runs/tiny-dp4-2 ~/models/second",
-    ),
-    "doctor": ("", "--out /nfs/runs", "> issue.txt"),
-    "overlap": (
-        "traces/",
-        "trace-rank0.json trace-rank1.json.gz --out mine.png",
-        "runs/tiny-dp4",
-    ),
-    "plan": (
-        "--model llama-3-70b --gpus 64 --hardware h100-ndr",
-        "--model my-llama/config.json --gpus 8 --software minipar",
-        "--gpus 16 --explain dp=8,tp=2,zero=1,microbatches=4 --global-batch 64",
-    ),
-    "prove": (
-        "mine.py --mesh dp=2,tp=2",
-        "mine.py --mesh dp=4 --steps 5",
-        "mine.py --mesh tp=2 --json",
-    ),
-    "hang": (
-        "dumps/",
-        "nccl_trace_rank_0 nccl_trace_rank_1 --out hang.png",
-        "runs/tiny-dp4/stalled.json",
-    ),
-    "bench mixture": ("", "--steps 50", "--json rows.json"),
-    "calibrate": ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
-    "bench ddp": ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
-    "bench collectives": ("", "--ranks 8", "--algorithms ring double_tree"),
-    "bench compression": ("", "--methods int8 'PowerSGD rank 4'", "--out compression.png"),
-    "bench fsdp": ("", "--preset tiny --ranks 2", "--json rows.json"),
-    "bench tensor": ("", "--ranks 2 --seq-len 128", "--json rows.json"),
-    "bench context": ("", "--ranks 2", "--json rows.json"),
-    "bench expert": ("", "--preset small-moe", "--ranks 2"),
-    "bench pipeline": ("", "--schedules gpipe 1f1b", "--microbatches 8"),
-}
-"""Three calls of each command, the first one first to be tried."""

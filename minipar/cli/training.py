@@ -36,8 +36,6 @@ def train(config: TrainConfig) -> None:
         start = str(checkpoint_of(Path(config.resume)))
         checkpoint.verify(Path(start))
     config.check_text(reads=not backends.under_torchrun())  # whose ranks are here, and read it
-    if not backends.under_torchrun():
-        check_fits_here(config.num_ranks, config.weight_bytes())
     if backends.under_torchrun():
         try:
             _train_under_torchrun(config, folder, start)
@@ -46,12 +44,12 @@ def train(config: TrainConfig) -> None:
                 error.add_note(_remedy(config, error.folder))
             raise
         return
+    check_fits_here(config.num_ranks, config.weight_bytes())
     backend = config.backend
     if backend == "auto":
         backend = backends.pick_backend(config.num_ranks)
     backends.check_backend(backend, config.num_ranks)
-    if folder is None:
-        folder = new_folder(config)
+    folder = folder or new_folder(config)
     say(_headline(config, folder, start))
     try:
         with (

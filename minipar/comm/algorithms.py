@@ -22,8 +22,9 @@ Math:   A message of b bytes takes alpha + beta b seconds (Hockney 1994). With n
         around; adding takes gamma per byte on top, S (n-1)/n of them, direct S (n-1).)
         Small tensors want few rounds, large ones few bytes: `tuning.tune` measures alpha and beta
         and says which wins where; `plans.seconds` computes the last column from the plans.
-Chunks: Messages above `chunk_bytes` are cut, so that adding one piece hides behind the transfer of
-        the next: a round is posted as soon as what it sends is there, not when the last one ended.
+Chunks: Messages above `plans.CHUNK_BYTES` are cut, so that adding one piece hides behind the
+        transfer of the next: a round is posted as soon as what it sends is there, not when the last
+        one ended.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between messages. Scratch memory of a few chunks per call.
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
@@ -35,7 +36,6 @@ Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communica
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,13 +56,12 @@ def all_reduce(
     algorithm: str | Tuning = "ring",
     op: Op = "sum",
     *,
-    chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Combine over all ranks; each gets the result: [D, ...] -> [D, ...], any shape.
 
     `algorithm` is a key of `plans.ALL_REDUCE`, or a `Tuning` that picks one by size.
-    ``chunk_bytes=None`` cuts nothing. Raises `ValueError` for an unknown algorithm or op.
+    Raises `ValueError` for an unknown algorithm or op.
     """
     if isinstance(algorithm, Tuning):
         algorithm = algorithm.best(tensor.nbytes)
@@ -71,7 +70,7 @@ def all_reduce(
 
     def call() -> Tensor:
         data = _flat(tensor)
-        plan = make(data.numel(), axis.rank, axis.size, _chunk(tensor, chunk_bytes))
+        plan = make(data.numel(), axis.rank, axis.size, _chunk(tensor))
         execute(plan, data, axis, op)
         return _mean(data, op, axis.size).view(tensor.shape)
 
@@ -84,7 +83,6 @@ def reduce_scatter(
     algorithm: str = "ring",
     op: Op = "sum",
     *,
-    chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Combine over all ranks; rank r gets the r-th of n slices of dim 0: [D, ...] -> [D/n, ...].
@@ -100,7 +98,7 @@ def reduce_scatter(
         data = _flat(tensor)
         rows = [hi - lo for lo, hi in cut((0, tensor.shape[0]), axis.size)]
         parts = _spans(rows, tensor)
-        plan = plans.dual(make(parts, axis.rank, axis.size, _chunk(tensor, chunk_bytes)))
+        plan = plans.dual(make(parts, axis.rank, axis.size, _chunk(tensor)))
         execute(plan, data, axis, op)
         mine = data[slice(*parts[axis.rank])].clone()  # so that the rest can be freed
         return _mean(mine, op, axis.size).view(rows[axis.rank], *tensor.shape[1:])
@@ -114,7 +112,6 @@ def all_gather(
     algorithm: str = "ring",
     *,
     counts: Sequence[int] | None = None,
-    chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Join the tensors of all ranks along dim 0, in rank order: [D, ...] -> [n D, ...].
@@ -135,7 +132,7 @@ def all_gather(
         parts = _spans(rows, tensor)
         data = tensor.new_empty(parts[-1][1])
         data[slice(*parts[axis.rank])] = tensor.detach().reshape(-1)
-        execute(make(parts, axis.rank, axis.size, _chunk(tensor, chunk_bytes)), data, axis)
+        execute(make(parts, axis.rank, axis.size, _chunk(tensor)), data, axis)
         return data.view(sum(rows), *tensor.shape[1:])
 
     return start(call, [axis], async_op)
@@ -147,7 +144,6 @@ def broadcast(
     src: int = 0,
     algorithm: str = "tree",
     *,
-    chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Give all ranks the tensor of rank `src`; the others' tensors lend only shape and dtype.
@@ -160,7 +156,7 @@ def broadcast(
 
     def call() -> Tensor:
         data = _flat(tensor)
-        plan = make(src, data.numel(), axis.rank, axis.size, _chunk(tensor, chunk_bytes))
+        plan = make(src, data.numel(), axis.rank, axis.size, _chunk(tensor))
         execute(plan, data, axis)
         return data.view(tensor.shape)
 
@@ -205,7 +201,6 @@ def hierarchical_all_reduce(
     algorithm: str = "ring",
     op: Op = "sum",
     *,
-    chunk_bytes: int | None = CHUNK_BYTES,
     async_op: bool = False,
 ) -> Tensor | Pending:
     """Combine over both axes: reduce-scatter inside a node, all-reduce across, all-gather inside.
@@ -216,14 +211,13 @@ def hierarchical_all_reduce(
     plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
     check_op("all_reduce", op, tensor)
     part = "sum" if op == "avg" else op
-    options: dict[str, Any] = {"chunk_bytes": chunk_bytes}
 
     def call() -> Tensor:
         whole = tensor.detach().reshape(-1)
         counts = [hi - lo for lo, hi in cut((0, whole.numel()), inner.size)]
-        mine = reduce_scatter(whole, inner, "ring", part, **options)
-        mine = all_reduce(mine, across, algorithm, part, **options)
-        data = all_gather(mine, inner, "ring", counts=counts, **options)
+        mine = reduce_scatter(whole, inner, "ring", part)
+        mine = all_reduce(mine, across, algorithm, part)
+        data = all_gather(mine, inner, "ring", counts=counts)
         return _mean(data, op, inner.size * across.size).view(tensor.shape)
 
     return start(call, [inner, across], async_op)
@@ -244,13 +238,9 @@ def _mean(data: Tensor, op: Op, size: int) -> Tensor:
     return data.div_(size) if op == "avg" else data
 
 
-def _chunk(tensor: Tensor, chunk_bytes: int | None) -> int | None:
-    """`chunk_bytes` in elements."""
-    if chunk_bytes is None:
-        return None
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes} must be 1 or more, or None to cut nothing")
-    return max(1, chunk_bytes // tensor.element_size())
+def _chunk(tensor: Tensor) -> int:
+    """`CHUNK_BYTES` in elements."""
+    return max(1, CHUNK_BYTES // tensor.element_size())
 
 
 def _spans(rows: Sequence[int], tensor: Tensor) -> list[Span]:

@@ -28,8 +28,9 @@ one line of backward, and each can be differentiated again.
     all_to_all       V -> V   transpose               V -> V   transpose back      A/n + A/n
 
 A = (n-1)/n of the bytes of the whole tensor, forward + backward, as `spans.wire_bytes` counts
-and the ledger records them. No function changes its argument. On an axis of size 1, all but the
-copies are free.
+and the ledger records them. No function changes its argument: selective recomputation keeps the
+products that `all_reduce` adds up, and another branch of the graph may have the same gradient. On
+an axis of size 1, all but the copies are free.
 
 Why two rows for a sum: `torch.distributed.nn.all_reduce` is P -> R. Followed by the same loss on
 every rank, which is what I means, it yields gradients n times too large (T14). Megatron-LM's f is

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.comm.spans import NOT_COMPUTE, Interval, Span, intersect, measure, union
+from minipar.comm.spans import NOT_COMPUTE, Interval, Span, aligned, intersect, measure, union
 from minipar.comm.timeline import Timeline
 from minipar.comm.traces import matched
 
@@ -73,17 +73,7 @@ def table(kind: str, rows: list[Part]) -> str:
     """The parts in plain text, milliseconds a rank."""
     lines = [(kind, "ms", "comm ms", "exposed ms", "hidden", "calls", "MB sent")]
     lines += [(row.name[:70], *cells(row)) for row in rows[:12]]
-    widths = [max(len(line[i]) for line in lines) for i in range(7)]
-    text = [
-        "  ".join(
-            [
-                c.ljust(w) if i == 0 else c.rjust(w)
-                for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            ]
-        )
-        for line in lines
-    ]
-    return "\n".join(text + [f"and {len(rows) - 12} more"] * (len(rows) > 12))
+    return "\n".join(aligned(lines, left=1) + [f"and {len(rows) - 12} more"] * (len(rows) > 12))
 
 
 def cells(row: Part) -> tuple[str, ...]:

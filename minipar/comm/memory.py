@@ -65,3 +65,20 @@ def on_host() -> Iterator[None]:
 def is_on_host() -> bool:
     """Whether the caller is inside of `on_host`."""
     return _host_depth > 0
+
+
+def watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
+    """Call ``notice(storage, bytes before)`` when one is resized: nothing is dispatched then.
+
+    Returns what ends it.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        before = storage.nbytes()
+        result = original(storage, size)
+        notice(storage, before)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    return lambda: setattr(torch.UntypedStorage, "resize_", original)

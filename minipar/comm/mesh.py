@@ -234,7 +234,8 @@ def _shared_group(
         return dist.group.WORLD
     made = _made.setdefault(dist.group.WORLD, {})
     if (name, groups) not in made:
-        every = [dist.new_group(list(ranks), timeout=group_timeout()) for ranks in groups]
+        options = dict(timeout=group_timeout(), group_desc=name)  # which torch's recorders show
+        every = [dist.new_group(list(ranks), **options) for ranks in groups]
         made[name, groups] = next(
             group for group, ranks in zip(every, groups, strict=True) if rank in ranks
         )

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -287,6 +287,16 @@ def is_number(value: Any) -> bool:
     Microseconds since 1970 are 2e15.
     """
     return type(value) in (int, float) and -1e17 < value < 1e17
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """Lines of columns as wide as their widest cell; the first `left` (None: all) flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if left is None or i < left else str.rjust for i in range(len(widths))]
+    return [
+        "  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def printable(text: Any) -> str:

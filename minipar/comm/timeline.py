@@ -32,6 +32,7 @@ from minipar.comm.spans import (
     NOT_COMPUTE,
     Interval,
     Span,
+    aligned,
     intersect,
     is_number,
     measure,
@@ -169,10 +170,7 @@ class Timeline:
             part = f"{o.hidden / o.total:.0%}" if o.total else "-"
             sent = f"{o.num_bytes / 1e6:.2f}"
             rows.append((str(o.rank), o.axis, str(o.count), sent, *times, part))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows
-        )
+        return "\n".join(aligned(rows, left=0))
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.spans)} spans of ranks {self.ranks}, {self.duration:.6f} s)"

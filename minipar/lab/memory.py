@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         return max(self.samples)
 
     def __enter__(self) -> "LiveBytes":
-        self._undo.append(_watch_resize(self._on_resize))
+        self._undo.append(memory.watch_resize(self._on_resize))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -128,20 +128,6 @@ class LiveBytes(TorchDispatchMode):
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
-    """Call ``notice(storage, bytes before)`` when one is resized: nothing is dispatched then."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        before = storage.nbytes()
-        result = original(storage, size)
-        notice(storage, before)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_
-    return lambda: setattr(torch.UntypedStorage, "resize_", original)
 
 
 # ---------------------------------------------------------------------- who holds what

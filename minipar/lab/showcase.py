@@ -39,7 +39,7 @@ class Showcase(ModelConfig):
     """Where to draw."""
 
 
-def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timeline:
+def median_step(show: Showcase, version: ddp.Version) -> Timeline:
     """Return the timeline, of all ranks, of the step of median length; called on every rank."""
     mesh = Mesh(dp=show.ranks)
     link.use(link.parse(show.link))
@@ -51,13 +51,13 @@ def median_step(show: Showcase, version: ddp.Version, repeats: int = 5) -> Timel
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     steps = []
-    for _ in range(3 + repeats):
+    for _ in range(8):
         barrier(mesh.world)
         with timeline.record(model) as recorded:
             train_step(model, [strategy], optimizer, batch, mesh.dp)
         steps.append(recorded.gather(mesh.world).shifted())
     steps = sorted(steps[3:], key=lambda step: step.duration)  # the first three warm up
-    chosen = all_gather_object(steps[repeats // 2], mesh.world)[0]
+    chosen = all_gather_object(steps[len(steps) // 2], mesh.world)[0]
     chosen.label = f"measured, {mesh.size} ranks, {link.current().label}"
     return chosen
 

@@ -38,17 +38,15 @@ def load(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    names: Callable[[str], bool] | None = None,
 ) -> Llama:
     """The model in the checkpoint folder `path`.
 
-    On the CPU and in the dtype of the file, unless `device` and `dtype` say otherwise. With
-    `names`, only the parameters it says yes to are read; the others stay on the meta device, to be
-    dropped or filled by the caller.
+    On the CPU and in the dtype of the file, unless `device` and `dtype` say otherwise.
     """
-    weights = read_tensors(path, names, dtype, device)  # refuses sizes that no file bears out
+    folder = Folder(path)
+    weights = folder.read(dtype=dtype, device=device)  # refuses sizes that no file bears out
     with torch.device("meta"):
-        model = Llama(load_config(path))
+        model = Llama(folder.config)
     return fill(model, weights, device)
 
 
@@ -68,22 +66,6 @@ def fill(
             setattr(model.get_submodule(owner), attribute, zeros)
     model.tie_weights()
     return model
-
-
-def read_tensors(
-    path: str | Path,
-    names: Callable[[str], bool] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, Tensor]:
-    """Those parameters of the checkpoint folder `path` that `names` says yes to (default: all).
-
-    Nothing else is read from the disk. A tied head is no parameter of its own: ask for
-    `model.embed_tokens.weight`; a file that stores a head beside it must store the same. Names,
-    shapes and types are held against `config.json` before any reading. Without `dtype`, all
-    parameters have to be of one type.
-    """
-    return Folder(path).read(names, dtype, device)
 
 
 class Folder:
@@ -116,7 +98,13 @@ class Folder:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
-        """As `read_tensors`."""
+        """Those parameters that `names` says yes to (default: all).
+
+        Nothing else is read from the disk. A tied head is no parameter of its own: ask for
+        `model.embed_tokens.weight`; a file that stores a head beside it must store the same. Names,
+        shapes and types are held against `config.json` before any reading. Without `dtype`, all
+        parameters have to be of one type.
+        """
         config, files = self.config, self.files
         asked = [name for name in self.shapes if names is None or names(name)]
         wanted = {part for name in asked for part in self.stored[name]}

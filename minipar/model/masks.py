@@ -12,32 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _causal(seq_len: int, device: torch.device) -> Tensor:
-    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
-
-
-def padding_mask(valid: Tensor) -> Tensor:
-    """Causal mask [B, 1, T, T] that hides the tokens where `valid` [B, T] is False.
-
-    Every token sees itself, padding too: a row without any True would be 0/0.
-    """
-    own = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
-    return ((_causal(valid.shape[1], valid.device) & valid.bool()[:, None, :]) | own)[:, None]
-
-
-def padding_positions(valid: Tensor) -> Tensor:
-    """Positions [B, T] that count valid tokens only: left padding then changes nothing."""
-    return (valid.long().cumsum(1) - 1).clamp(min=0)
-
-
 def document_mask(document_ids: Tensor) -> Tensor:
     """Causal mask [B, 1, T, T] for packed rows: attention stays inside its document.
 
     A document is a run of equal ids in `document_ids` [B, T]; give padding an id of its own.
     """
     runs = _new_document(document_ids).cumsum(1)
-    same = runs[:, :, None] == runs[:, None, :]
-    return (same & _causal(runs.shape[1], runs.device))[:, None]
+    return (runs[:, :, None] == runs[:, None, :]).tril()[:, None]
 
 
 def document_positions(document_ids: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from minipar.comm.collectives import all_reduce
 from minipar.comm.device import clock
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
 
 MOST_BUCKETS = 32
 FINEST = 64  # pieces at most, between which cuts are looked for
@@ -61,8 +62,8 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
                 torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
             took = clock() - start, busy
             best[row] = torch.minimum(best[row], torch.tensor(took, dtype=torch.float64))
-    best = all_reduce(best.to(like.device), axis, "max").tolist()
-    (latency, call), (seconds, _) = best
+    best = all_reduce(best.to(like.device), axis, "max")
+    (latency, call), (seconds, _) = look(best, on_meta=None)
     per_byte = max(seconds - latency, 0) / (many * like.element_size())
     return Costs(latency, per_byte, min(call, latency))
 

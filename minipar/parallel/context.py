@@ -49,8 +49,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from minipar.comm.autograd import outside_of_graphs
-from minipar.comm.collectives import Pending, all_gather, exchange, reduce_scatter
+from minipar.comm.collectives import Pending, all_gather, connect, exchange, reduce_scatter
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
 from minipar.model.llama import Core
 from minipar.parallel.blockwise import (
     KERNELS,
@@ -62,6 +63,7 @@ from minipar.parallel.blockwise import (
     best_kernel,
 )
 from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.strategy import device_of
 
 Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]
@@ -98,6 +100,7 @@ def apply(
     attentions_of(model)
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
+    connect(axis, device_of(model))
     return ContextParallel(model, axis, order, exchange, kernel)
 
 
@@ -180,21 +183,24 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
             f"context.shard cuts it along dim 2"
         )
     width = length // per_rank
-    # On "meta" there are no values to look at; masks that show the future are rare.
-    by_values = mask is not None and not mask.is_meta
+    shown = None  # [chunks here, chunks in all]: does any query of the one see a key of the other?
+    if mask is not None:
+        tiles = mask.unflatten(3, (-1, width)).unflatten(2, (per_rank, width))
+        # On "meta" there are no values to look at; masks that show the future are rare.
+        shown = look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
 
     def rows(index: int) -> slice:
         return slice(index * width, (index + 1) * width)
 
     steps: list[list[Block]] = []
-    for pairs in plan(axis.rank, axis.size, order, causal=not by_values):
+    for pairs in plan(axis.rank, axis.size, order, causal=shown is None):
         source = chunks_of((axis.rank - len(steps)) % axis.size, axis.size, order)
         own = chunks_of(axis.rank, axis.size, order)
         steps.append([])
         for mine, theirs in pairs:
             at = rows(own.index(mine))
             seen = None if mask is None else mask[:, :, at, rows(theirs)]
-            if not by_values or seen.any():
+            if shown is None or shown[own.index(mine)][theirs]:
                 causal = mask is None and mine == theirs
                 steps[-1].append(Block(at, rows(source.index(theirs)), seen, causal))
     return steps
@@ -225,24 +231,25 @@ class RingAttention(torch.autograd.Function):
         """q [B, H, T/n, K]; k, v [B, G, T/n, K] -> [B, H, T/n, K]."""
         softmax = OnlineSoftmax(kernel, q)
         kv = own_kv = torch.stack((k, v))  # one message: [2, B, G, T/n, K]
-        for step, blocks in enumerate(blocks_of(mask, q, axis, order)):
+        steps = blocks_of(mask, q, axis, order)
+        for step, blocks in enumerate(steps):
             is_last = step == axis.size - 1
             arriving = None if is_last else pass_on(kv, axis)  # post
             softmax.add(kv, blocks)  # compute, merge
             kv = kv if is_last else arriving.wait()[0]  # wait
-        ctx.axis, ctx.order, ctx.kernel = axis, order, kernel
-        ctx.save_for_backward(q, own_kv, mask, softmax.out, softmax.lse)
+        ctx.axis, ctx.steps, ctx.kernel = axis, steps, kernel
+        ctx.save_for_backward(q, own_kv, softmax.out, softmax.lse)
         return softmax.out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """A second ring follows the first: gradients go where their keys went, and then home."""
-        q, kv, mask, out, lse = ctx.saved_tensors
+        q, kv, out, lse = ctx.saved_tensors
         axis = ctx.axis
         gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
         d_arriving = None
-        for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
+        for step, blocks in enumerate(ctx.steps):
             is_last = step == axis.size - 1
             arriving = None if is_last else pass_on(kv, axis)
             d_kv = gradients.add(kv, blocks)
@@ -278,20 +285,20 @@ class GatherAttention(torch.autograd.Function):
         everyone = all_gather(own_kv[None], axis)  # [n, 2, B, G, T/n, K]
         for step, blocks in enumerate(steps):
             softmax.add(everyone[axis.rank - step], blocks)
-        ctx.axis, ctx.order, ctx.kernel = axis, order, kernel
-        ctx.save_for_backward(q, own_kv, mask, softmax.out, softmax.lse)
+        ctx.axis, ctx.steps, ctx.kernel = axis, steps, kernel
+        ctx.save_for_backward(q, own_kv, softmax.out, softmax.lse)
         return softmax.out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of all keys, reduce-scattered to those who hold them."""
-        q, own_kv, mask, out, lse = ctx.saved_tensors
+        q, own_kv, out, lse = ctx.saved_tensors
         axis = ctx.axis
         gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
         everyone = all_gather(own_kv[None], axis)
         d_everyone = everyone.new_empty(everyone.shape, dtype=out.dtype)
-        for step, blocks in enumerate(blocks_of(mask, q, axis, ctx.order)):
+        for step, blocks in enumerate(ctx.steps):
             source = axis.rank - step
             d_everyone[source] = gradients.add(everyone[source], blocks)
         [(d_k, d_v)] = reduce_scatter(d_everyone, axis)

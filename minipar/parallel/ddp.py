@@ -405,7 +405,7 @@ class Tuned(Overlapped):
         arrived = dict(zip(stamps, bucket_sizes.seconds_since_first(stamps.values()), strict=True))
         own = [*(arrived.get(p, 0.0) for p in self.order), float(len(stamps))]
         own = torch.tensor(own, dtype=torch.float64, device=self.device)
-        *slowest, most = all_reduce(own, self.axis, "max").tolist()
+        *slowest, most = look(all_reduce(own, self.axis, "max"), on_meta=None)
         if not most:
             return False
         # The slowest rank's; a gradient that comes before its turn waits for those before it.

@@ -71,7 +71,7 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.comm.values import to_host
+from minipar.comm.values import send_to_host, to_host
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel.pieces import full_shape, mark
 from minipar.parallel.strategy import Strategy, replicate, sum_over
@@ -233,7 +233,8 @@ def travel(moe: MoE, axis: Axis, trip: "Trip", x: Tensor, routing: Routing) -> T
 
 
 class Trip:
-    """Who sends how many rows to whom: from a `table` [n, E], slots of each rank by expert."""
+    """Who sends how many rows to whom: from a `table` [n, E], slots of each rank by expert, which
+    is on the host."""
 
     def __init__(self, order: Tensor, table: Tensor, axis: Axis) -> None:
         self.order = order  # of the slots of this rank that travel
@@ -277,11 +278,7 @@ def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> Callable[[], li
 def tell(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin to gather `counts` [parts, E]; returns what waits for all of them, [n parts, E]."""
     gathering = collectives.all_gather(counts, axis, async_op=True)
-    if not counts.is_cuda:
-        return gathering.wait
-    there = gathering.wait().to("cpu", non_blocking=True)  # in pinned memory: the stream waits,
-    landed = torch.cuda.current_stream().record_event()  # and the host goes on
-    return lambda: (landed.synchronize(), there)[1]
+    return send_to_host(gathering.wait, counts.device)
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
@@ -328,7 +325,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     there, here = [0] * axis.size, [0] * axis.size
     there[place :: axis.size // nodes] = copies[axis.rank].tolist()
     here[place :: axis.size // nodes] = copies[place :: axis.size // nodes, node].tolist()
-    token = touched.T.nonzero()[:, 1] if not x.is_meta else order.new_empty(sum(there))
+    token = torch.nonzero_static(touched.T, size=sum(there))[:, 1]  # a size that nobody waits for
     across = dict(send_counts=there, recv_counts=here)
     arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
     chosen = collectives.all_to_all(routing.experts[token], axis, **across)

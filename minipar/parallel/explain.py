@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Axis
+from minipar.comm.spans import aligned
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import blocks, expert, matrices, tensor
 from minipar.parallel.pieces import axes_of, copies_axis, full_shape
@@ -69,10 +70,8 @@ class Explanation:
         lines = [header]
         for (before, after, *cells), numbers in alike.items():
             lines.append((f"{before}{_runs(numbers)}{after}", *cells))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        lines = [f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *table]
+        lines = [f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *aligned(lines)]
         precision = self.plan.precision.removeprefix("autocast-")
         if self.plan.precision == "bf16":
             where = "the shards" if self.plan.zero == 3 else "in the optimizer"

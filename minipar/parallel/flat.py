@@ -26,7 +26,8 @@ from minipar.comm.collectives import (
     scatter,
 )
 from minipar.comm.mesh import Axis
-from minipar.parallel import guard
+from minipar.comm.values import look
+from minipar.parallel import absent, guard
 from minipar.parallel.pieces import Layout, Row, copies_axis
 
 SLICE = 1 << 26
@@ -135,9 +136,9 @@ class Flat(Row):
             p.stepped_elsewhere = (
                 "fsdp has replaced the parameters of the model; make the optimizer after fsdp.apply"
             )
-            if guard.can_leave(p):
+            if absent.can_leave(p):
                 p.on_use = partial(_refuse_replaced, name)
-                guard.leave([p])
+                absent.leave([p])
         self.is_trainable = self.pieces[0].requires_grad  # when it was made
         dtype = options.compute_dtype or self.shard.dtype
         self.full = self.shard.new_empty(layout.total, dtype=dtype)  # [n S]
@@ -271,9 +272,10 @@ class Flat(Row):
 
     def forget_unused(self, users: Tensor) -> None:
         """Take ``grad`` away, as on one device, where `users` [N] of all ranks are none."""
-        for p, by_any in zip(self.pieces, users, strict=False):
-            # Looks at a value only where this rank has none; on "meta" all ranks are alike.
-            if p in self.fresh and p not in self.used and (users.is_meta or not by_any):
+        unused = self.fresh - self.used  # by this rank; of the others it asks only if there are any
+        by_others = look(users, on_meta=[0] * len(users)) if unused else ()
+        for p, by_any in zip(self.pieces, by_others, strict=False):
+            if p in unused and not by_any:
                 p.grad = None
         self.used, self.fresh = set(), set()
 

@@ -58,9 +58,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from minipar.comm import watchdog
 from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
-from minipar.parallel import guard
+from minipar.comm.recorder import in_backward
+from minipar.parallel import absent, guard
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
+from minipar.parallel.optimizer_state import Members
 from minipar.parallel.strategy import Strategy, flags, share_counts
 
 
@@ -125,20 +127,19 @@ class FullySharded(Strategy):
         unit.unshard()
         with torch.enable_grad() if phase == "backward" else nullcontext():
             unit.bind(self._after_backward)
-        if _in_backward() and not unit.trainable:  # no gradient of its weights tells when it ends
+        if in_backward() and not unit.trainable:  # no gradient of its weights tells when it ends
             torch.autograd.Variable._execution_engine.queue_callback(unit.unbind)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recomputes = _in_backward()
+        recomputes = in_backward()
         if unit is self.root and not recomputes:
-            self.options.ledger.check()
             for each in self.units:
                 each.check_weights()
             self.release()  # nothing that was gathered before the last optimizer step
             for p in self.watched:
                 guard.check_hooks(p)
             for block in self.blocks:
-                guard.leave(block.parameters)
+                absent.leave(block.parameters)
         self._enter(unit, "backward" if recomputes else "forward")
         if self.options.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -149,16 +150,16 @@ class FullySharded(Strategy):
         return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if unit is self.root and not _in_backward():
+        if unit is self.root and not in_backward():
             for block in self.blocks:
-                guard.come_back(block.parameters)
+                absent.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
         # The gradient of a look-up takes no weights, unless these are computed from others.
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
         for node in () if is_lookup else nodes:
             node.register_prehook(lambda _: self._enter(unit, "backward"))
-        if _in_backward():
+        if in_backward():
             return  # recomputed: its backward comes next
         unit.unbind()
         # An output in which we find no tensor tells no hook when its backward begins.
@@ -215,18 +216,18 @@ class FullySharded(Strategy):
         for unit in self.units:
             unit.reshard()
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Memory of gathered weights on this rank now."""
-        return sum(flat.full.untyped_storage().nbytes() for flat in self.flats)
-
     def _cast(self, value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self.options.compute_dtype) if is_float else value
 
     # whole tensors, out and in
+    def members(self, optimizer: torch.optim.Optimizer) -> Members:
+        self.options.ledger.check()  # before a step that went wrong is saved
+        return super().members(optimizer)
+
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
+        self.options.ledger.check()
         state = self.model.state_dict(keep_vars=True)
         copies: dict[Tensor, Tensor] = {}
         for flat in self.flats:
@@ -294,7 +295,7 @@ class Prefetching(FullySharded):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         super()._after_forward(unit, module, args, output)
-        if unit is self.root and not _in_backward() and output is not None:  # None: an exception
+        if unit is self.root and not in_backward() and output is not None:  # None: an exception
             self.follows["forward"][self.latest["forward"]] = None
 
     def stays(self, unit: Unit) -> bool:
@@ -325,10 +326,6 @@ def _refuse_pieces(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             "under fsdp, state_dict() would hold this rank's pieces: call full_state_dict() of the "
             "strategy on all ranks for whole weights, load_full_state_dict() to load them"
         )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -14,8 +14,8 @@ torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_
 torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
 a layer unfrozen, or replaced, after apply `watch`: refused at the next step
 optimizer.state_dict() of one rank's pieces `watch`: refused where it is loaded by others
-a weight used while it is not here         `Absent`: it is waited for, or refused by its name
-ranks that run different blocks            `Ledger`: refused at the end of the step
+a weight used while it is not here         `absent.Absent`: it is waited for, or refused
+ranks that run different blocks            `Ledger`: refused at the step's end; on GPUs, the next
 """
 
 import inspect
@@ -37,10 +37,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look, send_to_host
 from minipar.parallel.pieces import axes_of, full_shape, in_order
 
 
@@ -175,7 +175,7 @@ def check_finished(strategy: Any, what: str) -> None:
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)  # of what a closure has left unfinished
-    for owner, parameters_of in ((Optimizer, _stepped), (nn.Module, nn.Module.parameters)):
+    for owner, parameters_of in ((Optimizer, stepped_by), (nn.Module, nn.Module.parameters)):
         owner.zero_grad = _drop_first(owner.zero_grad, parameters_of)
     fans = nn.init._calculate_fan_in_and_fan_out
 
@@ -202,7 +202,7 @@ def _listen() -> None:
     def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool) -> Any:
         """Whether there was an overflow, on any rank that has pieces of the same gradients."""
         flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
-        for axis in in_order([axis for p in _stepped(optimizer) for axis in axes_of(p)]):
+        for axis in in_order([axis for p in stepped_by(optimizer) for axis in axes_of(p)]):
             for flag in flags.values():
                 all_reduce(flag, axis, "max", out=flag)
         return flags
@@ -296,16 +296,17 @@ def _check_seen(name: str, tensors: list[Tensor]) -> None:
             )
 
 
-def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of `optimizer`."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    _check_finished(_stepped(optimizer), "the end of a closure")
+    _check_finished(stepped_by(optimizer), "the end of a closure")
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    parameters = _stepped(optimizer)
+    parameters = stepped_by(optimizer)
     for p in parameters:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
@@ -370,7 +371,7 @@ def _numbered(optimizer: Optimizer, told: dict[str, Any]) -> list[tuple[int, nn.
     """The numbers that `told` has for the parameters of `optimizer`."""
     numbers = [n for group in told.get("param_groups", []) for n in group["params"]]
     # Torch says what is wrong with their number.
-    return list(zip(numbers, _stepped(optimizer), strict=False))
+    return list(zip(numbers, stepped_by(optimizer), strict=False))
 
 
 def _place_of(p: nn.Parameter) -> list[list[int]]:
@@ -418,60 +419,6 @@ def check_elementwise(
         ) from why
 
 
-# ---------------------------------------------------------------------- a weight that is not here
-class Absent(nn.Parameter):
-    """The class of a parameter whose values are on their way, or with other ranks.
-
-    `leave` makes it so, `come_back` undoes it. What computes with it calls `p.on_use` first, which
-    waits or raises; its shape, dtype and gradient may be looked at.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        is_attribute = name in ("__get__", "__set__") and func.__self__ not in _VALUES
-        if not (is_attribute or name in _HARMLESS):
-            for p in tree_leaves((args, kwargs)):
-                if type(p) is Absent:
-                    p.on_use()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        self.on_use()
-        return nn.Parameter.__deepcopy__(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.on_use()
-        return nn.Parameter.__reduce_ex__(self, protocol)
-
-
-_VALUES = Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag
-_HARMLESS = {
-    "__hash__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size",
-    "requires_grad_",
-}  # fmt: skip
-
-
-def leave(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, what uses one of `parameters` calls its `on_use` first."""
-    for p in parameters:
-        p.__class__ = Absent
-
-
-def come_back(parameters: Iterable[nn.Parameter]) -> None:
-    """The values of `parameters` are here."""
-    for p in parameters:
-        p.__class__ = nn.Parameter
-
-
-def can_leave(p: nn.Parameter) -> bool:
-    """Whether nothing would be lost: a parameter of a class of its own stays what it is."""
-    return type(p) is nn.Parameter
-
-
 # ---------------------------------------------------------------------- what all ranks do alike
 class Ledger:
     """What this rank has gathered and reduced since the last step: must be the same on all."""
@@ -479,7 +426,7 @@ class Ledger:
     def __init__(self) -> None:
         self.digest = 0
         self.latest: deque[str] = deque(maxlen=8)
-        self.told: Callable[[], list[int]] | None = None  # what `tell` has put together
+        self.told: tuple[Callable[[], Tensor], str] | None = None  # by `tell`, and `latest` then
 
     def note(self, what: str) -> None:
         """Append to what this rank did."""
@@ -495,27 +442,26 @@ class Ledger:
         return [*own, *(255 - byte for byte in own)]
 
     def tell(self, greatest: Tensor) -> None:
-        """Take what `close` returned, of all ranks. A GPU is not waited for until `check`."""
-        if greatest.is_cuda:
-            host = torch.empty_like(greatest, device="cpu", pin_memory=True)
-            host.copy_(greatest, non_blocking=True)
-            landed = torch.cuda.Event()
-            landed.record()
-            self.told = lambda: (landed.synchronize(), host.tolist())[1]
-        elif not greatest.is_meta:
-            self.told = greatest.tolist
+        """Take what `close` returned, of all ranks, and check it; of a GPU, what was told a step
+        before, which has long arrived."""
+        self.check()
+        self.told = send_to_host(lambda: greatest, greatest.device), ", ".join(self.latest)
+        if greatest.device.type == "cpu":
             self.check()
 
     def check(self) -> None:
-        """Raise `RuntimeError`, on all ranks, if they did not do the same."""
-        told, self.told = self.told() if self.told else [255, 0], None
+        """Raise `RuntimeError`, on all ranks, if they did not do the same when they last told."""
+        if self.told is None:
+            return
+        (arrive, latest), self.told = self.told, None
+        told = look(arrive(), on_meta=[])
         half = len(told) // 2
         if any(a + b != 255 for a, b in zip(told[:half], told[half:], strict=True)):
-            raise RuntimeError(f"{SAME_ORDER}. Here the last were: {', '.join(self.latest)}")
+            raise RuntimeError(f"{SAME_ORDER}. Here the last were: {latest}")
 
 
 SAME_ORDER = (
-    "fsdp: all ranks must run the same blocks in the same order, and in this step they did not: a "
-    "rank chose among blocks, had fewer microbatches, or ran the model alone. Put what a rank "
-    "chooses from into one block (blocks=), or call all blocks on every rank"
+    "fsdp: all ranks must run the same blocks in the same order, and in this step or, on GPUs, the "
+    "one before they did not: a rank chose among blocks, had fewer microbatches, or ran the model "
+    "alone. Put what a rank chooses from into one block (blocks=), or call all blocks on every rank"
 )

@@ -112,7 +112,7 @@ class _Local(Strategy):
         self.every, self.average, self.steps = every, average, 0
         self.parameters = trainable(model)
         check_every(every)
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = set(map(id, guard.stepped_by(optimizer)))
         check(
             all(id(p) in stepped for p in self.parameters),
             "the optimizer does not hold all trainable parameters of the model; make it of "

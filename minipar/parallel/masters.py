@@ -51,8 +51,9 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     @torch.no_grad()
     def put_working(*_: Any) -> None:
+        if working:  # torch refuses to copy nothing
+            torch._foreach_copy_([*working.values()], [p.master for p in working])
         for p, own in working.items():
-            own.copy_(p.master)
             p.data, p.rounded = own, p._version
 
     optimizer.register_step_pre_hook(put_masters)

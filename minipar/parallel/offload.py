@@ -124,14 +124,14 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
     Around each step, gradients are copied to the host and weights back; nothing is hidden. It needs
     nothing but the optimizer, so its parameters may be shards of any strategy.
     """
-    parameters = _parameters(optimizer)
+    parameters = guard.stepped_by(optimizer)
     copies = copies or HostCopy(parameters[0].device)
     homes = {p: TwoHomes(p, copies) for p in parameters}
     gradients: dict[nn.Parameter, Tensor] = {}  # of the device, during a step
     region = ExitStack()
 
     def before(*_: Any) -> None:
-        gradients.update({p: p.grad for p in _parameters(optimizer) if p.grad is not None})
+        gradients.update({p: p.grad for p in guard.stepped_by(optimizer) if p.grad is not None})
         arriving = copies.to_host(gradients.values())
         for p, gradient in zip(gradients, arriving.wait(), strict=True):
             memory.tag("gradients", gradient, on_host=True)
@@ -152,10 +152,6 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _state_to_host(optimizer: torch.optim.Optimizer, copies: HostCopy) -> None:
@@ -353,7 +349,7 @@ class Offloaded(Strategy):
             home.go_to_host()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(p in self.homes for p in _parameters(optimizer)):
+        if any(p in self.homes for p in guard.stepped_by(optimizer)):
             self._leave()  # nothing is left to do after `finish_backward`
             for copy in self.returning.values():
                 copy.wait(block=True)  # weights that no forward has asked for
@@ -361,7 +357,7 @@ class Offloaded(Strategy):
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = {p for p in _parameters(optimizer) if p in self.homes and p.grad is not None}
+        mine = {p for p in guard.stepped_by(optimizer) if p in self.homes and p.grad is not None}
         if mine:
             _state_to_host(optimizer, self.copies)
         self.region.close()
@@ -505,12 +501,12 @@ class HostShards:
 
     # ------------------------------------------------------------------ the step, on the host
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.parameters.isdisjoint(_parameters(optimizer)):
+        if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
             _state_to_host(optimizer, self.copies)
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.parameters.isdisjoint(_parameters(optimizer)):
+        if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
             _state_to_host(optimizer, self.copies)
             self.region.close()
             self.order, self.fetched, self.coming = self.fetched, [], {}

@@ -4,9 +4,7 @@ All of a Llama but attention treats tokens one by one. Two parts have to know th
 them on other ranks: attention, and RoPE, which turns by the position in the whole sequence (T19).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +22,7 @@ class CutSequences(Strategy):
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         super().__init__(model, axis)
-        self.is_whole = axis.size == 1  # sequences are not cut
-        for module in model.modules():
+        for module in model.modules() if axis.size > 1 else ():
             if isinstance(module, LlamaModel):
                 module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
             if isinstance(module, Attention):
@@ -47,8 +44,7 @@ class CutSequences(Strategy):
     # Both return functions, no methods: a copy of the model must not copy the process groups.
     def _split(self, core: Core) -> Core:
         def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            attend = core if self.is_whole else partial(self.attend, core)
-            return attend(q, k, v, mask)
+            return self.attend(core, q, k, v, mask)
 
         return split_core
 
@@ -57,7 +53,7 @@ class CutSequences(Strategy):
 
         def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
             call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
-            if self.is_whole or call.get("positions") is not None:
+            if call.get("positions") is not None:
                 return None
             seq_len, longest = call["x"].shape[1] * self.axis.size, module.config.max_seq_len
             if seq_len > longest:
@@ -68,15 +64,6 @@ class CutSequences(Strategy):
             return (call["x"], positions, call.get("mask")), {}
 
         return number
-
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
-        """In here the model takes uncut sequences, each rank for itself: to generate text."""
-        before, self.is_whole = self.is_whole, True
-        try:
-            yield
-        finally:
-            self.is_whole = before
 
     def finish_backward(self) -> None:
         """Nothing is left to send: gradients of keys have come home during backward.

@@ -16,7 +16,7 @@ from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
-from minipar.parallel import guard
+from minipar.parallel import absent, guard
 from minipar.parallel.optimizer_state import (
     Members,
     as_groups,
@@ -50,7 +50,7 @@ class Bucket(Row):
         self.is_sent = False  # in this round
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
         self.has_masters = False  # in the slice, beside weights that compute
-        self.can_leave = all(map(guard.can_leave, parameters))
+        self.can_leave = all(map(absent.can_leave, parameters))
         for p, piece in zip(parameters, self.pieces, strict=True):
             p.on_use, p.piece = self.arrive, piece
         self._put(self.weights)
@@ -85,7 +85,7 @@ class Bucket(Row):
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.arriving = all_gather(shard, self.axis, out=self.weights, async_op=True)
         if self.can_leave:
-            guard.leave(self.parameters)
+            absent.leave(self.parameters)
         else:
             self.arrive()
 
@@ -94,7 +94,7 @@ class Bucket(Row):
         if self.arriving is not None:
             arriving, self.arriving = self.arriving, None
             arriving.wait()
-            guard.come_back(self.parameters)
+            absent.come_back(self.parameters)
 
     # -------- gradients: used by the strategies below
     def take(self, p: nn.Parameter) -> None:

@@ -14,8 +14,9 @@ Shapes. A bucket of N numbers, one flat buffer: weights R@dp; gradients P@dp, re
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
         during the next forward, 2 (n-1)/n P in all: not more than `ddp`. Besides, one byte for each
         of N parameters (did any rank use it?): 2 (n-1)/n N. Stage 1 reduces the sum of the
-        microbatches; stage 2 each of m, which makes m (n-1)/n (P + 2 N) + (n-1)/n P. If weights
-        work in bf16 and the slices are float32 masters, the all-gather is half: (n-1)/n P / 2.
+        microbatches; stage 2 each of m, and says before each whether it is the last, in another
+        byte: m (n-1)/n (P + 2 N + 2) + (n-1)/n P. If weights work in bf16 and the slices are
+        float32 masters, the all-gather is half: (n-1)/n P / 2.
 Memory. Bytes per rank at the highest point, for gradients G and optimizer state O (Adam: 2 P):
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look, send_to_host
 from minipar.parallel import guard
 from minipar.parallel.optimizer_state import Members
 from minipar.parallel.pieces import master_of
@@ -187,9 +189,10 @@ class Naive(Strategy):
     def _hand_out(self, told: Pending) -> None:
         """Give each piece its gradient, unless no rank has used its parameter."""
         used = self.used
-        if len(used) < len(self.bucket_of):  # wait only where the others' flags matter
-            by_any = zip(self.bucket_of, told.wait(), strict=False)  # the last is no parameter
-            used = used | {p for p, flag in by_any if p not in used and _is_true(flag)}
+        if len(used) < len(self.bucket_of):  # look only where the others' flags matter
+            by_any = look(told.wait(), on_meta=())  # where all ranks are alike
+            pairs = zip(self.bucket_of, by_any, strict=False)  # the last is no parameter
+            used = used | {p for p, is_used in pairs if is_used}
         for bucket in self.buckets:
             bucket.hand_out(used)
         self.used.clear()
@@ -272,25 +275,76 @@ class Stage1(Naive):
             told = self._end_round()
             while self.in_flight:
                 self.in_flight.popleft().wait_for_reduce()
-            more = (self.learning or self.every_backward_sends) and _is_true(told.wait()[-1])
+            more = self._goes_on(told)
         self._hand_out(told)
         self.learning = False
 
+    def _goes_on(self, told: Pending) -> bool:
+        """Whether any rank needs another round; a GPU is waited for in the first step alone."""
+        return self.learning and self._is_told(told)
+
+    def _is_told(self, told: Pending) -> bool:
+        return bool(look(told.wait()[-1], on_meta=0))
+
 
 # ---------------------------------------------------------------------- 3. gradients cut n ways
+LAST, MORE, ASK_AGAIN = 0, 1, 2
+"""What ranks say of a round before it; the greatest counts."""
+
+
 class Stage2(Stage1):
     """Whole gradients are freed while backward goes on, after every microbatch anew.
 
     When a bucket is sent, the one before it must have arrived: no more than two buckets are whole
     at any moment. Every `no_sync` is a round, and a rank with fewer of them than others takes part
-    in theirs with zeros.
+    in theirs with zeros. So all must know whether another round follows. Each rank says so before
+    its first gradient of a round: the answer is on the host while a GPU computes the others. Not if
+    a backward outside of `no_sync` was not the last, as of a pipeline that has several stages on a
+    rank: the first step shows it, and from then on the answer is waited for at the end.
     """
 
     every_backward_sends = True
     most_in_flight = 1
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.has_begun = False  # this round
+        self.at_last = LAST  # what this rank says outside of `no_sync`
+        self.said: Callable[[], Tensor] | None = None  # by all ranks, on the host
+
+    def _begin_round(self) -> None:
+        """Tell all ranks whether this one needs another round, unless that was done."""
+        if self.has_begun:
+            return
+        if self.said is not None:
+            self.said()  # before the last round: it has long arrived
+        says = flags([self.at_last if self.synchronises else MORE], self.device)
+        saying = all_reduce(says, self.axis, "max", out=says, async_op=True)
+        self.has_begun, self.said = True, send_to_host(saying.wait, self.device)
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        self._begin_round()
+        super()._on_gradient(p)
+
+    def _end_round(self, more: bool = False) -> Pending:
+        self._begin_round()  # where no gradient came
+        self.has_begun = False
+        return super()._end_round(more)
+
+    def _goes_on(self, told: Pending) -> bool:
+        [said] = look(self.said(), on_meta=[ASK_AGAIN])
+        return self._is_told(told) if self.learning or said == ASK_AGAIN else said == MORE
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        if self.has_begun:
+            if not self.learning and self.at_last != ASK_AGAIN:
+                raise RuntimeError(
+                    "no_sync() came after a backward outside of it, unlike in the first step: "
+                    "other ranks were told that none would follow. Leave no_sync() for the last "
+                    "backward, and call finish_backward() after it"
+                )
+            self.at_last = ASK_AGAIN
         with super().no_sync():
             try:
                 yield
@@ -311,8 +365,3 @@ def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
                 bucket.arrive()
 
     return before
-
-
-def _is_true(flag: Tensor) -> bool:
-    """On "meta" there are no values, and all ranks are alike."""
-    return not flag.is_meta and bool(flag)

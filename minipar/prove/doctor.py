@@ -179,7 +179,7 @@ def _outward() -> list[str]:
 
 
 # ---------------------------------------------------------------------- ranks
-def probe(size: int, rounds: int = 20) -> tuple[float, float, float]:
+def probe(size: int) -> tuple[float, float, float]:
     """Return seconds of a round of work, of a small all-reduce, and of one of 4 MB; a collective.
 
     The quickest of many counts: others may be using this machine. Raises `ArithmeticError` where a
@@ -199,7 +199,7 @@ def probe(size: int, rounds: int = 20) -> tuple[float, float, float]:
     found = []
     for job in (work, lambda: all_reduce(small, axis).item(), lambda: all_reduce(large, axis)[0]):
         times = []
-        for _ in range(rounds):
+        for _ in range(20):
             barrier(axis)
             start = time.perf_counter()
             float(job())

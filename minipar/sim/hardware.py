@@ -66,9 +66,9 @@ class Device:
     """By kernel, the default first: `forward` and `backward`, shares of the peak that long
     sequences reach, and `half_length`, the length at which half of that is reached."""
 
-    def usable_memory(self, num_groups: int = 1) -> float:
-        """Return the bytes left for tensors beside `num_groups` process groups."""
-        left = self.memory - self.context - num_groups * self.nccl
+    def usable_memory(self) -> float:
+        """Return the bytes left for tensors beside a process group."""
+        left = self.memory - self.context - self.nccl
         return max(0.0, left * (1 - self.fragmentation))
 
     def ceiling_of(self, dtype: str) -> float:

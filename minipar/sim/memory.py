@@ -47,8 +47,6 @@ ZeRO 3 shards are the masters, with no weights beside them: `FP32_ADAM`, with bl
 """
 FP32_ADAM = Recipe("fp32 Adam", 4, 4, 8)
 """What `minipar train` does otherwise, also under autocast, which casts during a forward only."""
-OFFLOADED_ADAM = Recipe("fp32 Adam on the host", 4, 4, 12)
-"""The same with its state on the host, where the optimizer needs a copy of the weights as well."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ def model_state(
     *,
     offload: Collection[str] = (),
     largest_block: float = 0,
-    blocks_gathered: int = 2,
 ) -> Held:
     """What one of `size` ranks holds of a model's state.
 
@@ -86,8 +83,8 @@ def model_state(
         strategy: "ddp", "zero1", "zero2" or "zero3"; fsdp is zero3.
         offload: parts of the state ("parameters", "gradients", "optimizer") whose shards live on
             the host. What is in flight between the two is not counted.
-        largest_block, blocks_gathered: zero3 gathers blocks before their use: so many at a time,
-            each of at most `largest_block` parameters, in the category "gathered".
+        largest_block: zero3 gathers blocks before their use, two at a time, each of at most so many
+            parameters, in the category "gathered".
 
     Raises `ValueError` for unknown names, or sizes that are none.
     """
@@ -102,16 +99,9 @@ def model_state(
         for part in STATE
     }
     if strategy == "zero3":
-        held["gathered"] = recipe.parameters * blocks_gathered * largest_block
+        held["gathered"] = 2 * recipe.parameters * largest_block
     device = {part: 0.0 if part in offload else num_bytes for part, num_bytes in held.items()}
     return Held(device, {part: held[part] for part in STATE if part in offload})
-
-
-def largest_model(
-    device_bytes: float, size: int = 1, strategy: str = "ddp", recipe: Recipe = FP32_ADAM
-) -> float:
-    """How many parameters fit into `device_bytes` per rank, with no room for activations."""
-    return device_bytes / model_state(1, size, strategy, recipe).device_bytes
 
 
 def _check_choice(what: str, asked: str, known: Collection[str]) -> None:
@@ -210,46 +200,3 @@ def llama_activations(
         routing["routing"] = num_tokens * (4 * moe.num_experts + 40 * moe.top_k + 4) / own
     kept = {part: bytes_per_number * num_tokens * count for part, count in numbers.items()}
     return kept | routing
-
-
-# ------------------------------------------------------------------------------ DeepSpeed's answer
-def deepspeed_estimate(
-    num_parameters: float,
-    *,
-    stage: int,
-    gpus_per_node: int,
-    nodes: int = 1,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-    largest_layer: float = 0,
-    zero_init: bool = True,
-    buffer_factor: float = 1.5,
-) -> Held:
-    """The two numbers of DeepSpeed's memory estimator: per GPU, and per *node* for the host.
-
-    They differ from `model_state`: stage 2 counts fp16 weights and gradients whole (4 P) and fp32
-    state of 16 bytes, gradients included, in shards; stage 3 adds the largest layer. The host
-    starts every process with an fp32 model of its own unless `zero_init`, and has a reserve of
-    `buffer_factor`.
-
-    Source: DeepSpeed, docs/code-docs/source/memory.rst and its `estimate_zero*_model_states_mem_
-    needs`. Raises `ValueError` for stages that it has no estimate for.
-    """
-    if stage not in (2, 3):
-        raise ValueError(f"DeepSpeed estimates stages 2 and 3, not {stage}")
-    if offload_parameters and (stage == 2 or not offload_optimizer):
-        raise ValueError("offload_parameters is for stage 3, together with offload_optimizer")
-    size = gpus_per_node * nodes
-    loading = 4 * gpus_per_node  # bytes per parameter: an fp32 model for every process of a node
-    if stage == 2:
-        device = 2 * num_parameters if offload_optimizer else (4 + 16 / size) * num_parameters
-        host = num_parameters * (max(4 * size, 16) if offload_optimizer else loading)
-    else:
-        kept = 0 if offload_parameters else 2 if offload_optimizer else 18  # in shards on the GPU
-        device = 4 * largest_layer + kept * num_parameters / size
-        shards = (18 - kept) / nodes  # bytes per parameter that a node's host keeps for good
-        if zero_init:
-            host = num_parameters * shards if offload_optimizer else largest_layer * loading
-        else:
-            host = num_parameters * max(loading, shards)
-    return Held({"model state": device}, {"model state": host * buffer_factor})

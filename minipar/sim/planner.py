@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+from minipar.comm.spans import aligned
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, hardware
@@ -284,10 +285,8 @@ def table(plans: Iterable[Ranked]) -> str:
             f"{sum(r.memory.values()) / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
             ", ".join(exposed) or "-", str(r),
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     notes = [f"  error {error}: {error_of(*jobs)}" for error, jobs in known.items()]
-    return "\n".join([*rows, *notes])
+    return "\n".join([*aligned(lines), *notes])
 
 
 def where_time_goes(plans: Iterable[Ranked]) -> dict[str, dict[str, float]]:

@@ -80,14 +80,12 @@ def replay(
     machine: Machine,
     *,
     host: float = 0.0,
-    contention: float = 0.0,
     slow: Mapping[int, float] | None = None,
 ) -> Simulated:
     """Play a step on `machine`.
 
     Args:
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
-        contention: how much slower computing is while communication runs beside it: 0.1 for 10 %.
         slow: ranks that compute slower than the others, and how many times; from 1 up.
 
     Raises `ValueError` for ranks that there are not, and for factors that would make time run back.
@@ -97,10 +95,9 @@ def replay(
     for rank, factor in slow.items():
         if not 0 <= rank < size or not 1 <= factor < math.inf:
             raise ValueError(f"slow: rank {rank} x {factor}; use ranks 0 to {size - 1}, from 1 up")
-    for name, value in (("host", host), ("contention", contention)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be a number of 0 or more")
-    stage = _Stage(_Prices(traces, machine, host), contention, slow)
+    if not 0 <= host < math.inf:
+        raise ValueError(f"host={host} must be a number of 0 or more")
+    stage = _Stage(_Prices(traces, machine, host), slow)
     stage.play(2)
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
@@ -227,7 +224,6 @@ class _Player:
     slowness: float
     clock: float = 0.0
     host: float = 0.0
-    talks_until: float = 0.0
     computing: float = 0.0
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     turns: list[float] = field(default_factory=list)  # of receives
@@ -238,8 +234,8 @@ class _Player:
 class _Stage:
     """All players, and what is between them."""
 
-    def __init__(self, prices: _Prices, contention: float, slow: Mapping[int, float]) -> None:
-        self.prices, self.contention, traces = prices, contention, prices.traces
+    def __init__(self, prices: _Prices, slow: Mapping[int, float]) -> None:
+        self.prices, traces = prices, prices.traces
         stride, sizes = traces.plan.num_ranks // traces.plan.pp, prices.sizes
         self.players: dict[int, _Player] = {}
         on_cp = (rank_at({a: c * (a == "cp") for a in sizes}, sizes) for c in traces.along_cp)
@@ -292,8 +288,6 @@ class _Stage:
 
     def _work(self, player: _Player, kind: str, block: str, seconds: float) -> None:
         seconds *= player.slowness
-        beside = max(0.0, player.talks_until - player.clock) / (1 + self.contention)
-        seconds += self.contention * min(seconds, beside)
         start, player.clock = player.clock, player.clock + seconds
         player.computing += seconds
         self.spans.append(Span(kind, block, player.rank, start, player.clock))
@@ -353,7 +347,6 @@ class _Stage:
             if made.is_known:
                 launch, spans = made.launch, [part.span for part in made.calls]
                 start, end = min(s for s, _ in spans), max(e for _, e in spans)
-                made.player.talks_until = max(made.player.talks_until, end)
                 num_bytes = self.prices.counted(launch.num_bytes)
                 words = launch.verb, made.player.rank, start, end, launch.axis, num_bytes
                 self.spans.append(Span("comm", *words))

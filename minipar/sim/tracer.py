@@ -196,13 +196,6 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Record all of the body; what there is at its start is told by `held`."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resize(storage, size)
-            self.hold(storage)
-            return storage
-
         with ExitStack() as stack:
             undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
             with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
@@ -214,8 +207,7 @@ class Tracer(TorchDispatchMode):
                     undo += [arrives.remove, added.remove]
             for function in undo:
                 stack.callback(function)
-            torch.UntypedStorage.resize_ = resize_
-            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            stack.callback(memory.watch_resize(lambda storage, _: self.hold(storage)))
             memory.watchers.append(self.tag)
             stack.callback(memory.watchers.remove, self.tag)
             stack.enter_context(self)

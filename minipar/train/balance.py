@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
 from minipar.model.masks import document_mask, document_positions
 from minipar.train.data import IGNORE, share
 
@@ -94,7 +95,7 @@ class Balancer:
             return
         speed = self._microbatches / max(self._seconds, 1e-9)
         own = torch.tensor([speed], dtype=torch.float64, device=device)
-        self.speeds = all_gather(own, self.axis).tolist()
+        self.speeds = look(all_gather(own, self.axis), on_meta=self.speeds)
         self._steps, self._microbatches, self._seconds = 0, 0, 0.0
 
     def state_dict(self) -> dict[str, list[float]]:

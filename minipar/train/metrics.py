@@ -1,11 +1,12 @@
 """What a run tells while it trains: a line per step in metrics.jsonl, and in TensorBoard if asked.
 
-Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds,
-tokens_per_second, mfu (see peak.py), peak_memory (bytes, of rank 0 so far). And where there is
-something to tell: recorded (true for such a step, which takes longer), hidden_fraction (in it),
-save_seconds (that training has waited for checkpoints since the line before), validation_loss, and
-what loss scaling and the sharing out of work report. With experts: expert_load, dropped_slots and
-tokens_per_expert, see `report.expert_figures`.
+Keys of a line: step, loss (nats per token), lr, grad_norm, tokens (that counted), seconds (from the
+end of the step before to that of this one, without validation, checkpoints, and what a recorder
+does before and after a step), tokens_per_second, mfu (see peak.py), peak_memory (bytes, of rank 0
+so far). And where there is something to tell: recorded (true where a recorder ran, with which a
+step takes longer), hidden_fraction (in it), save_seconds (that training has waited for checkpoints
+since the line before), validation_loss, and what loss scaling and the sharing out of work report.
+With experts: expert_load, dropped_slots and tokens_per_expert, see `report.expert_figures`.
 """
 
 import json

@@ -94,6 +94,7 @@ class StepRecorder:
         self.period = period
         self.every = max(1, min(every, math.ceil(len(self.choice) / period)))
         self.recorded: dict[int, Timeline] = {}  # those worth a picture, by the number of the step
+        self.latest: int | None = None  # the last step that a recorder has disturbed
         self.num_recorded = self.most_bytes = 0
         self.before: tuple[Recorder, int] | None = None  # of the last step, and its finished spans
         self.num_bytes = self.seconds = self.hidden_seconds = 0.0
@@ -105,7 +106,7 @@ class StepRecorder:
         if not self._is_chosen(number) and not is_next:
             yield
             return
-        start = time.monotonic()
+        self.latest, start = number, time.monotonic()
         with timeline.record(self.model) as recorded:
             recorder = timeline.active()
             yield
@@ -145,10 +146,12 @@ class StepRecorder:
                 del self.recorded[next(iter(self.recorded))]  # the oldest; the sums have it
 
     def figures(self, number: int) -> dict[str, float]:
-        """Return what belongs into the metrics of step `number`: nothing unless it was recorded."""
-        if number not in self.recorded:
+        """Return what belongs into the metrics of step `number`, the last: nothing, unless a
+        recorder ran; and how much was hidden, if its timeline is kept.
+        """
+        if number != self.latest:
             return {}
-        rows = self.recorded[number].overlap()
+        rows = self.recorded[number].overlap() if number in self.recorded else []
         seconds = sum(row.total for row in rows)
         hidden = {"hidden_fraction": sum(row.hidden for row in rows) / seconds} if seconds else {}
         return {"recorded": True, **hidden}

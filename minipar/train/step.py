@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.values import look
 from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
 from minipar.parallel.norm import clip_grad_norm
@@ -148,5 +149,5 @@ def evaluate(
         totals = sums if totals is None else totals + sums
     if totals is None:
         raise ValueError("there are no batches to validate on")
-    loss, num_tokens = all_reduce(totals, data_axis).tolist()
+    loss, num_tokens = look(all_reduce(totals, data_axis), on_meta=(math.nan, 1))
     return loss / max(num_tokens, 1)

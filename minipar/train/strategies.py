@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.values import to_host
 from minipar.model.llama import Llama
 from minipar.parallel import compose, local_sgd
 from minipar.parallel.pieces import Part, Region
@@ -115,7 +116,7 @@ class Setup:
 
     def _gather(self, own: Any) -> list[Any]:
         """What each rank holds for itself, on the CPU; in the memory of all ranks, for a moment."""
-        own = tree_map_only(Tensor, lambda tensor: tensor.cpu(), own)
+        own = tree_map_only(Tensor, to_host, own)
         return all_gather_object(own, self.mesh.world)
 
     def _say(self, line: str) -> None:
@@ -177,7 +178,7 @@ class Planned(Setup):
 
         def take(path: str, tensor: Tensor) -> Tensor:
             if not (tensor.ndim and tensor.numel()):
-                return tensor.cpu()
+                return to_host(tensor)
             region = Region.whole(tensor.shape)
             own[f"compression/{self.mesh.rank}/{path}"] = Part(tensor.flatten(), region)
             return torch.empty_like(tensor, device="meta")

@@ -168,8 +168,9 @@ class Trainer:
         )
         shard = self.setup.strategy.shard
         batches = on_device(self.batches.forever(), self.device, shard)
+        clock = Stopwatch(self.device)
         while self.step < config.steps:
-            with Stopwatch(self.device) as clock:
+            with clock:
                 self.workload.deal(self.step, self.batches)
                 batch = next(batches)
                 lr = self.learning_rate()
@@ -194,12 +195,14 @@ class Trainer:
                 **numbers,
                 "seconds": clock,
                 **self.precision.report(),
-                **self.workload.learn(result, self.batches),
                 **recorder.figures(self.step - 1),
-                **expert_slots(self.model, self.mesh, self.device),
                 **self._costs(),
             }
-            told.hold(line)
+            clock = Stopwatch(self.device)  # what follows delays the next step
+            with clock:
+                line |= self.workload.learn(result, self.batches)
+                line |= expert_slots(self.model, self.mesh, self.device)
+                told.hold(line)
             is_last, saves = self.step == config.steps, self._saves_after(self.step)
             validates = is_last or bool(config.eval_every and self.step % config.eval_every == 0)
             self._check(told, now=saves or validates)
@@ -208,10 +211,12 @@ class Trainer:
                 self.save()  # what comes now may fail, and the training is done
             if validates:
                 line["validation_loss"] = self.validate()
-            told.tell()
+            with clock:
+                told.tell()
             if saves and not is_last:
                 self.save()
-            is_to_stop = self._agree(request.came)
+            with clock:
+                is_to_stop = self._agree(request.came)
             if is_to_stop and not is_last:
                 if not saves:
                     self._check(told, now=True)

@@ -7,9 +7,11 @@ ranks decide alike.
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
+from minipar.comm.values import look
 from minipar.parallel import ddp
 from minipar.train.balance import Balancer
 from minipar.train.batch_size import (
@@ -72,8 +74,10 @@ class Workload:
         if self.ramp or self.growth is not None:
             line["batch_size"] = batches.batch_size
         if self.noise is not None:
-            sums, num_tokens = result.noise.tolist(), result.num_tokens.item()
-            self.noise.update(sums, num_tokens, result.grad_norm.item())
+            # The size of the next batch hangs on these: the one place where a step is waited for.
+            coming = [result.noise, result.num_tokens[None], result.grad_norm[None]]
+            *sums, num_tokens, grad_norm = look(torch.cat([t.double() for t in coming]), None)
+            self.noise.update(sums, num_tokens, grad_norm)
             line["noise_scale"] = self.noise.tokens
             self.growth.update(self.noise.tokens / self.config.seq_len)
         if self.balancer is not None:

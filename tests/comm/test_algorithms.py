@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,11 @@ def axis_of(size: int) -> Axis:
     return Mesh(dp=size).dp
 
 
+def chunks_of(num_bytes: int):
+    """In here messages are cut into chunks of so many bytes."""
+    return mock.patch.object(algorithms, "CHUNK_BYTES", num_bytes)
+
+
 def check(expected: torch.Tensor, verb, x: torch.Tensor, *args, **options) -> None:
     """Call, then call and wait: the result; the input stays, and shares no memory with it."""
     kept = x.clone()
@@ -64,7 +70,8 @@ def check_all_reduce(size: int) -> int:
             if op == "sum":
                 equal(theirs, torch.stack(xs).sum(0))
             for name in plans.ALL_REDUCE:
-                check(theirs, algorithms.all_reduce, x, axis, name, op, chunk_bytes=16)
+                with chunks_of(16):
+                    check(theirs, algorithms.all_reduce, x, axis, name, op)
                 checked += 1
     for dtype in torch.int64, torch.bfloat16:
         x = numbers(axis, (7, 11), dtype)[axis.rank]
@@ -99,14 +106,14 @@ def test_the_other_verbs_equal_the_backends(size):
         counts = [hi - lo for lo, hi in rows]
         mine = x[slice(*rows[r])].clone()
         joined = torch.cat([y[slice(*span)] for y, span in zip(xs, rows, strict=True)])
-        for name in plans.ALL_GATHER:
-            options = dict(algorithm=name, chunk_bytes=16)
-            check(total[slice(*rows[r])], algorithms.reduce_scatter, x, axis, **options)
-            check(torch.cat(xs), algorithms.all_gather, x, axis, **options)
-            check(joined, algorithms.all_gather, mine, axis, counts=counts, **options)
-        for name in plans.BROADCAST:
-            for src in range(size):
-                check(xs[src], algorithms.broadcast, x, axis, src, name, chunk_bytes=16)
+        with chunks_of(16):
+            for name in plans.ALL_GATHER:
+                check(total[slice(*rows[r])], algorithms.reduce_scatter, x, axis, name)
+                check(torch.cat(xs), algorithms.all_gather, x, axis, name)
+                check(joined, algorithms.all_gather, mine, axis, name, counts=counts)
+            for name in plans.BROADCAST:
+                for src in range(size):
+                    check(xs[src], algorithms.broadcast, x, axis, src, name)
     x = numbers(axis, (4 * size, 3))[r]
     check(comm.all_to_all(x, axis), algorithms.all_to_all, x, axis)
     # Uneven, with slices of no rows among them.
@@ -147,7 +154,8 @@ def test_floats_end_with_the_same_bits_everywhere(ranks):
         exact = comm.all_reduce(x.double(), axis)
         results = []
         for name in plans.ALL_REDUCE:
-            result = algorithms.all_reduce(x, axis, name, chunk_bytes=400)
+            with chunks_of(400):
+                result = algorithms.all_reduce(x, axis, name)
             error = (result - exact).abs() / comm.all_reduce(x.abs().double(), axis)
             assert error.max() < 1e-6, name
             results.append(result.numpy().tobytes())
@@ -178,7 +186,7 @@ def test_on_an_axis_of_size_1_nothing_is_sent():
 
 
 # ---------------------------------------------------------------------- the ledger
-def record_messages(size: int, numel: int, chunk_bytes: int | None) -> dict[str, tuple]:
+def record_messages(size: int, numel: int, chunk_bytes: int) -> dict[str, tuple]:
     """Of each algorithm: rounds and bytes in the ledger, messages really handed to the backend."""
     axis, found = axis_of(size), {}
     original, sends = dist.batch_isend_irecv, []
@@ -191,8 +199,8 @@ def record_messages(size: int, numel: int, chunk_bytes: int | None) -> dict[str,
     try:
         for name in plans.ALL_REDUCE:
             sends.clear()
-            with timeline.record() as ledger:
-                algorithms.all_reduce(torch.ones(numel), axis, name, chunk_bytes=chunk_bytes)
+            with timeline.record() as ledger, chunks_of(chunk_bytes):
+                algorithms.all_reduce(torch.ones(numel), axis, name)
             assert {(span.name, span.axis) for span in ledger} == {("exchange", "dp")}
             num_bytes = sum(span.num_bytes for span in ledger)
             assert num_bytes == sum(post.tensor.nbytes for post in sends)
@@ -208,7 +216,7 @@ def test_the_ledger_holds_the_table(ranks, size):
     n, numel = size, 240
     s, log = 4 * numel, (n - 1).bit_length()
     once = s * (n - 1) // n
-    every = ranks(n).run(record_messages, n, numel, None)
+    every = ranks(n).run(record_messages, n, numel, plans.CHUNK_BYTES)
     for rank, found in enumerate(every):
         assert found["ring"] == (2 * (n - 1), 2 * (n - 1), 2 * once)
         assert found["bidirectional"] == (2 * (n - 1), 4 * (n - 1), 2 * once)
@@ -267,15 +275,11 @@ def test_calls_in_flight_together_do_not_mix(ranks):
         xs = [torch.full((17,), float(10**i * (mesh.rank + 1))) for i in range(6)]
         wanted = [[comm.all_reduce(x, axis) for axis in axes] for x in xs]
         for name in "ring", "double_tree", "bruck":
-            pending = [
-                [
-                    algorithms.all_reduce(x, axis, name, chunk_bytes=8, async_op=True)
-                    for axis in axes
-                ]
-                for x in xs
-            ]
-            now = [algorithms.all_reduce(xs[0], axis, name) for axis in axes]  # waits its turn
-            found = [[each.wait() for each in row] for row in reversed(pending)][::-1]
+            with chunks_of(8):
+                call = partial(algorithms.all_reduce, algorithm=name)
+                pending = [[call(x, axis, async_op=True) for axis in axes] for x in xs]
+                now = [call(xs[0], axis) for axis in axes]  # waits its turn
+                found = [[each.wait() for each in row] for row in reversed(pending)][::-1]
             for row, wants in zip([now, *found], [wanted[0], *wanted], strict=True):
                 for result, want in zip(row, wants, strict=True):
                     equal(result, want)
@@ -287,19 +291,18 @@ def test_calls_in_flight_together_do_not_mix(ranks):
 def test_an_error_in_a_thread_reaches_who_waits(ranks):
     def body() -> str:
         axis = axis_of(2)
-        pending = algorithms.all_reduce(torch.ones(2), axis, chunk_bytes=0, async_op=True)
-        try:
-            pending.wait()
-        except ValueError as error:
-            equal(algorithms.all_reduce(torch.ones(2), axis), torch.full((2,), 2.0))
-            return str(error)
-        return "nothing was raised"
+        with mock.patch.object(algorithms, "execute", side_effect=ValueError("not to be run")):
+            pending = algorithms.all_reduce(torch.ones(2), axis, async_op=True)
+            with pytest.raises(ValueError) as raised:
+                pending.wait()
+        equal(algorithms.all_reduce(torch.ones(2), axis), torch.full((2,), 2.0))
+        return str(raised.value)
 
-    assert ranks(2).run(body) == ["chunk_bytes=0 must be 1 or more, or None to cut nothing"] * 2
+    assert ranks(2).run(body) == ["not to be run"] * 2
 
 
 def test_bad_calls_are_refused_before_the_first_message():
-    axis, x = Mesh().dp, torch.ones(4)
+    x = torch.ones(4)
     others = Axis("dp", 0, 3, (0, 1, 2))  # a group that would fail if it were used
     with pytest.raises(ValueError, match="algorithm='rign' is unknown; use one of .*'ring'"):
         algorithms.all_reduce(x, others, "rign")
@@ -321,8 +324,6 @@ def test_bad_calls_are_refused_before_the_first_message():
         algorithms.all_to_all(x, others, send_counts=[1, 2, 2], recv_counts=[1, 1, 1])
     with pytest.raises(ValueError, match="two sizes"):
         tuning.tune(others, [1000])
-    with pytest.raises(ValueError, match="chunk_bytes=-1"):
-        algorithms.all_reduce(x, axis, chunk_bytes=-1)
 
 
 # ---------------------------------------------------------------------- time
@@ -394,8 +395,8 @@ def test_chunks_hide_each_others_latency(ranks):
         axis, x = Mesh(dp=2, tp=2).dp, torch.ones(64)
         usual, rounds.IN_FLIGHT = rounds.IN_FLIGHT, in_flight
         try:
-            with emulated(30e-3, 1e-9):
-                call = partial(algorithms.all_reduce, x, axis, chunk_bytes=16)
+            with emulated(30e-3, 1e-9), chunks_of(16):
+                call = partial(algorithms.all_reduce, x, axis)
                 return clock(axis, call, 0.3 if in_flight > 1 else 10.0)
         finally:
             rounds.IN_FLIGHT = usual

@@ -217,6 +217,17 @@ def test_subgroups_have_the_timeout_of_the_world(ranks):
         assert found == [datetime.timedelta(seconds=20)] * 3
 
 
+def test_groups_are_called_like_their_axes(ranks):
+    """Which torch's flight recorder and the log of NCCL show. That of all ranks is torch's own."""
+
+    def called() -> list[str]:
+        mesh = Mesh(dp=2, cp=1, tp=2)
+        axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp")
+        return [axis.group.group_desc for axis in axes]
+
+    assert ranks(4).run(called) == [["dp", "tp", "dp+cp", "default_pg"]] * 4
+
+
 def test_equal_axes_share_a_group_for_as_long_as_the_world_lives(ranks):
     def shared() -> list[bool]:
         one, two, other = Mesh(dp=2, tp=2), Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from minipar.comm import collectives, timeline
 from minipar.comm.mesh import Mesh
 from minipar.comm.recorder import blocks
-from minipar.comm.spans import Span, intersect, measure, subtract, union, wire_bytes
+from minipar.comm.spans import Span, aligned, intersect, measure, subtract, union, wire_bytes
 from minipar.comm.timeline import Timeline, record, span
 from minipar.model.llama import Llama, LlamaConfig
 from tests.comm.same import assert_disjoint
@@ -562,3 +562,10 @@ def test_what_still_travels_ends_with_the_recording():
     if axis.rank == 1:
         late.wait(), sent.wait()
     assert len(recorded.spans) == 3 and all(span.start <= span.end for span in recorded.spans)
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    """Mutant: numbers that do not stand below each other."""
+    rows = [("a", "bb", "c"), ("dd", "e", "ff")]
+    assert aligned(rows) == ["a   bb  c", "dd  e   ff"]
+    assert aligned(rows, left=1) == ["a   bb   c", "dd   e  ff"]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from minipar.lab import large_model
+from tests.lab import large_model
 
 
 @pytest.mark.exhaustive

@@ -119,7 +119,7 @@ def test_memory_that_comes_and_goes_inside_of_one_tensor(kind):
         torch.ones(3, out=torch.empty(0))  # grown by an operation
         del flat
         assert live.now == 0
-    assert "_watch_resize" not in torch.UntypedStorage.resize_.__qualname__
+    assert "watch_resize" not in torch.UntypedStorage.resize_.__qualname__
 
 
 # ---------------------------------------------------------------------- a budget

@@ -5,12 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minipar.model.llama import IGNORE_INDEX, token_loss
-from minipar.model.masks import (
-    document_mask,
-    document_positions,
-    padding_mask,
-    padding_positions,
-)
+from minipar.model.masks import document_mask, document_positions
 from tests.model.oracle import CONFIGS, exact_norm, randomised, some_tokens, their_twin
 
 LENGTHS = (9, 14, 5)
@@ -35,11 +30,6 @@ def test_masks_by_hand():
     ).bool()
     assert torch.equal(document_mask(ids), expected[None, None])
     assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 0]]
-
-    valid = torch.tensor([[0, 0, 1, 1]])
-    expected = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]).bool()
-    assert torch.equal(padding_mask(valid), expected[None, None])
-    assert padding_positions(valid).tolist() == [[0, 0, 0, 1]]
 
 
 def test_packed_documents_equal_separate_ones(model):
@@ -74,8 +64,9 @@ def padded(model, side: str):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_leaves_valid_logits_and_gradients_alone(model, side):
+    """Padding is a document of its own."""
     rows, tokens, valid = padded(model, side)
-    logits = model(tokens, padding_positions(valid), padding_mask(valid))
+    logits = model(tokens, document_positions(valid), document_mask(valid))
     separate = [model(document[None])[0] for document in rows]
     for row, expected in enumerate(separate):
         torch.testing.assert_close(logits[row, valid[row]], expected, rtol=1e-10, atol=1e-10)
@@ -95,8 +86,8 @@ def test_padding_leaves_valid_logits_and_gradients_alone(model, side):
 def test_left_padding_equals_transformers(model, monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
     _, tokens, valid = padded(model, "left")
-    positions = padding_positions(valid)
-    ours = model(tokens, positions, padding_mask(valid))
+    positions = document_positions(valid)
+    ours = model(tokens, positions, document_mask(valid))
     twin = their_twin(model)
     theirs = twin(tokens, attention_mask=valid.long(), position_ids=positions).logits
     torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-9, atol=1e-9)
@@ -104,5 +95,5 @@ def test_left_padding_equals_transformers(model, monkeypatch):
 
 def test_masks_work_on_meta_tensors():
     ids = torch.zeros(2, 8, dtype=torch.long, device="meta")
-    assert document_mask(ids).shape == padding_mask(ids).shape == (2, 1, 8, 8)
-    assert document_positions(ids).is_meta and padding_positions(ids).is_meta
+    assert document_mask(ids).shape == (2, 1, 8, 8)
+    assert document_positions(ids).is_meta

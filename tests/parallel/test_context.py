@@ -16,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis, Mesh
-from minipar.model.llama import dense_core, generate, rope_tables
+from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import blockwise, context
 from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences
+from tests.comm.same import launched_over
 from tests.on_ranks import on_ranks
 from tests.parity import models
 
@@ -412,15 +413,10 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
 
 
 @on_ranks(2)
-def test_whole_sequences_and_copies_of_the_model():
+def test_copies_of_the_model():
     mesh = Mesh(cp=2)
     model = models.llama(3)
-    tokens = torch.arange(7)[None]
-    expected = generate(model, tokens, 5, temperature=0)
     strategy = context.apply(model, mesh.cp)
-    with timeline.record() as recorded, strategy.whole_sequences():
-        assert torch.equal(generate(model, tokens, 5, temperature=0), expected)
-    assert not recorded.spans
     twin = copy.deepcopy(model)
     whole = torch.arange(8)[None]
     ours, theirs = (m(context.shard(whole, mesh.cp)) for m in (model, twin))
@@ -490,3 +486,29 @@ def test_a_mask_that_shows_the_future_is_obeyed(ranks, order):
             args = (exchange, order, "math", 4, 2, 24, torch.float64, mask)
             for found, *_ in ranks(3).run(_ring, *args):
                 torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_mask_is_looked_at_once(monkeypatch):
+    """For all blocks together, and for backward, too: a GPU stands still each time. Mutants: a look
+    for each block; another in backward."""
+    looked, q = [], torch.rand(3, 2, 2, 8, 4, dtype=torch.float64, requires_grad=True)
+
+    def look(tensor, on_meta):
+        looked.append(tuple(tensor.shape))
+        return tensor.tolist()
+
+    monkeypatch.setattr(context, "look", look)
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda _: pytest.fail("another look"))
+    mask, axis = torch.ones(2, 1, 8, 8, dtype=torch.bool), Mesh(cp=1).cp
+    out = context.GatherAttention.apply(*q, mask, axis, "zigzag", KERNELS["math"])
+    out.sum().backward()
+    assert looked == [(2, 2)] and q.grad.shape == q.shape
+
+
+@on_ranks(2)
+def test_over_nccl_a_ring_meets_before_its_first_message():
+    """Which is one of a batch: all ranks of the group are to make its communicator together.
+    Mutant: no meeting."""
+    with launched_over("cpu:gloo,cuda:nccl") as called:
+        context.apply(models.llama(0), Mesh(cp=2).cp)
+    assert called == [("all_reduce",)]

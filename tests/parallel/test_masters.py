@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
@@ -200,6 +201,33 @@ def test_what_is_frozen_is_cast_and_has_no_master():
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     optimizer.step()
     assert torch.equal(model[1].weight, model[1].weight.master.bfloat16())
+
+
+def test_a_model_that_is_all_frozen_takes_steps():
+    """As a stage of a pipeline may be. Mutant: a copy of nothing, which torch refuses."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": []}], lr=0.1)
+    masters.keep(model, optimizer, torch.bfloat16)
+    optimizer.step()
+
+
+def test_all_weights_are_rounded_by_one_call():
+    """To a GPU, that is one kernel. Mutant: one for each parameter."""
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    model, called = Llama(SHAPE, seed=0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters.keep(model, optimizer, torch.bfloat16)
+    token_loss(model(batch(0)[0]), batch(0)[1]).backward()
+    with Calls():
+        optimizer.step()
+    assert called.count("_foreach_copy_") == 1 and "copy_" not in called
+    for name, p in model.named_parameters():
+        assert torch.equal(p, p.master.bfloat16()), name
 
 
 def test_a_closure_is_refused():

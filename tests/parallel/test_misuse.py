@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, offload, tensor, zero
+from minipar.parallel import compose, ddp, expert, fsdp, guard, local_sgd, offload, tensor, zero
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
@@ -700,6 +701,36 @@ def test_blocks_in_another_order_on_another_rank(differs):
             strategy.finish_backward()
     else:
         strategy.finish_backward()
+
+
+def test_a_gpu_tells_of_blocks_in_another_order_a_step_late(monkeypatch):
+    """At the end of the next, or where something is saved. Mutants: a forward waits for it; at the
+    end nobody asks; the blocks of a later step are named."""
+    model, asked = nn.Linear(4, 4), []
+    strategy = fsdp.apply(model, Mesh().dp)
+    optimizer, ledger = adamw(model.parameters()), strategy.options.ledger
+    coming = lambda arrive, _: lambda: (asked.append("waited for"), arrive())[1]  # noqa: E731
+    monkeypatch.setattr(guard, "send_to_host", coming)
+
+    def told(*greatest: int) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cuda"), is_meta=False, tolist=lambda: greatest)
+
+    asks = [strategy.full_state_dict, partial(strategy.full_optimizer_state, optimizer)]
+    asks += [strategy.finish_backward, partial(ledger.tell, told(1, 254))]
+    for ask in asks:
+        ledger.close()
+        ledger.note("gather blocks.1")
+        ledger.tell(told(1, 255))  # this rank has done 1, another 0
+        model(torch.ones(1, 4)).sum().backward()
+        ledger.latest.clear()
+        assert not asked
+        with refuses("gather blocks.1"):
+            ask()
+        assert asked == ["waited for"]
+        ledger.told = asked.clear()
+    for _ in range(3):
+        ledger.tell(told(1, 254))
+    assert len(asked) == 2
 
 
 def evaluated_on_one_rank() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.comm import timeline
 from minipar.comm.mesh import Axis, Mesh
-from minipar.model.llama import dense_core, generate, rope_tables
+from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import ulysses
 from minipar.train.data import Sequences
@@ -118,12 +118,7 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut():
 def _in_the_model():
     mesh = Mesh(cp=2)
     model = models.llama(3)
-    tokens = torch.arange(7)[None]
-    expected = generate(model, tokens, 5, temperature=0)
     strategy = ulysses.apply(model, mesh.cp)
-    with timeline.record() as recorded, strategy.whole_sequences():
-        assert torch.equal(generate(model, tokens, 5, temperature=0), expected)
-    assert not recorded.spans
     seen = []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[1][0]))
     twin = copy.deepcopy(model)
@@ -134,7 +129,7 @@ def _in_the_model():
 
 
 def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks):
-    """And whole sequences, and copies of the model. Mutant: every shard starts at 0."""
+    """And copies of the model. Mutant: every shard starts at 0."""
     cos, _ = rope_tables(models.llama(0).config, torch.arange(8), torch.float32)
     for rank, found in enumerate(ranks(2).run(_in_the_model)):
         assert torch.equal(found, cos.chunk(2)[rank])

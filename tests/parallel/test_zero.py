@@ -605,7 +605,67 @@ def test_traffic_on_512_ranks_without_values(stage):
                 optimizer.synchronize()
     padded = -(-numbers // size) * size  # one bucket
     flags = 2 * (size - 1) * 13 // size
+    flags += 2 * (size - 1) // size * (stage == 2)  # is it the last microbatch?
     assert recorded.bytes_by_axis()["dp"] == 2 * (size - 1) * padded * 8 // size + flags
+
+
+def test_ranks_say_before_a_microbatch_whether_it_is_their_last():
+    """So that who looks at it afterwards waits for no backward. Mutant: said when it is over."""
+    with pretend(Plan(dp=8)) as mesh:
+        model = Layers(seed=0).to("meta")
+        strategy, optimizer = attach(model, mesh.dp, 2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with timeline.record() as recorded:
+                with strategy.no_sync():
+                    model(data(0).to("meta"), (0, 1, 2)).sum().backward()
+                model(data(0).to("meta"), (0, 1, 2)).sum().backward()
+                strategy.finish_backward()
+    calls = [span.name for span in recorded if span.kind == "comm"]
+    buckets = ["reduce_scatter"] * len(optimizer.buckets)
+    assert calls == ["all_reduce", *buckets, "all_reduce"] * 2
+
+
+@pytest.mark.parametrize("odd_ranks", [1, 2])
+@on_ranks(2)
+def test_a_backward_outside_of_no_sync_need_not_be_the_last(odd_ranks):
+    """As of a pipeline that has several stages on a rank; others may have but one microbatch.
+    Mutant: they believe that it is the last."""
+    mesh = Mesh(dp=2)
+    model, twin = Layers(seed=0), Layers(seed=0)
+    strategy, optimizer = attach(model, mesh.dp, 2)
+    for step in range(3):
+        optimizer.zero_grad()
+        twin.zero_grad()
+        for rank in range(2):
+            for number in (step, step + 9)[: 1 + (rank < odd_ranks)]:
+                loss_of(twin, rank, number).backward()
+        loss_of(model, mesh.rank, step).backward()
+        if mesh.rank < odd_ranks:
+            with strategy.no_sync():
+                loss_of(model, mesh.rank, step + 9).backward()
+        strategy.finish_backward()
+        for name, gradient in strategy.full_gradients().items():
+            torch.testing.assert_close(gradient, twin.get_parameter(name).grad)
+
+
+@on_ranks(2)
+def test_the_last_backward_of_a_batch_is_the_one_outside_of_no_sync():
+    """Unless the first step was otherwise: other ranks have been told. Mutant: nothing asked."""
+    mesh = Mesh(dp=2)
+    model = Layers(seed=0)
+    strategy, optimizer = attach(model, mesh.dp, 2)
+    for step in range(3):
+        optimizer.zero_grad()
+        with strategy.no_sync():
+            loss_of(model, mesh.rank).backward()
+        loss_of(model, mesh.rank).backward()
+        if step == 0:
+            strategy.finish_backward()
+            continue
+        with pytest.raises(RuntimeError, match="unlike in the first step"), strategy.no_sync():
+            pytest.fail("it was entered")
+        strategy.finish_backward()
 
 
 def _memory(stage: int, size: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.recompute import checkpoint_activations
+from minipar.parallel.fsdp import FullySharded
 
 
 def crossed(rows: list, columns: list, every: int = 3) -> list:
@@ -94,3 +95,8 @@ def frozen_embedding(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.requires_grad_(False)
+
+
+def gathered_bytes(strategy: FullySharded) -> int:
+    """Memory of gathered weights on this rank now."""
+    return sum(row.full.untyped_storage().nbytes() for row in strategy.flats)

@@ -274,7 +274,7 @@ def _lent(names: list[str]) -> list[tuple[int, int]]:
 
         def span(kind, action, before=before, held=held, data=data):
             if before.pop()[1] in "IW":
-                held.append(data.gathered_bytes)
+                held.append(models.gathered_bytes(data))
             before.append(action)
             return contextlib.nullcontext()
 

@@ -152,9 +152,10 @@ def test_unfused_attention_is_slower_and_backward_is_slower_than_forward():
 
 def test_memory_that_is_left_shrinks_with_process_groups():
     device = H100.device
-    left = [device.usable_memory(groups) for groups in (0, 1, 4)]
+    groups = (replace(device, nccl=count * device.nccl) for count in (0, 1, 4, 10_000))
+    left = [each.usable_memory() for each in groups]
     assert device.memory > left[0] > left[1] > left[2] > 0.8 * device.memory
-    assert device.usable_memory(10_000) == 0
+    assert left[3] == 0
 
 
 def test_types_have_torch_s_names_too():

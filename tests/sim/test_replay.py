@@ -159,16 +159,6 @@ def test_a_host_sets_the_pace_where_kernels_are_short():
 
 
 @pytest.mark.slow
-def test_communication_slows_down_what_it_runs_beside():
-    """By the factor, at most; and not where there is none."""
-    found, machine = traced("dp=8"), Round(bytes_per_second=1e8)
-    alone, beside = (replay(found, machine, contention=c).computing for c in (0.0, 0.5))
-    assert alone < beside < 1.5 * alone
-    alone, beside = (replay(traced("dp=1"), machine, contention=c).computing for c in (0.0, 0.5))
-    assert alone == beside
-
-
-@pytest.mark.slow
 def test_memory_is_that_of_the_fullest_rank():
     """Of 1F1B the first: it holds the most microbatches."""
     found = traced("pp=4,microbatches=8", seq_len=512)
@@ -185,7 +175,6 @@ def test_bad_input_is_refused():
     for options, match in (
         ({"slow": {2: 2.0}}, "rank 2"),
         ({"slow": {0: 0.5}}, "x 0.5"),
-        ({"contention": -1.0}, "contention=-1"),
         ({"host": float("nan")}, "host=nan"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -5,24 +5,32 @@ What only a GPU would punish fails here on any machine: on the meta device `.ite
 collective, and one that is pickled.
 """
 
+import ast
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
-from minipar.comm import calls, collectives
-from minipar.comm.values import look
+import minipar
+from minipar.comm import calls, collectives, timeline
+from minipar.comm.values import look, send_to_host, to_host
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import ddp, fsdp, local_sgd, offload, zero
+from minipar.parallel import compose, ddp, fsdp, local_sgd, offload, optimizer_state, zero
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.parallel.strategy import Strategy
+from minipar.sim import trace as sim_trace
 from minipar.sim.trace import Actor, pretend, trace
 from minipar.sim.tracer import Tracer
 from minipar.train import shards
@@ -54,6 +62,7 @@ EIGHT_RANKS = [
 ]
 EXPERTS = [
     *(f"dp=2,ep=4,dispatch={how}" for how in ("all_to_all", "gather", "overlapped", "halves")),
+    "dp=2,ep=4,dispatch=hierarchical,expert_nodes=2",
     "dp=2,ep=2,tp=2,zero=3,precision=bf16",
     "pp=2,ep=2,zero=2,schedule=dualpipe_v,dispatch=paired,microbatches=4",
 ]
@@ -94,16 +103,38 @@ class Strict:
         pass
 
 
-def refuse_to_pickle(tensor, protocol, usual=Tensor.__reduce_ex__):
-    if tensor.device.type == "cpu" and tensor.ndim == 0:
-        return usual(tensor, protocol)  # a number of the host, such as Adam's count of steps
-    raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} is pickled")
+@pytest.fixture
+def strict(monkeypatch):
+    brought, usual = [], Tensor.__reduce_ex__
+
+    def bring(tensor: Tensor) -> Tensor:
+        brought.append(tensor)
+        return to_host(tensor)
+
+    def refuse_to_pickle(tensor: Tensor, protocol: int) -> object:
+        is_here = tensor.device.type == "cpu" or any(tensor is other for other in brought)
+        if is_here and tensor.ndim == 0:
+            return usual(tensor, protocol)  # a number of the host, such as Adam's count of steps
+        raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} is pickled")
+
+    for module in (compose, optimizer_state, shards):  # what they save comes to the host by it
+        monkeypatch.setattr(module, "to_host", bring)
+    monkeypatch.setattr(calls, "observers", [Strict()])
+    monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
 
 
 @pytest.fixture
-def strict(monkeypatch):
-    monkeypatch.setattr(calls, "observers", [Strict()])
-    monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
+def fused(monkeypatch):
+    """AdamW in one kernel, as on a GPU, which reads on the device whether gradients overflowed."""
+    which = "_get_fused_kernels_supported_devices"
+    supported = [*getattr(torch_optimizer, which)(), "meta"]
+    monkeypatch.setattr(torch_optimizer, which, supported.copy)
+
+    def make_fused(model, make=torch.optim.AdamW, **options):
+        with_kernel = lambda groups, **rest: make(groups, **rest | {"fused": True})  # noqa: E731
+        return make_optimizer(model, make=with_kernel, **options)
+
+    monkeypatch.setattr(sim_trace, "make_optimizer", make_fused)
 
 
 EVERY = [*EIGHT_RANKS, *EXPERTS, *legal_plans(64, 12)]
@@ -111,15 +142,19 @@ EVERY = [*EIGHT_RANKS, *EXPERTS, *legal_plans(64, 12)]
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", [slow(t) if i % 4 else t for i, t in enumerate(EVERY)])
-def test_trains_and_is_saved_without_values(text, strict):
-    """Two whole steps, clipping and loss scaling; then weights and optimizer out and in again."""
+def test_trains_and_is_saved_without_values(text, strict, fused):
+    """Two whole steps, clipping and loss scaling, one of them recorded; then weights and optimizer
+    out and in again."""
     plan = Plan.parse(text)
     config = MIXTURE if plan.ep > 1 else CONFIG
     with pretend(plan, rank=plan.num_ranks - 1) as mesh, Tracer():  # which remembers shapes: faster
         actor = Actor(config, plan, mesh, sequences=1, seq_len=64)
-        for _ in range(2):
-            actor.step()
+        for recorded in (nullcontext(), timeline.record(actor.model)):
+            with recorded as spans:
+                actor.step()
             expert_slots(actor.model, mesh, torch.device("meta"))  # for the metrics
+        assert {"backward", "optimizer", "comm"} <= {span.kind for span in spans}
+        assert all(group["fused"] for group in actor.strategy.optimizer.param_groups)
         whole = actor.strategy.full_state_dict()
         shapes = {name: tuple(t.shape) for name, t in whole.items() if t is not None}
         assert shapes and shapes.items() <= actor.strategy.shapes.items()
@@ -212,3 +247,136 @@ def test_a_rank_of_a_group_plays_no_other():
     with pretend(Plan(dp=2)), pytest.raises(ValueError, match="process of its own"):
         trace(CONFIG, Plan(dp=4), seq_len=64)
     assert not dist.is_initialized()
+
+
+# ---------------------------------------------------------------------- on the way to the host
+def test_a_gpu_sends_beside_what_it_computes(monkeypatch):
+    """Only who takes the result waits, and for nothing that was launched later. Mutants: on the
+    stream that computes; at once."""
+    log, streams = [], []
+
+    class Stream:
+        def __init__(self, device, name="beside"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            log.append(f"event on {self.name}")
+            return SimpleNamespace(synchronize=lambda: log.append("the host waits"))
+
+        def __enter__(self):
+            streams.append(self)
+
+        def __exit__(self, *_):
+            streams.pop()
+
+    class There:
+        def to(self, device, non_blocking):
+            assert device == "cpu" and non_blocking
+            log.append(f"copy on {streams[-1].name}")
+            return "here"
+
+    def arrive():
+        log.append(f"arrival on {streams[-1].name}")
+        return There()
+
+    streams.append(Stream(None, "computing"))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    take = send_to_host(arrive, torch.device("cuda"))
+    launched = ["beside waits for computing", "arrival on beside", "copy on beside"]
+    assert log == [*launched, "event on beside"] and len(streams) == 1
+    assert take() == "here" and log[4:] == ["the host waits"]
+    assert send_to_host(arrive, torch.device("cpu")) is arrive and len(log) == 5
+
+
+# ---------------------------------------------------------------------- what no run comes by
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "allclose"}
+REDUCTIONS = {"any", "all", "max", "min", "sum", "mean"}  # of which a truth or a number is made
+ELSEWHERE = {
+    "model/experts.py Experts.forward": "the loop needs the counts; over ep they are on the host",
+    "model/hf.py Folder.read": "a checkpoint, on the host",
+    "parallel/expert.py Trip.__init__": "a table on the host",
+    "parallel/expert.py hierarchical": "a table on the host",
+    "parallel/expert.py plan_trips.trips": "a table on the host",
+    "parallel/guard.py check_elementwise": "before training: is the optimizer one for pieces?",
+    "parallel/random.py fork_rng": "a number of the host's generator",
+    "parallel/ulysses.py check_heads": "a list",
+    "parallel/vectors.py trainable": "a list",
+    "train/balance.py rank_loads": "lengths of documents, on the host",
+    "train/data.py Batches._rows": "indices of samples, on the host",
+    "train/data.py Sequences.fingerprint": "tokens of the text, on the host",
+    "train/folder.py _may_live": "a dictionary",
+    "train/metrics.py Telling.read": "the copy on the host that has landed",
+    "train/sampling.py write": "a prompt, on the host; and the sample, when all of it is written",
+    "train/saver.py save_file": "a copy on the host",
+    "train/tokenizer.py _plain": "tokens of a text, on the host",
+    "train/trainer.py Trainer._agree": "flags of the host, sent by gloo",
+}
+"""Functions that look without `look`, and why nothing waits there that is in a hurry."""
+
+
+def looks_of(source: str) -> Iterator[tuple[str, str]]:
+    """The expressions that look at a value, as far as their form tells, by function."""
+
+    def is_call(node: ast.AST, names: set[str]) -> bool:
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        return is_method and node.func.attr in names
+
+    def made_of(node: ast.AST) -> tuple[list[ast.expr], bool]:
+        """What a truth or a number is made of at `node`; and whether it is a bool(x)."""
+        match node:
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+                return [test], False
+            case ast.Assert(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
+                return [test], False
+            case ast.BoolOp(values=tests) | ast.comprehension(ifs=tests):
+                return tests, False
+            case ast.Call(func=ast.Name(id="bool" | "int" | "float" as name), args=tests):
+                return tests, name == "bool"
+        return [], False
+
+    def visit(node: ast.AST, where: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            where = f"{where}.{node.name}".strip(".")
+        parts, is_bool = made_of(node)
+        for part in parts:
+            is_plain = isinstance(part, ast.Name | ast.Attribute | ast.Subscript)
+            if is_call(part, REDUCTIONS) or (is_bool and is_plain):
+                yield where, ast.unparse(node)
+        if is_call(node, READS):
+            yield where, ast.unparse(node)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, where)
+
+    yield from visit(ast.parse(source), "")
+
+
+def test_no_file_looks_at_a_value_but_by_look():
+    """Mutant: a `.tolist()` of what a rank has gathered."""
+    root, found = Path(minipar.__file__).parent, {}
+    for part in ("parallel", "model", "train"):
+        for path in sorted((root / part).rglob("*.py")):
+            for where, what in looks_of(path.read_text(encoding="utf-8")):
+                found[f"{path.relative_to(root).as_posix()} {where}"] = what
+    unknown = {where: what for where, what in found.items() if where not in ELSEWHERE}
+    assert not unknown, f"by comm/values.py, or a word on why nobody waits: {unknown}"
+    assert not ELSEWHERE.keys() - found.keys(), "these look no more"
+
+
+def test_the_eye_for_looks_knows_their_forms():
+    bad = "x.item()", "x.tolist()", "x.cpu()", "bool(x)", "bool(x[0])", "int(x.sum())"
+    bad += (
+        "not x.any()",
+        "y if x.all() else z",
+        "[y for y in z if x.any()]",
+        "torch.equal(x, y)",
+        "z and x.any()",
+    )
+    good = "look(x, on_meta=0)", "bool(look(x, 0))", "any(x)", "x.any()", "int(text)", "x.sum() / 2"
+    assert [len(list(looks_of(code))) for code in bad] == [1] * len(bad)
+    assert [list(looks_of(code)) for code in good] == [[]] * len(good)
+    assert list(looks_of("class A:\n def f(self):\n  self.x.item()")) == [("A.f", "self.x.item()")]

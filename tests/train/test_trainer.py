@@ -9,6 +9,7 @@ import math
 import resource
 import shutil
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from minipar.comm import timeline
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
@@ -403,6 +405,36 @@ def test_the_seconds_of_a_step_are_without_its_recording(text, tmp_path, monkeyp
     assert [line["seconds"] for line in read(tmp_path / "metrics.jsonl")] == [3.0, 3.0]
 
 
+def test_the_seconds_of_a_step_begin_where_the_last_one_ended(text, tmp_path, monkeypatch):
+    """Mutants: what is told, and agreed on, between two steps takes no time; validation does."""
+    torch.set_num_threads(1)
+    now = 0.0
+
+    def slowly(owner, name, seconds):
+        usual = getattr(owner, name)
+
+        def late(*args, **options):
+            nonlocal now
+            now += seconds
+            return usual(*args, **options)
+
+        monkeypatch.setattr(owner, name, late)
+
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(trainer.peak, "_measured", lambda *_: 1e9)
+    slowly(trainer, "train_step", 1.0)
+    slowly(Metrics, "write", 2.0)
+    slowly(trainer.Trainer, "_agree", 4.0)
+    slowly(trainer.Workload, "learn", 8.0)
+    for name in ("validate", "save"):
+        slowly(trainer.Trainer, name, 1000.0)
+    slowly(StepRecorder, "figures", 1000.0)
+    every = dict(record_every=1, eval_every=1, save_every=1)
+    config = replace(PLAIN, data=str(text), mesh="dp=1", steps=3, **every)
+    trainer.train(config, str(tmp_path))
+    assert [line["seconds"] for line in read(tmp_path / "metrics.jsonl")] == [1.0, 15.0, 15.0]
+
+
 @pytest.mark.slow
 def test_checkpoints_in_the_background_are_the_same(run):
     """The run as well. Mutants: the last one is not waited for; a tensor is saved late."""
@@ -622,6 +654,26 @@ def test_a_capacity_is_for_training_and_not_for_what_is_validated_or_written(run
     monkeypatch.setattr(MoE, "admit", told)
     run(1, "moe", preset="tiny-moe", steps=2, expert_capacity=1.0, eval_every=1, sample_tokens=2)
     assert where == [True] * 2 * 4
+
+
+@pytest.mark.parametrize("crosses_steps", [False, True])
+def test_every_step_that_a_recorder_disturbs_says_so(crosses_steps):
+    """Also where it is silent, of a period, and before one that is recorded, for what it leaves in
+    flight. Mutant: those alone whose timeline is kept."""
+    recorder = StepRecorder(torch.nn.Linear(2, 2), 0, 24, 3, crosses_steps, period=4)
+    disturbed, flagged, hidden = [], [], []
+    for number in range(24):
+        with recorder.step(number):
+            if (active := timeline.active()) is not None:
+                disturbed.append(number)
+                recorder.model(torch.ones(1, 2))
+                now = time.monotonic()
+                active.comm("all_reduce", "dp", 100 if number % 4 == 0 else 1, now - 1e-3, now)
+        figures = recorder.figures(number)
+        flagged += [number] * bool(figures.get("recorded"))
+        hidden += [number] * ("hidden_fraction" in figures)
+    assert flagged == disturbed == [*range(4 - crosses_steps, 8), *range(16 - crosses_steps, 20)]
+    assert hidden == [4, 16] == list(recorder.recorded)
 
 
 def test_where_few_steps_talk_whole_periods_are_recorded():

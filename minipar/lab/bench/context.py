@@ -30,7 +30,7 @@ from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
 from minipar.lab.bench.race import StepConfig
-from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig, loss_of
+from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig
 from minipar.parallel import context, ddp, ulysses
 from minipar.parallel.sequences import CutSequences
 
@@ -203,19 +203,8 @@ def training(
     model = Llama(shape, seed=0).to(device)
     strategy = attach(model, axis, name)
     data = ddp.apply(model, axis, average=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = (strategy.own_tokens(x).contiguous() for x in config.tokens(shape, device))
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)(model(inputs), targets) / (targets.numel() * axis.size)
-        loss.backward()
-        strategy.finish_backward()
-        data.finish_backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return race.training(model, [strategy, data], inputs, targets, targets.numel() * axis.size)
 
 
 WHAT: dict[str, Callable[..., Callable[[], Any]]] = {"attention": attention, "step": training}

@@ -64,8 +64,7 @@ def run(config: DdpConfig) -> list[dict[str, Any]]:
     grown = {name: memory(config, field[name]) for name in field if name != race.ALONE}
     rows = []
     for name in config.links:
-        with race.pool(config.ranks, name) as ranks:
-            rows.append(_row(config, name, ranks.run(measure, config, name, field)[0], grown))
+        rows.append(_row(config, name, race.on_ranks(measure, config, name, field), grown))
         race.announce(rows[-1:])
     print("\n" + race.table(rows, COLUMNS))
     race.save(rows, config.json)

@@ -31,7 +31,7 @@ from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import expert_overlap, race
 from minipar.lab.bench.race import StepConfig
-from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoE, MoEConfig, Routing, mixtures
 from minipar.parallel import ddp, expert
 
@@ -144,19 +144,9 @@ def contender(
             forms = dict(zip((*THEIRS, TITAN), BY_OTHERS, strict=True))
             moe.core = partial(forms[name], moe, mesh.ep)
     strategy = ddp.apply(model, mesh.joint("dp", "ep"), average=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = config.tokens(shape, device, seed=mesh.rank)
-    num_tokens = targets.numel() * config.ranks
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)(model(inputs), targets) / num_tokens
-        loss.backward()
-        strategy.finish_backward()
-        optimizer.step()
-        return loss.detach() * config.ranks
-
-    return step
+    step = race.training(model, [strategy], inputs, targets, targets.numel() * config.ranks)
+    return lambda: step() * config.ranks
 
 
 def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:

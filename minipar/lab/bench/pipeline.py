@@ -123,9 +123,8 @@ class Contender:
     def __init__(
         self, config: PipelineConfig, axis: Axis, name: str, who: str, shape: LlamaConfig
     ) -> None:
-        device = backends.compute_device()
-        self.model = Llama(shape, seed=0).to(device)
-        inputs, targets = (t.to(device) for t in batch(config, shape))
+        self.model = Llama(shape, seed=0).to(backends.compute_device())
+        inputs, targets = batch(config, shape)
         attach = {"ours": ours, "torch": theirs}[who]
         schedule = make(name, axis.size, config.microbatches)
         self.play = attach(self.model, axis, schedule, inputs, targets)
@@ -139,11 +138,10 @@ class Contender:
         return loss
 
 
-def batch(config: PipelineConfig, shape: LlamaConfig) -> tuple[Tensor, Tensor]:
+def batch(config: PipelineConfig, shape: LlamaConfig) -> list[Tensor]:
     """Inputs and targets [M B, T] of a step, the same on all ranks."""
-    size = (config.microbatches * config.batch_size, config.seq_len + 1)
-    tokens = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:].contiguous()
+    whole = replace(config, batch_size=config.microbatches * config.batch_size)
+    return whole.tokens(shape, backends.compute_device())
 
 
 def ours(model: Llama, axis: Axis, schedule: Schedule, inputs: Tensor, targets: Tensor) -> Play:

@@ -30,7 +30,9 @@ from minipar.comm import backends, link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis
-from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.comm.spans import aligned
+from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
+from minipar.parallel.strategy import Strategy
 from minipar.train.config import check_numbers
 from minipar.train.peak import synchronise
 
@@ -106,6 +108,27 @@ class StepConfig(ModelConfig):
 def label(link_name: str) -> str:
     """Return what a table calls a link; raise `ValueError` if there is none of that name."""
     return "gloo, this machine" if link_name == "gloo" else link.parse(link_name).label
+
+
+def training(
+    model: Llama, strategies: Sequence[Strategy], inputs: Tensor, targets: Tensor, num_tokens: int
+) -> Callable[[], Tensor]:
+    """A training step of ours, with AdamW; it returns the loss of these tokens over `num_tokens`.
+
+    Gradients are summed over the ranks, not averaged.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model)(model(inputs), targets) / num_tokens
+        loss.backward()
+        for strategy in strategies:
+            strategy.finish_backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 # ---------------------------------------------------------------------- the race
@@ -343,11 +366,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Columns = (*STEPS, *SENT))
 
     lines = [[head for head, _ in columns]]
     lines += [[cell(row, template) for _, template in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines))
 
 
 def announce(rows: Sequence[Mapping[str, Any]], what: str = "") -> None:

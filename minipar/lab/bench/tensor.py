@@ -110,16 +110,7 @@ def contender(config: TensorConfig, axis: Axis, name: str, shape: LlamaConfig) -
 def ours(model: Llama, axis: Axis, inputs: Tensor, targets: Tensor, **options: bool) -> Contender:
     """`minipar.parallel.tensor`."""
     strategy = tensor.apply(model, axis, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)(model(inputs), targets) / targets.numel()
-        loss.backward()
-        strategy.finish_backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = race.training(model, [strategy], inputs, targets, targets.numel())
     return Contender(model, step)
 
 

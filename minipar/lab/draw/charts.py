@@ -132,11 +132,11 @@ def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def loss_curves(
-    losses: Mapping[str, Sequence[float]], *, title: str = "", note: str = "", xlabel: str = "step"
+    losses: Mapping[str, Sequence[float]], *, title: str = "", note: str = ""
 ) -> Figure:
     """Losses by step `{name: [loss of step 0, ...]}`. Equal ones lie on each other, all visible."""
     lines = {name: (range(len(values)), list(values)) for name, values in losses.items()}
-    return curves(lines, xlabel=xlabel, ylabel="loss", title=title, note=note)
+    return curves(lines, xlabel="step", ylabel="loss", title=title, note=note)
 
 
 class _Box(NamedTuple):

@@ -43,7 +43,7 @@ def abs_gap(row: Row) -> float:
 
 
 # ---------------------------------------------------------------------- accuracy against bytes
-def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
+def accuracy(rows: Sequence[Row]) -> Figure:
     """A dot per method: bytes that a rank sends per step, and how far its loss is from fp32's.
 
     Further left sends less, further down learns better. A line spans the runs from different
@@ -76,7 +76,7 @@ def accuracy(rows: Sequence[Row], *, title: str = "") -> Figure:
     ax.set_xlabel("megabytes that a rank sends per step", color=MUTED, fontsize=9, loc="right")
     what = "loss minus that of fp32, nats per token (lower is better)"
     ax.text(0, 1.03, what, color=MUTED, size=9, transform=ax.transAxes)
-    pen.title(figure, title or finding(rows))
+    pen.title(figure, finding(rows))
     families = {row["family"] for row in rows}
     key = [(ink, family) for family, ink in FAMILY.items() if family in families]
     pen.key(figure, pen.flow(key), 0.85, 0.32)

@@ -37,17 +37,15 @@ def bits_of(value: float, dtype: torch.dtype) -> str:
     return f"{number.view(_INTEGER[size]).item() & (1 << 8 * size) - 1:0{8 * size}b}"
 
 
-def bits(
-    value: float, formats: Mapping[str, torch.dtype] = FORMATS, *, title: str = "", note: str = ""
-) -> Figure:
-    """One number in several formats: a row of bits for each, and what is really stored."""
+def bits(value: float, *, title: str = "") -> Figure:
+    """One number in all `FORMATS`: a row of bits for each, and what is really stored."""
     cell, row, left = 0.19, 0.46, 0.95  # inches
-    longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in formats.values())
+    longest = max(8 * torch.tensor([], dtype=dtype).element_size() for dtype in FORMATS.values())
     width = left + cell * longest + 1.6
-    height = 0.62 + row * len(formats) + 0.5
-    title = title or f"The number {value:g} in {len(formats)} formats"
-    figure, ax = pen.sheet(width, height, title, note)
-    for i, (name, dtype) in enumerate(formats.items()):
+    height = 0.62 + row * len(FORMATS) + 0.5
+    title = title or f"The number {value:g} in {len(FORMATS)} formats"
+    figure, ax = pen.sheet(width, height, title)
+    for i, (name, dtype) in enumerate(FORMATS.items()):
         y = height - 0.55 - row * (i + 1)
         pen.text(ax, left - 0.14, y + 0.15, name, ha="right")
         word = bits_of(value, dtype)

@@ -166,10 +166,10 @@ def arrow(ax: Axes, start: Point, end: Point, head: float, **style: Any) -> None
     ax.add_patch(FancyArrowPatch(start, end, **ends, **style))
 
 
-def check_ranks(size: int, name: str = "size") -> None:
+def check_ranks(size: int) -> None:
     """Raise `ValueError` unless there is a colour for each of `size` ranks, two at least."""
     if not 2 <= size <= len(RANK):
-        raise ValueError(f"{name}={size} makes no picture that can be read; use 2 to {len(RANK)}")
+        raise ValueError(f"size={size} makes no picture that can be read; use 2 to {len(RANK)}")
 
 
 def of_ranks(size: int) -> list[tuple[str, str]]:

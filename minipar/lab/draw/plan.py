@@ -143,9 +143,7 @@ def crossing(sizes: Mapping[str, int], topology: Topology) -> dict[str, bool]:
     }
 
 
-def placement(
-    sizes: Mapping[str, int], topology: Topology, *, title: str = "", note: str = ""
-) -> Figure:
+def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") -> Figure:
     """All ranks in a line per axis, nodes framed: bows join who talks, loud across nodes.
 
     Raises `ValueError` as `crossing`, or for more than 32 ranks.
@@ -158,7 +156,7 @@ def placement(
     right = left + cell * ranks + gap * topology.nodes
     width, row = max(right + 1.5, 0.4 + 0.105 * len(title)), 0.92
     height = 0.72 + row * len(sizes) + 0.3
-    figure, ax = pen.sheet(width, height, title, note)
+    figure, ax = pen.sheet(width, height, title)
     centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]
     for i in range(topology.nodes):
         x = centre[i * node] - cell / 2 - 0.04

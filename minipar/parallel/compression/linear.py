@@ -15,19 +15,13 @@ from minipar.parallel.compression.compressor import Compressor, Reduced, check, 
 
 @dataclass
 class RandomK(Compressor):
-    """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy.
-
-    `unbiased` multiplies by 1/fraction, so that the mean is right without feedback; the variance
-    grows as much.
-    """
+    """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy."""
 
     fraction: float = 0.01
-    unbiased: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         check(0 < self.fraction <= 1, "fraction", self.fraction, "above 0 and at most 1")
-        self.feedback = not self.unbiased
 
     def reduce(
         self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
@@ -35,9 +29,9 @@ class RandomK(Compressor):
         self.generator = self.generator or make_generator(vector.device, self.seed)
         k = math.ceil(self.fraction * len(vector))
         order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
-        places, factor = order[:k], len(vector) / k if self.unbiased else 1
+        places = order[:k]
         total, residue = torch.zeros_like(vector), vector.clone()
-        sent = vector[places] * factor + 0 * vector.sum()  # an overflow elsewhere must show: nan
+        sent = vector[places] + 0 * vector.sum()  # an overflow elsewhere must show: nan
         total[places] = all_reduce(sent, axis) * weight
         residue[places] -= sent
         return total, residue

@@ -37,6 +37,7 @@ from minipar.comm.collectives import (
     all_gather_object,
     all_reduce,
     broadcast,
+    connect,
     exchange,
 )
 from minipar.comm.mesh import Axis
@@ -59,7 +60,7 @@ from minipar.parallel.pipeline.stages import (
     layers_of,
     part_of,
 )
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.strategy import Strategy, device_of, replicate
 
 
 def apply(
@@ -68,7 +69,6 @@ def apply(
     schedule: Schedule,
     *,
     cut: Sequence[int] | None = None,
-    costs: Sequence[float] | None = None,
     token_shards: int = 1,
     paired: bool = False,
 ) -> "Pipeline":
@@ -78,9 +78,8 @@ def apply(
 
     Args:
         schedule: for as many ranks as the axis has, and the microbatches of a step.
-        cut: layers per part of the model, such as (3, 4, 4, 3).
-        costs: else, cut so that these are balanced: of the embedding, of each layer and of the
-            head, as `stages.measure_costs` finds on rank 0. By default, estimated FLOPs.
+        cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
+            are balanced.
         token_shards: into how many pieces activations are cut along the tokens between layers: the
             ranks of sequence parallelism.
         paired: where the schedule has a forward beside a backward, each runs while the all-to-alls
@@ -88,7 +87,7 @@ def apply(
 
     Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), has
     no pairs and should, or is for other ranks, for a cut that does not fit, for a model that is no
-    plain Llama, and where ranks were given different schedules.
+    plain Llama, and where ranks were given different schedules or cuts.
     """
     if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
         raise ValueError(
@@ -105,26 +104,18 @@ def apply(
             f"{schedule.name} is for {schedule.num_ranks} ranks, but {axis.name}={axis.size}; "
             f"make it with p={axis.size}"
         )
-    if cut is not None and costs is not None:
-        raise ValueError("cut= says where to cut, costs= what to balance; give one of them")
-    num_layers = model.config.num_layers
-    if cut is not None:
-        cut = check_cut(cut, schedule.num_stages, num_layers)
+    if cut is None:
+        cut = balance(estimate_costs(model.config), schedule.num_stages)
     else:
-        costs = estimate_costs(model.config) if costs is None else costs
-        if len(costs) != num_layers + 2:
-            raise ValueError(
-                f"{len(costs)} costs for {num_layers} layers; give {num_layers + 2}: of the "
-                "embedding, of each layer, of the head"
-            )
-        cut = balance(costs, schedule.num_stages)
-    # Ranks that follow different plans would wait for each other; times differ on every rank.
+        cut = check_cut(cut, schedule.num_stages, model.config.num_layers)
+    # Ranks that follow different plans would wait for each other.
     plans = all_gather_object((schedule.as_text(), cut), axis)
-    other = next((r for r, (text, _) in enumerate(plans) if text != plans[0][0]), None)
+    other = next((r for r, plan in enumerate(plans) if plan != plans[0]), None)
     if other is not None:
-        raise ValueError(f"ranks 0 and {other} of {axis.name} were given different schedules")
+        raise ValueError(f"ranks 0 and {other} of {axis.name} have different schedules or cuts")
     replicate(model, axis)
-    return Pipeline(model, axis, schedule, plans[0][1], token_shards, paired)
+    connect(axis, device_of(model), schedule.pairs)
+    return Pipeline(model, axis, schedule, cut, token_shards, paired)
 
 
 PAIRED_FSDP = (

@@ -6,7 +6,6 @@ with a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.split_backward import PutOff, Used, weights_in
 
@@ -34,39 +33,6 @@ def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
         for layer in range(config.num_layers)
     ]
     return [0.0, *layers, float(2 * config.vocab_size * config.hidden_size)]
-
-
-def measure_costs(model: Llama, tokens: Tensor, repeats: int = 3) -> list[float]:
-    """Seconds of forward and backward of the same pieces, on tokens [B, T]: the best of `repeats`.
-
-    Gradients are thrown away; the model is as it was. On one rank, before it is split.
-    """
-    num_layers = model.config.num_layers
-    hidden = model.model.embed_tokens(tokens).detach().requires_grad_()  # [B, T, D]
-    pieces: list[tuple[Llama, Tensor]] = [(part_of(model, range(0), first=True), tokens)]
-    pieces += [(part_of(model, range(i, i + 1)), hidden) for i in range(num_layers)]
-    pieces += [(part_of(model, range(0), last=True), hidden)]
-    costs = []
-    for piece, inputs in pieces:
-        is_head = piece.lm_head is not None
-        wanted = [p for p in (*piece.parameters(), hidden) if p.requires_grad]
-        seconds = []
-        for _ in range(repeats):
-            _synchronise(tokens.device)
-            start = time.perf_counter()
-            out = piece(inputs)
-            loss = token_loss(out, tokens) if is_head else out.sum()
-            if loss.requires_grad:
-                torch.autograd.grad(loss, wanted, allow_unused=True)
-            _synchronise(tokens.device)
-            seconds.append(time.perf_counter() - start)
-        costs.append(min(seconds))
-    return costs
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---------------------------------------------------------------------- the cut
@@ -186,16 +152,11 @@ class Stage:
     def __init__(self, module: Llama, put_off: PutOff) -> None:
         self.module, self.put_off = module, put_off
         self.first, self.last = module.model.embed_tokens is not None, module.lm_head is not None
-        self._live: dict[int, tuple[Tensor | None, Used, object]] = {}
+        self.live: dict[int, tuple[Tensor | None, Used, object]] = {}  # these await their B or I
 
     def reset(self) -> None:
         """Forget what a pass that an exception cut short has left."""
-        self._live.clear()
-
-    @property
-    def num_live(self) -> int:
-        """How many microbatches await their B or I."""
-        return len(self._live)
+        self.live.clear()
 
     def ends(self, message: Action) -> bool:
         """Whether no stage is at the other end: before the first stage, or after the last."""
@@ -218,19 +179,19 @@ class Stage:
             if self.last:
                 out = finish(out)
         root = get_gradient_edge(out) if out.requires_grad else None
-        self._live[microbatch] = (None if self.first else x), used, root
+        self.live[microbatch] = (None if self.first else x), used, root
         return out.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: of a loss) -> of the input (None: of tokens)."""
-        x, _, root = self._live.pop(microbatch)
+        x, _, root = self.live.pop(microbatch)
         if root is not None:
             torch.autograd.backward(root, gradient)
         return None if x is None else x.grad
 
     def input_gradient(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `weight_gradient`."""
-        x, used, root = self._live.pop(microbatch)
+        x, used, root = self.live.pop(microbatch)
         if root is None:
             return None
         modules = self.module.modules()

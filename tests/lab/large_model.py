@@ -1,7 +1,7 @@
 """Train a model in parts, and measure the host memory of each rank: `--zero 3` on the CPU.
 
-    python -m minipar.lab.large_model                    # 0.75B parameters, 12 GB of state
-    python -m minipar.lab.large_model --vocab 8192       # where there is less memory
+    python -m tests.lab.large_model                    # 0.75B parameters, 12 GB of state
+    python -m tests.lab.large_model --vocab 8192       # where there is less memory
 
 A random checkpoint of the shape of Llama-3.2-1B, with fewer layers, is written as Hugging Face
 does; 4 ranks read it parameter by parameter, train three steps and save, 2 ranks go on from there.
@@ -103,6 +103,6 @@ def show(report: Report, shape: LlamaConfig, ranks: int) -> bool:
 
 
 if __name__ == "__main__":
-    from minipar.lab import large_model  # by its name, which the ranks can import, too
+    from tests.lab import large_model  # by its name, which the ranks can import, too
 
     sys.exit(large_model.main())
