@@ -33,6 +33,7 @@ Use::
     with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
 """
 
+import gc
 import threading
 import time
 import warnings
@@ -233,6 +234,7 @@ class _Clock(TorchDispatchMode):
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
         self.known: dict[Any, float] = {}
+        gc.freeze()  # to go through all that was imported would make a rank late
         self.hooks = [
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
