@@ -154,7 +154,11 @@ _ROUTER = {  # of DeepSeek-V3: our names, theirs
 
 
 def load_router(path: str | Path, layer: int) -> Router:
-    """The router of one layer of the DeepSeek-V3 in the folder `path`, in float32 at least."""
+    """The router of one layer of the DeepSeek-V3 in the folder `path`, in float32 at least.
+
+    Of its files, only `weight` [E, D] and `e_score_correction_bias` [E] are read. Raises
+    `ValueError` for a folder of another model, and for a layer without experts.
+    """
     path, raw, gate = Path(path), read_json(Path(path) / CONFIG), f"model.layers.{layer}.mlp.gate"
     try:
         told = {ours: raw[theirs] for ours, theirs in _ROUTER.items()}
@@ -174,7 +178,10 @@ def load_router(path: str | Path, layer: int) -> Router:
 
 
 def save_router(router: Router, path: str | Path, layer: int) -> None:
-    """Write `router` to the new folder `path`, as `load_router` reads it."""
+    """Write `router` to the new folder `path`, as `load_router` reads it.
+
+    Raises `ValueError` for a router of another kind, `FileExistsError` where the folder is there.
+    """
     path, moe = Path(path), router.config
     if moe.score != "sigmoid" or moe.bias_speed is None:
         raise ValueError(f"a router of DeepSeek-V3 has sigmoids and a bias, this one is of {moe}")

@@ -171,7 +171,9 @@ class Naive(Strategy):
         for bucket in self.buckets:
             self._reduce(bucket)
             bucket.wait_for_reduce()
-        self._hand_out(self._tell())
+        told = self._tell()
+        told.wait()  # also where no one looks at it
+        self._hand_out(told)
 
     def _reduce(self, bucket: Bucket) -> None:
         if self.optimizer.stepped:

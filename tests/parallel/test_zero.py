@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import link, timeline
+from minipar.comm import link, strict, timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
@@ -64,8 +64,9 @@ def moved(model: nn.Module, before: list[Tensor]) -> bool:
     return all(not torch.equal(p, old) for p, old in pairs)
 
 
-@on_ranks(4)
+@on_ranks(4, "link")
 def test_the_first_version_trains_as_the_last():
+    """And has no race. Mutant: what ranks have used is never waited for."""
     mesh = Mesh(dp=4)
     model, twin = Layers(seed=0), Layers(seed=0)
     before = [p.detach().clone() for p in model.parameters()]
@@ -74,13 +75,14 @@ def test_the_first_version_trains_as_the_last():
         twin.parameters(), torch.optim.AdamW, mesh.dp, bucket_mb=7e-4, lr=0.01
     )
     naive = zero.Naive(twin, mesh.dp, optimizer, average=False), optimizer
-    for step in range(3):
-        for trained, (strategy, its_optimizer) in ((model, stage_1), (twin, naive)):
-            its_optimizer.zero_grad()
-            loss_of(trained, mesh.rank, step, ALL).backward()
-            strategy.finish_backward()
-            its_optimizer.step()
-            its_optimizer.synchronize()
+    with strict.watching():
+        for step in range(3):
+            for trained, (strategy, its_optimizer) in ((model, stage_1), (twin, naive)):
+                its_optimizer.zero_grad()
+                loss_of(trained, mesh.rank, step, ALL).backward()
+                strategy.finish_backward()
+                its_optimizer.step()
+                its_optimizer.synchronize()
     assert moved(model, before)
     assert_same(model, twin)
 
@@ -669,17 +671,16 @@ def test_the_last_backward_of_a_batch_is_the_one_outside_of_no_sync():
 
 
 def _memory(stage: int, size: int) -> tuple[int, int]:
-    """Return (highest, between steps): bytes of model state on this rank in the third step."""
-    mesh = Mesh(dp=size)
+    """Return (highest, after backward): bytes of model state on this rank, in a quiet step."""
+    mesh, seen = Mesh(dp=size), []
     with LiveBytes() as live:
         model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16)))
         options = dict(lr=0.01, foreach=False)
         strategy, optimizer = attach(model, mesh.dp, stage, bucket_mb=0.14, **options)
         x = torch.ones(1, 128)
-        for step in range(4):
+        for step in range(6):
+            live.samples.clear()
             optimizer.zero_grad()
-            if step == 1:
-                live.samples.clear()  # building the model, and the first step, have their own
             with strategy.no_sync():
                 model(x).sum().backward()
             model(x).sum().backward()
@@ -687,7 +688,9 @@ def _memory(stage: int, size: int) -> tuple[int, int]:
             after_backward = live.now
             optimizer.step()
             optimizer.synchronize()
-        return live.peak, after_backward
+            if step:  # building the model, and the first step, have their own
+                seen.append((live.peak, after_backward))
+    return tuple(map(min, zip(*seen, strict=True)))
 
 
 @pytest.mark.slow
@@ -696,9 +699,9 @@ def _memory(stage: int, size: int) -> tuple[int, int]:
 def test_memory_is_that_of_the_formula(ranks, stage, size):
     """Within 2 %, with gradients accumulated over two microbatches.
 
-    Gloo's threads may let go of the last bucket, and of where it arrived, a moment late. Mutants:
-    whole gradients kept to the end (stage 2), or beyond it; a copy of the weights or of the
-    gradients; state for everything.
+    Gloo's threads may let go of buckets, and of where they arrived, a moment late: so the least of
+    several steps counts, within two buckets. Mutants: whole gradients kept to the end (stage 2), or
+    beyond it; a copy of the weights or of the gradients; state for everything.
     """
     numbers = 16 * (128 * 128 + 128)
     weights, state, bucket = 4 * numbers, 8 * numbers, 2 * 4 * (128 * 128 + 128)
