@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -50,6 +50,13 @@ def within(seconds: float) -> Iterator[None]:
     yield
     took, may = time.monotonic() - start, seconds * busy()
     assert took < may, f"took {took:.2f} s, not {may:.2f} s"
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until `condition` holds, but no longer than for so many seconds of a quiet machine."""
+    limit = time.monotonic() + seconds * busy()
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

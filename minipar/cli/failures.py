@@ -22,7 +22,7 @@ def exit_code(error: Exception) -> int:
         case RankError():
             return _of_ranks(error)
         case out_of_memory.OutOfMemory():  # of torchrun's ranks, maybe of this one alone
-            complain(MemoryError(f"{Mesh.label}: {error}"), *getattr(error, "__notes__", ()))
+            complain(error, f"{Mesh.label}: ")
             return 1
         case OSError() | FloatingPointError():
             complain(error)
@@ -30,13 +30,16 @@ def exit_code(error: Exception) -> int:
     raise error
 
 
-def complain(error: BaseException, *notes: str) -> None:
+def complain(error: BaseException, who: str = "") -> None:
     """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, MemoryError):
-        notes = *notes, *getattr(error, "__notes__", ())
-        said = printable(" ".join(str(error).split()))
+        said = printable(who + " ".join(str(error).split()))
         print(f"minipar: error: {said}", file=sys.stderr, flush=True)
-        print(*notes, sep="", end="", file=sys.stderr, flush=True)
+        _print_notes(error)
+
+
+def _print_notes(error: BaseException) -> None:
+    print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr, flush=True)
 
 
 def _of_ranks(error: RankError) -> int:
@@ -53,10 +56,10 @@ def _of_ranks(error: RankError) -> int:
     if all(f.kind in _SAY_IT_ALL or "allocate memory" in f.message for f in failures):
         for message, failure in messages.items():
             alone = "" if len(messages) < len(failures) else f"{failure.label}: "
-            complain(RuntimeError(f"{alone}{message}"))
+            complain(RuntimeError(message), alone)
     else:
         print("\n".join(error.reports()), file=sys.stderr)
-    print(*getattr(error, "__notes__", ()), sep="", end="", file=sys.stderr)
+    _print_notes(error)
     return 1
 
 

@@ -11,8 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from minipar.comm.breakdown import breakdown
-from minipar.comm.launch import Ranks, prefixed
-from minipar.comm.mesh import check_fits_here
+from minipar.comm.launch import Ranks, check_fits_here, prefixed
 from minipar.comm.spans import is_ours
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
@@ -97,21 +96,21 @@ def overlap(command: Overlap) -> None:
             return
     else:
         print(f"{recorded}\n\n{parts}".rstrip())
-    ranks = recorded.ranks
-    if len(ranks) > MOST_DRAWN and not command.json:
-        print(f"drawn are the first {MOST_DRAWN} of {len(ranks)} ranks")
-    shown = set(ranks[:MOST_DRAWN])
-    rounds = [step for rank in ranks[:1] for step in recorded.steps.get(rank, [])]
+        if len(recorded.ranks) > MOST_DRAWN:
+            print(f"drawn are the first {MOST_DRAWN} of {len(recorded.ranks)} ranks")
+    ranks = recorded.ranks[:MOST_DRAWN]
+    rounds = recorded.steps.get(ranks[0], []) if ranks else []
     middle = rounds[len(rounds) // 2] if len(rounds) > 1 else None
+    shown, label = set(ranks), recorded.label
     spans = (s for s in recorded if s.rank in shown)
     if middle:  # of many steps in one picture nothing could be seen
-        _, a, b = middle
+        name, a, b = middle
+        label = f"{label} {name}".strip()
         spans = (
             replace(s, start=max(a, s.start), end=min(b, s.end))
             for s in spans
             if s.start < b and s.end > a
         )
-    label = f"{recorded.label} {middle[0]}".strip() if middle else recorded.label
     figure = draw.timeline(Timeline(spans, label))
     if command.out.endswith(".html"):
         text = overlap_page(recorded, parts, figure, draw.finding(recorded, "recorded"))
@@ -181,13 +180,15 @@ def plan(command: planner.PlanConfig) -> None:
     """Print the plans that would train a model fastest, and why; draw where their time goes."""
     text, plans = planner.answer(command, partial(tqdm, disable=None, leave=False, unit="plan"))
     print(text, flush=True)
-    if not command.json and not command.explain:
-        bar = tqdm(plans, desc="tracing minipar's own code", disable=None, leave=False)
-        told = [f"  {place}: {planner.as_minipar(plan)}" for place, plan in enumerate(bar, 1)]
-        print("\n".join(["", "minipar's own code under these plans, traced and replayed:", *told]))
-    if command.explain and not command.json:
+    if command.json:
+        return
+    if command.explain:
         _simulated(command, plans[0])
-    elif command.out and not command.json:
+        return
+    bar = tqdm(plans, desc="tracing minipar's own code", disable=None, leave=False)
+    told = [f"  {place}: {planner.as_minipar(plan)}" for place, plan in enumerate(bar, 1)]
+    print("\n".join(["", "minipar's own code under these plans, traced and replayed:", *told]))
+    if command.out:
         inks = {"bubble": "idle", "host": "copy", "fixed": "optimizer"}
         figure = draw.bars(
             planner.where_time_goes(plans),

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from minipar.cli.output import print_anything, say
 from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks
-from minipar.comm.mesh import Mesh, check_fits_here
+from minipar.comm.launch import RankError, Ranks, check_fits_here
+from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.train import checkpoint, out_of_memory, trainer
 from minipar.train.config import TrainConfig

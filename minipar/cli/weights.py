@@ -51,8 +51,6 @@ class Generate:
     def check(self) -> None:
         """Raise `ValueError` for values that cannot work."""
         check_numbers(self, {"tokens": 1, "temperature": 0, "top_k": 1})
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
         if not self.prompt:
             raise ValueError("--prompt is empty; a model needs something to go on with")
 

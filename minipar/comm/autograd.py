@@ -51,6 +51,7 @@ from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
+from minipar.comm.shapes import check_divides
 
 
 class _Transition(torch.autograd.Function):
@@ -155,13 +156,7 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Raises `ValueError` when n does not divide that dim.
     """
-    length = x.shape[dim]
-    if length % axis.size:
-        below = length - length % axis.size
-        raise ValueError(
-            f"cut: {axis.name}={axis.size} does not divide dim {dim} of shape {tuple(x.shape)}; "
-            f"pad it to {below + axis.size} or cut it to {below}"
-        )
+    check_divides("cut", x, dim, axis)
     return _transition(
         x,
         # a copy: a view would keep the whole tensor alive

@@ -29,14 +29,15 @@ def pick_among(gpus: Sequence[str], backend: str = "auto") -> str:
     each rank but one GPU, so counting those in sight does not tell. Raises `ValueError` for nccl
     where ranks share a GPU, or have none.
     """
-    apart = "" not in gpus and len(set(gpus)) == len(gpus)
-    if backend == "nccl" and not apart:
-        found = len(set(gpus) - {""})
+    found = len(set(gpus) - {""})
+    if backend == "auto":
+        return "nccl" if found == len(gpus) else "gloo"
+    if backend == "nccl" and found < len(gpus):
         raise ValueError(
             f"backend=nccl needs a GPU per rank: {len(gpus)} ranks have {found} GPUs; use gloo, "
             f"which also lets several ranks share a GPU"
         )
-    return ("nccl" if apart else "gloo") if backend == "auto" else backend
+    return backend
 
 
 def check_backend(backend: str, size: int) -> None:

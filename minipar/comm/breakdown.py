@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.comm.spans import NOT_COMPUTE, Interval, Span, aligned, intersect, measure, union
+from minipar.comm.spans import Interval, Span, aligned, covered, intersect, measure
 from minipar.comm.timeline import Timeline
 from minipar.comm.traces import matched
 
@@ -85,14 +85,11 @@ def cells(row: Part) -> tuple[str, ...]:
 
 def breakdown(timeline: Timeline) -> Breakdown:
     """Take a timeline apart; its steps are those that the profiler was told of."""
-    by_rank: dict[int, list[Span]] = defaultdict(list)
+    busy = timeline.busy()
+    comm: dict[int, list[Span]] = {rank: [] for rank in timeline.ranks}
     for span in timeline:
-        by_rank[span.rank].append(span)
-    comm = {r: [s for s in spans if s.kind == "comm"] for r, spans in by_rank.items()}
-    busy = {
-        r: union((s.start, s.end) for s in spans if s.kind not in NOT_COMPUTE)
-        for r, spans in by_rank.items()
-    }
+        if span.kind == "comm":
+            comm[span.rank].append(span)
     parts = {"step": _steps(timeline, comm, busy)}
     keys = {
         "collective": lambda s: s.name,
@@ -120,7 +117,7 @@ def _part(
     total = exposed = calls = num_bytes = 0.0
     for rank, spans in comm.items():
         a, b = (window or {}).get(rank, (float("-inf"), float("inf")))
-        talking = intersect(union((s.start, s.end) for s in spans), [(a, b)])
+        talking = intersect(covered(spans), [(a, b)])
         whole, hidden = measure(talking), measure(intersect(talking, busy[rank]))
         total, exposed = total + whole, exposed + whole - hidden
         begun = [s.num_bytes for s in spans if a <= s.start < b]

@@ -33,7 +33,7 @@ _beside: list[int] | None = None  # numbers of the calls for which work beside t
 
 @contextmanager
 def beside() -> Iterator[list[int]]:
-    """What the body waits for, another thread of the rank would: observers are not told.
+    """Calls that the body waits for hold up another thread of this rank: observers are not told.
 
     Yields the numbers of these calls, for `waited`.
     """
@@ -75,8 +75,7 @@ class Pending:
                 _beside.append(self._number)
             self._number = None
         if self._work is not None:
-            recorder = timeline.active()
-            with self._waiting, recorder.blocked() if recorder else nullcontext():
+            with self._waiting, timeline.blocked():
                 self._work.wait()
             self._work = None
         if self._finish is not None:
@@ -109,13 +108,12 @@ def launch(
         start = time.monotonic()
         with waiting:  # a call that is not asynchronous returns when it is done
             work = call(async_op or recorder is not None)
-        if recorder is None or work is None:
-            pass
-        elif "nccl" in dist.get_backend(axis.group):
-            # To wait here would stop the GPU; when its kernels ran, the profiler tells.
-            recorder.comm(verb, axis.name, sent, start, time.monotonic())
-        else:
-            work = _Noted(work, recorder.travel(verb, axis.name, sent, start), start)
+        if recorder is not None and work is not None:
+            if "nccl" in dist.get_backend(axis.group):
+                # To wait here would stop the GPU; when its kernels ran, the profiler tells.
+                recorder.comm(verb, axis.name, sent, start, time.monotonic())
+            else:
+                work = _Noted(work, recorder.travel(verb, axis.name, sent, start), start)
     pending = Pending(work, result, finish, waiting, number)
     return pending if async_op else pending.wait()
 

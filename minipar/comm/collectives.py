@@ -166,33 +166,23 @@ def all_to_all(
 
     Raises `ValueError` when n does not divide the split dim, or counts do not add up.
     """
-    if send_counts is not None or recv_counts is not None:
-        return _all_to_all_uneven(tensor, axis, send_counts, recv_counts, async_op)
-    check_divides("all_to_all", tensor, split_dim, axis)
-    check_dim("all_to_all", tensor, concat_dim)
-    pieces = split(tensor, split_dim, axis.size)
-    arrived = pieces.clone() if axis.size == 1 else torch.empty_like(pieces)
-    call, sent = partial(_swap, arrived, pieces, axis), _sent("all_to_all", tensor, axis)
-    return launch("all_to_all", axis, sent, call, arrived, async_op, partial(join, dim=concat_dim))
-
-
-def _all_to_all_uneven(
-    tensor: Tensor,
-    axis: Axis,
-    send_counts: Sequence[int] | None,
-    recv_counts: Sequence[int] | None,
-    async_op: bool,
-) -> Tensor | Pending:
-    check_counts(tensor, axis, send_counts, recv_counts)
-    tensor = tensor.detach().contiguous()
-    arrived = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
+    if send_counts is None and recv_counts is None:
+        check_divides("all_to_all", tensor, split_dim, axis)
+        check_dim("all_to_all", tensor, concat_dim)
+        pieces, rows = split(tensor, split_dim, axis.size), {}
+        arrived, finish = torch.empty_like(pieces), partial(join, dim=concat_dim)
+        sent = _sent("all_to_all", tensor, axis)
+    else:
+        check_counts(tensor, axis, send_counts, recv_counts)
+        pieces = tensor.detach().contiguous()
+        rows = {"recv_rows": list(recv_counts), "send_rows": list(send_counts)}
+        arrived, finish = pieces.new_empty(sum(recv_counts), *pieces.shape[1:]), None
+        row_bytes = pieces.element_size() * math.prod(pieces.shape[1:])
+        sent = row_bytes * (sum(send_counts) - send_counts[axis.rank])
     if axis.size == 1:
-        arrived.copy_(tensor)
-    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
-    sent = row_bytes * (sum(send_counts) - send_counts[axis.rank])
-    rows = {"recv_rows": list(recv_counts), "send_rows": list(send_counts)}
-    call = partial(_swap, arrived, tensor, axis, **rows)
-    return launch("all_to_all", axis, sent, call, arrived, async_op)
+        arrived.copy_(pieces)
+    call = partial(_swap, arrived, pieces, axis, **rows)
+    return launch("all_to_all", axis, sent, call, arrived, async_op, finish)
 
 
 def broadcast(

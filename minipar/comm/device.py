@@ -94,10 +94,8 @@ class Device:
 
     def __str__(self) -> str:
         larger = f", {self.magnify:g}x the width and length" if self.magnify > 1 else ""
-        slower = (
-            f", played {self.slowdown:g}x slower; times are its own" if self.slowdown > 1 else ""
-        )
-        return f"{self.sheet.name} by operation{larger}{slower}"
+        slower = f", played {self.slowdown:g}x slower; times are its own"
+        return f"{self.sheet.name} by operation{larger}{slower if self.slowdown > 1 else ''}"
 
 
 # ---------------------------------------------------------------------- of this process
@@ -175,7 +173,7 @@ def synchronize() -> None:
 
 
 def reach(end: float) -> None:
-    """The rank needs what is there at `end` of the clock: it cannot be earlier than that."""
+    """Move the clock on to `end`, if it is behind: this rank waits for what is there by then."""
     if _clock is None:
         return
     if getattr(_thread, "at", None) is None:

@@ -17,7 +17,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ class Copy:
         """
         if isinstance(self._done, threading.Event):
             if not self._done.is_set():
-                recorder = timeline.active()
-                with recorder.blocked() if recorder else nullcontext():
+                with timeline.blocked():
                     self._done.wait()
         elif not block and any(tensor.is_cuda for tensor in self.tensors):
             torch.cuda.current_stream(self.tensors[0].device).wait_event(self._done)

@@ -10,11 +10,7 @@ and where the names stand). The verb is left out where the name holds it, as in
 import re
 
 KERNELS: tuple[tuple[str, str, str], ...] = (
-    (
-        r"\bnccl|\brccl",
-        "",
-        "NCCL, RCCL: ncclDevKernel_*, ncclSymkDevKernel_*; torchcomms' nccl*Ctran*",
-    ),
+    (r"\bnccl|\brccl", "", "NCCL, RCCL: nccl(Symk)DevKernel_*; torchcomms' nccl*Ctran*"),
     (r"\bmscclKernel_", "", "MSCCL's algorithms inside of RCCL (src/include/msccl/msccl_kernel.h)"),
     (r"\bmscclpp", "", "MSCCL++: known by its argument types (microsoft/mscclpp)"),
     (r"\boneccl_", "", "oneCCL's kernels on Intel's GPUs, such as oneccl_allreduce_pcie"),
@@ -39,11 +35,7 @@ KERNELS: tuple[tuple[str, str, str], ...] = (
         "torch's symmetric memory (symm_mem/CUDASymmetricMemoryOps.cu); Triton's of that name",
     ),
     (r"\b(all_to_all_vdev|allToAllV|exchangeSplit)", "all_to_all", "symm_mem/nvshmem_extension.cu"),
-    (
-        r"\b(nv|roc|i)shmem|_on_stream_kernel",
-        "",
-        "NVSHMEM, rocSHMEM (src/host/stream/coll)",
-    ),
+    (r"\b(nv|roc|i)shmem|_on_stream_kernel", "", "NVSHMEM, rocSHMEM (src/host/stream/coll)"),
     (r"\bcross_device_reduce", "all_reduce", "vLLM, SGLang, AITER (csrc/custom_all_reduce.cuh)"),
     (
         r"\breduce_scatter_cross_device_store",

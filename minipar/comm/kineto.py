@@ -54,7 +54,7 @@ _DULL = {"ph": "none"}  # one for all, so that what is thrown away takes no memo
 
 
 def thinned(object: dict[str, Any]) -> dict[str, Any]:
-    """What of a JSON object is read: shapes, stacks and events that take no time are the bulk."""
+    """Drop what is not read of a JSON object: shapes, stacks and events without a duration."""
     if object.get("ph", "X") != "X" and isinstance(object["ph"], str):
         return _DULL
     kept = {key: object[key] for key in object.keys() & KEPT}

@@ -33,19 +33,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
+
 from minipar.comm.backends import check_backend
 from minipar.comm.device import Device
 from minipar.comm.jobs import Interrupts, Job
-from minipar.comm.mesh import check_fits_here
 from minipar.comm.pack import pack_call, unpack
 from minipar.comm.processes import Nursery, Process
 from minipar.comm.worker import Failure, Setup
+
+RANK_BYTES = 100e6
+"""Memory of a process that has imported torch and joined a group, at the least."""
 
 OutputSink = Callable[[int, str, Any], None]
 """Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
@@ -64,9 +68,8 @@ class RankError(RuntimeError):
         for failure in self.failures.values():
             alike.setdefault((failure.kind, failure.message), []).append(failure)
         # Of reports of one and the same failure, the one that tells most.
-        longest = (max((f.report for f in same), key=len) for same in alike.values())
         return [
-            f"{_who(same)}:\n{text}" for same, text in zip(alike.values(), longest, strict=True)
+            f"{_who(same)}:\n{max((f.report for f in same), key=len)}" for same in alike.values()
         ]
 
     def __reduce__(self):
@@ -79,11 +82,9 @@ def _who(failures: list[Failure]) -> str:
         return failures[0].label
     size = failures[0].label.split(" of ")[1].split()[0]
     ranks = [failure.label.split()[1] for failure in failures]
-    return (
-        f"all {size} ranks alike"
-        if len(ranks) == int(size)
-        else f"ranks {', '.join(ranks)} of {size}"
-    )
+    if len(ranks) == int(size):
+        return f"all {size} ranks alike"
+    return f"ranks {', '.join(ranks)} of {size}"
 
 
 def prefixed(rank: int, stream: str, text: str) -> None:
@@ -91,6 +92,23 @@ def prefixed(rank: int, stream: str, text: str) -> None:
     out = sys.stderr if stream == "stderr" else sys.stdout
     out.write("".join(f"[{rank}] {line}" for line in text.splitlines(keepends=True)))
     out.flush()
+
+
+def check_fits_here(size: int, weight_bytes: float = 0) -> None:
+    """Raise `ValueError` for more ranks than this machine can start.
+
+    `weight_bytes` is what each holds besides itself. Cores may be shared, within reason; memory
+    may not.
+    """
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
+    rank_bytes = RANK_BYTES + weight_bytes
+    most = min(max(64, cores), int(memory / rank_bytes))
+    if size > most:
+        raise ValueError(
+            f"{size:,} ranks do not fit this machine: it has {cores} cores and "
+            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more, so "
+            f"that up to {most} do; use fewer, a smaller model, or torchrun on more machines"
+        )
 
 
 class Ranks:
@@ -156,18 +174,13 @@ class Ranks:
         self._call, self._listening = 0, False
         self._pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="minipar-")
-        capture, preload = sink is not None, tuple(preload)
-        self._setup = Setup(
-            *(size, backend, timeout, threads, capture, max_lines),
-            *(self._folder, preload, device, strict),
-        )
+        more = self._folder, tuple(preload), device, strict
+        self._setup = Setup(size, backend, timeout, threads, sink is not None, max_lines, *more)
         self._nursery = self._new_nursery() if start == "fork" else None
         self._processes: list[Process | None] = [None] * size
         atexit.register(self.close)
         try:
-            for rank in range(size):
-                self._start(rank)
-            self._join_all()
+            self._start_all(range(size))
         except BaseException:
             self.close()
             raise
@@ -205,9 +218,7 @@ class Ranks:
                 process.reap()
             if self._nursery is not None and self._nursery.ended:
                 self._nursery = self._new_nursery()
-            for rank in range(self.size):
-                self._start(rank)
-            self._join_all()
+            self._start_all(range(self.size))
 
     def close(self) -> None:
         """End all ranks, at once, and what was started in them, also in sessions of their own.
@@ -253,11 +264,12 @@ class Ranks:
         return Nursery(self._setup)
 
     def _start(self, rank: int) -> None:
-        setup = replace(self._setup, rank=rank)
-        self._processes[rank] = Process(setup, self._nursery)
+        self._processes[rank] = Process(replace(self._setup, rank=rank), self._nursery)
 
-    def _join_all(self) -> None:
-        """Let all ranks make a process group, at a new meeting point."""
+    def _start_all(self, ranks: Iterable[int]) -> None:
+        """Start these ranks; then let all ranks make a process group, at a new meeting point."""
+        for rank in ranks:
+            self._start(rank)
         self.remade += 1
         meeting = os.path.join(self._folder, str(self.remade))
         self._supervise([("join", meeting)] * self.size, limit=time.monotonic() + 60)
@@ -310,9 +322,7 @@ class Ranks:
     def _mend(self, dead: list[int]) -> None:
         """Put fresh ranks in the place of the dead, and let all meet again."""
         try:
-            for rank in dead:
-                self._start(rank)
-            self._join_all()
+            self._start_all(dead)
         except RuntimeError:  # a rank ended meanwhile, or the nursery is gone
             self.restart()
 

@@ -84,8 +84,8 @@ def meet(
                     store.set(f"go {number}", json.dumps(said))
                 if store.check([f"go {number}"]):
                     break
-            if store.check(["absent"]):
-                raise ValueError(json.loads(store.get("absent"))[1])
+            if absence := _absence(store):
+                raise ValueError(absence[1])
             if time.monotonic() > limit:
                 missing = [str(r) for r in range(size) if not store.check([f"card {r}"])]
                 who = f"ranks {', '.join(missing)} of {size}" if missing else "one of the ranks"
@@ -119,10 +119,15 @@ def excuse(store: dist.Store, rank: int, problem: str) -> None:
     store.compare_set("absent", "", json.dumps([rank, text]))
 
 
+def _absence(store: dist.Store) -> list | None:
+    """Return the rank that will not come and its excuse; None if there is none."""
+    return json.loads(store.get("absent") or "null") if store.check(["absent"]) else None
+
+
 def _forget_absence(store: dist.Store, rank: int) -> None:
     """This rank is here after all: started again."""
-    if store.check(["absent"]) and json.loads(store.get("absent"))[0] == rank:
-        store.delete_key("absent")
+    if (absence := _absence(store)) and absence[0] == rank:
+        store.set("absent", "")  # not deleted: a rank that has just seen the key would wait for it
 
 
 # ---------------------------------------------------------------------- can they connect?
@@ -207,8 +212,14 @@ def interfaces() -> str:
 
 
 def _machine() -> str:
-    parts = [platform.node()]
-    with suppress(OSError):  # Linux: another boot is another machine, and so is a namespace
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        parts += [boot_id, str(os.stat("/proc/self/ns/net").st_ino)]
+    parts = [platform.node(), boot_id()]
+    with suppress(OSError):  # Linux: another network namespace is another machine
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
     return " ".join(parts)
+
+
+def boot_id() -> str:
+    """Return what Linux calls this boot of this machine, on which all share a clock; else ""."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return ""

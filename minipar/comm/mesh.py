@@ -15,15 +15,13 @@ The first half of this file is arithmetic on integers; the second half makes pro
 In torch: `torch.distributed.device_mesh.DeviceMesh`.
 """
 
-import datetime
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -41,9 +39,6 @@ RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "devic
 
 MOST_RANKS = 2**20
 """Of a mesh on paper: more than there are anywhere, and few enough to try all their layouts."""
-
-RANK_BYTES = 100e6
-"""Memory of a process that has imported torch and joined a group, at the least."""
 
 
 # ---------------------------------------------------------------------- arithmetic
@@ -79,23 +74,6 @@ def groups_along(names: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[i
 def whole_number(text: str) -> int | None:
     """Return the number that `text` spells in one to nine of the digits 0 to 9, else None."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
-
-
-def check_fits_here(size: int, weight_bytes: float = 0) -> None:
-    """Raise `ValueError` for more ranks than this machine can start.
-
-    `weight_bytes` is what each holds besides itself. Cores may be shared, within reason; memory
-    may not.
-    """
-    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total
-    rank_bytes = RANK_BYTES + weight_bytes
-    most = min(max(64, cores), int(memory / rank_bytes))
-    if size > most:
-        raise ValueError(
-            f"{size:,} ranks do not fit this machine: it has {cores} cores and "
-            f"{memory / 1e9:.1f} GB, and a rank takes {rank_bytes / 1e9:.1f} GB or more, so "
-            f"that up to {most} do; use fewer, a smaller model, or torchrun on more machines"
-        )
 
 
 def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
@@ -181,7 +159,7 @@ class Mesh:
             groups = groups_along(names, self.sizes)
             mine = next(group for group in groups if self.rank in group)
             axis_name = "+".join(names) or "none"
-            group = _shared_group(axis_name, tuple(groups), self.rank)
+            group = _shared_group(axis_name, groups, mine)
             self._joint[names] = Axis(axis_name, mine.index(self.rank), len(mine), mine, group)
         return self._joint[names]
 
@@ -191,7 +169,7 @@ class Mesh:
 
         several = [self[name].group for name in self.sizes]
         if None in several:  # torch wants a group for axes of one rank as well
-            each = [dist.new_group([r], timeout=group_timeout()) for r in range(self.size)]
+            each = [make_group("one rank", [rank]) for rank in range(self.size)]
             several = [group or each[self.rank] for group in several]
         kind = "cuda" if is_nccl() else "cpu"
         grid = torch.arange(self.size).view(*self.sizes.values())
@@ -222,9 +200,9 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
 
 
 def _shared_group(
-    name: str, groups: tuple[tuple[int, ...], ...], rank: int
+    name: str, groups: list[tuple[int, ...]], mine: tuple[int, ...]
 ) -> dist.ProcessGroup | None:
-    """Make all `groups`, in the same order on every rank; return the one that `rank` is in.
+    """Make all `groups`, in the same order on every rank; return that of the ranks `mine`.
 
     A group costs threads and connections, so equal axes of several meshes share one.
     """
@@ -233,17 +211,20 @@ def _shared_group(
     if len(groups) == 1:
         return dist.group.WORLD
     made = _made.setdefault(dist.group.WORLD, {})
-    if (name, groups) not in made:
-        options = dict(timeout=group_timeout(), group_desc=name)  # which torch's recorders show
-        every = [dist.new_group(list(ranks), **options) for ranks in groups]
-        made[name, groups] = next(
-            group for group, ranks in zip(every, groups, strict=True) if rank in ranks
-        )
-    return made[name, groups]
+    key = (name, *groups)
+    if key not in made:
+        every = {ranks: make_group(name, ranks) for ranks in groups}
+        made[key] = every[mine]
+    return made[key]
 
 
-def group_timeout() -> datetime.timedelta | None:
-    """Return the timeout of the default group, which `dist.new_group` does not inherit."""
+def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Make a process group of `ranks`, which torch's recorders and errors call by its `name`.
+
+    It has the timeout of the default group, which `dist.new_group` does not inherit. `options` are
+    those of `dist.new_group`; as there, all ranks make the group, also those that are not in it.
+    """
     world = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return dist.new_group(list(ranks), timeout=timeout, group_desc=name, **options)

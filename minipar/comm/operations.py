@@ -22,9 +22,8 @@ class Work(NamedTuple):
 
     op: str
     work: str  # "product", "attention", or "bytes"
-    shape: tuple[
-        int, ...
-    ]  # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
+    # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
+    shape: tuple[int, ...]
     dtype: str
     flops: int
     num_bytes: int  # read and written
@@ -59,10 +58,8 @@ def seconds_of(work: Any, device: Any) -> float:
         return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)
     if work.work == "attention":
         *sizes, causal = work.shape
-        backward = "backward" in work.op
-        return device.seconds_of_attention(
-            *sizes, work.dtype, causal=bool(causal), backward=backward
-        )
+        how = {"causal": bool(causal), "backward": "backward" in work.op}
+        return device.seconds_of_attention(*sizes, work.dtype, **how)
     return device.seconds_of_bytes(work.num_bytes)
 
 

@@ -214,13 +214,12 @@ def tree_neighbours(rank: int, size: int, shift: int = 0) -> tuple[int | None, l
         return up if up <= size else position ^ bit  # 0 above the root
 
     position = (rank + shift) % size + 1
-    depth, above = 0, parent_of(position)
-    while above:
-        depth, above = depth + 1, parent_of(above)
+    depth, above, parent = 0, position, parent_of(position)
+    while above := parent_of(above):
+        depth += 1
     below = [child for child in range(1, size + 1) if parent_of(child) == position]
-    as_rank = {at: (at - 1 - shift) % size for at in [*below, parent_of(position)]}
-    parent = as_rank[parent_of(position)] if parent_of(position) else None
-    return parent, [as_rank[child] for child in below], depth
+    parent, *children = ((at - 1 - shift) % size for at in (parent, *below))
+    return parent if depth else None, children, depth
 
 
 def tree_depth(size: int) -> int:

@@ -6,7 +6,8 @@ its hooks away again.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from minipar.comm.operations import tensors
 from minipar.comm.spans import Span
 
 
+@dataclass(eq=False, slots=True)
 class _Frame:
     """An open compute span; `kind` None is time that is waited, which leaves no span."""
 
-    __slots__ = ("kind", "name", "start")
-
-    def __init__(self, kind: str | None, name: str, start: float) -> None:
-        self.kind, self.name, self.start = kind, name, start
+    kind: str | None
+    name: str
+    start: float
 
 
 class Recorder:
@@ -72,13 +73,17 @@ class Recorder:
         self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """This thread waits for communication: the open compute span pauses and does not count."""
-        frame = self.open(None, "")
+    def span(self, kind: str | None, name: str) -> Iterator[None]:
+        """The body interrupts the running span by another."""
+        frame = self.open(kind, name)
         try:
             yield
         finally:
             self.close(frame)
+
+    def blocked(self) -> AbstractContextManager:
+        """This thread waits for communication: the open compute span pauses and does not count."""
+        return self.span(None, "")
 
     def open(self, kind: str | None, name: str) -> _Frame | None:
         """Interrupt the running span by another; returns what `close` wants."""
@@ -101,7 +106,7 @@ class Recorder:
             self.stack[-1].start = now
 
     def go_on(self, stack: list[_Frame]) -> None:
-        """From here on this thread records, in spans of its own that are open."""
+        """From here on this thread records; `stack` holds the spans that it has open."""
         self.stack, self._thread = stack, threading.get_ident()
 
     def rename(self, name: str) -> None:
@@ -225,11 +230,8 @@ def hook_autograd(recorder: Recorder) -> list[Callable[[], None]]:
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            frame = recorder.open("backward", "backward")
-            try:
+            with recorder.span("backward", "backward"):
                 return function(*args, **kwargs)
-            finally:
-                recorder.close(frame)
 
         return call
 

@@ -3,6 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,55 +102,35 @@ _ends: dict[str, threading.Event] = {}
 """Per process group: the end of the latest call that runs, or ran, in a thread."""
 
 
-class _Call:
-    """A call in a thread of its own, which has to post a round whenever the last one ends.
-
-    It first waits for the call before it along the same group: messages have no names, so the
-    n-th that one rank sends must be the n-th that the other expects.
-    """
-
-    def __init__(self, function: Callable[[], Any], before: list[threading.Event]) -> None:
-        self.done, self.result = threading.Event(), None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._work, args=(function, before), daemon=True).start()
-
-    def _work(self, function: Callable[[], Any], before: list[threading.Event]) -> None:
-        try:
-            for end in before:
-                end.wait()
-            self.result = function()
-        except BaseException as error:  # the caller that waits must hear of it
-            self._error = error
-        self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class _Inside(threading.local):
-    """Whether this thread is that of a call: its steps must not wait for the end of the call."""
-
-    running = False
-
-
-_inside = _Inside()
+_thread = threading.local()  # `is_call`: this thread is that of a call
 
 
 def start(function: Callable[[], Tensor], axes: Sequence[Axis], async_op: bool) -> Any:
-    """Call now, after what still runs along the axes; or return a `Pending` at once."""
+    """Call now, after what still runs along the axes; or return a `Pending` at once.
+
+    Then the call has a thread of its own, which posts a round whenever the last one ends. It first
+    waits for the call before it along the same group: messages have no names, so the n-th that one
+    rank sends must be the n-th that the other expects.
+    """
     groups = [axis.group.group_name for axis in axes if axis.group is not None]
     before = [_ends[name] for name in groups if name in _ends]
     if not async_op:
-        for end in before if not _inside.running else ():
-            end.wait()
+        if not hasattr(_thread, "is_call"):  # a step of a call must not wait for the call's end
+            for end in before:
+                end.wait()
         return function()
+    end, result = threading.Event(), Future()
 
-    def inside() -> Tensor:
-        _inside.running = True
-        return function()
+    def work() -> None:
+        _thread.is_call = True
+        try:
+            for other in before:
+                other.wait()
+            result.set_result(function())
+        except BaseException as error:  # the caller that waits must hear of it
+            result.set_exception(error)
+        end.set()
 
-    call = _Call(inside, before)
-    _ends.update(dict.fromkeys(groups, call.done))
-    return Pending(call, None, lambda _: call.result)
+    threading.Thread(target=work, daemon=True).start()
+    _ends.update(dict.fromkeys(groups, end))
+    return Pending(SimpleNamespace(wait=result.result), None, lambda _: result.result())

@@ -20,9 +20,8 @@ Interval = tuple[float, float]
 class Span:
     """One piece of work of one rank: `start` and `end` in seconds, `num_bytes` this rank sends."""
 
-    kind: (
-        str  # forward, backward, weight_gradient, optimizer, compute (anything else), comm or copy
-    )
+    # forward, backward, weight_gradient, optimizer, compute (anything else), comm or copy
+    kind: str
     name: str
     rank: int
     start: float
@@ -72,9 +71,9 @@ def moved(spans: list[Span], by: float) -> list[Span]:
 def clipped(
     spans: Iterable[Span], begins: Mapping[int, float], ends: Mapping[int, float]
 ) -> list[Span]:
-    """What is of a time that begins and ends for each rank: a step, between others like it.
+    """Cut spans to the time from ``begins[rank]`` to ``ends[rank]``: to one step of several.
 
-    Of a span that began before it, the bytes are those of the step before.
+    The bytes of a span that began earlier belong to the step before.
     """
     found = []
     for s in spans:
@@ -98,6 +97,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         elif start < end:
             result.append((start, end))
     return result
+
+
+def covered(spans: Iterable[Span]) -> list[Interval]:
+    """The time in which at least one of `spans` runs."""
+    return union((span.start, span.end) for span in spans)
 
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
@@ -297,6 +301,11 @@ def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]
         "  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def one_line(error: BaseException, most: int = 500) -> str:
+    """What an error says, in one line of at most so many letters."""
+    return " ".join(str(error).split())[:most]
 
 
 def printable(text: Any) -> str:

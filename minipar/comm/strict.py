@@ -122,9 +122,8 @@ class Hold:
         for tensor, before in self._read:
             self._check(tensor, before, "it is sent from there")
         for tensor, arrived in self._written:
-            self._check(
-                tensor, torch.full_like(arrived, _poison(arrived.dtype)), "it arrives there"
-            )
+            poison = torch.full_like(arrived, _poison(arrived.dtype))
+            self._check(tensor, poison, "it arrives there")
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().copy_(arrived)
 
@@ -171,7 +170,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Where the operation was called, outside of torch and of the rooms that carry it."""
+    """Where the operation was called: the innermost line outside of torch and `_CARRIERS`."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         if cell := _CELL.fullmatch(path):
@@ -182,5 +181,6 @@ def _call_site() -> str:
 
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
-_ROOMS = "strict", "link_group", "calls", "collectives", "autograd"
-_CARRIERS = tuple(f"comm/{name}.py" for name in _ROOMS)
+_CARRIERS = tuple(
+    f"comm/{name}.py" for name in ("strict", "link_group", "calls", "collectives", "autograd")
+)

@@ -18,8 +18,8 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,20 @@ import torch.distributed as dist
 from torch import nn
 
 from minipar.comm import device, kineto, traces
+from minipar.comm.meeting import boot_id
 from minipar.comm.recorder import Recorder, hook_model, hook_optimizers
 from minipar.comm.spans import (
     NOT_COMPUTE,
     Interval,
     Span,
     aligned,
+    covered,
     intersect,
     is_number,
     measure,
     moved,
     printable,
     read_json,
-    union,
 )
 
 
@@ -122,11 +123,10 @@ class Timeline:
         for span in self.spans:
             if span.kind == "comm":
                 comm[span.rank, span.axis].append(span)
-        busy = self._compute_by_rank()
-        rows = []
+        busy, rows = self.busy(), []
         for (rank, axis), spans in sorted(comm.items()):
-            talking = union((span.start, span.end) for span in spans)
-            total, hidden = measure(talking), measure(intersect(talking, busy.get(rank, [])))
+            talking = covered(spans)
+            total, hidden = measure(talking), measure(intersect(talking, busy[rank]))
             num_bytes = sum(span.num_bytes for span in spans)
             rows.append(Overlap(rank, axis, total, hidden, total - hidden, num_bytes, len(spans)))
         return rows
@@ -134,16 +134,10 @@ class Timeline:
     @property
     def hidden_fraction(self) -> float:
         """Hidden / total communication of all ranks, a rank's axes united; nan if there is none."""
-        busy, total, hidden = self._compute_by_rank(), 0.0, 0.0
-        comm: dict[int, list[Interval]] = defaultdict(list)
-        for span in self.spans:
-            if span.kind == "comm":
-                comm[span.rank].append((span.start, span.end))
-        for rank, intervals in comm.items():
-            talking = union(intervals)
-            total += measure(talking)
-            hidden += measure(intersect(talking, busy.get(rank, [])))
-        return hidden / total if total else float("nan")
+        united = (replace(s, axis="") if s.kind == "comm" else s for s in self.spans)
+        rows = Timeline(united).overlap()
+        total = sum(row.total for row in rows)
+        return sum(row.hidden for row in rows) / total if total else float("nan")
 
     def bytes_by_axis(self) -> dict[str, int]:
         """Bytes sent along each axis, summed over the ranks."""
@@ -153,12 +147,13 @@ class Timeline:
                 result[span.axis] += span.num_bytes
         return dict(sorted(result.items()))
 
-    def _compute_by_rank(self) -> dict[int, list[Interval]]:
-        busy: dict[int, list[Interval]] = defaultdict(list)
+    def busy(self) -> dict[int, list[Interval]]:
+        """When each rank computes: disjoint intervals in order."""
+        computing: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
         for span in self.spans:
             if span.kind not in NOT_COMPUTE:
-                busy[span.rank].append((span.start, span.end))
-        return {rank: union(intervals) for rank, intervals in busy.items()}
+                computing[span.rank].append(span)
+        return {rank: covered(spans) for rank, spans in computing.items()}
 
     def table(self) -> str:
         """`overlap()` as a table in plain text: milliseconds and megabytes per rank and axis."""
@@ -196,7 +191,7 @@ class Timeline:
         every: list[Any] = [None] * axis.size
         with device.paused():
             dist.barrier(group=axis.group)
-            mine = (_machine(), time.monotonic(), self.spans)
+            mine = (boot_id() or platform.node(), time.monotonic(), self.spans)
             dist.all_gather_object(every, mine, group=axis.group)
         clocks = {machine: clock for machine, clock, _ in reversed(every)}  # of its first rank
         here = every[0][0]
@@ -291,18 +286,14 @@ def active() -> Recorder | None:
     return _active
 
 
-@contextmanager
-def span(kind: str, name: str) -> Iterator[None]:
+def span(kind: str, name: str) -> AbstractContextManager:
     """Record the body as compute: `with span("compute", "loss"):`. Does nothing if none records."""
-    recorder = _active
-    if recorder is None:
-        yield
-        return
-    frame = recorder.open(kind, name)
-    try:
-        yield
-    finally:
-        recorder.close(frame)
+    return nullcontext() if _active is None else _active.span(kind, name)
+
+
+def blocked() -> AbstractContextManager:
+    """In the body this thread waits for communication; see `Recorder.blocked`."""
+    return nullcontext() if _active is None else _active.blocked()
 
 
 @contextmanager
@@ -369,9 +360,3 @@ def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
         name = "communication" if talks else "compute"
         result.append((2 * lane + talks, f"{name} {lane + 1}" if lane else name))
     return result
-
-
-def _machine() -> str:
-    """Names the machine whose `time.monotonic()` this process reads."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else platform.node()

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +36,19 @@ def read(
     `progress` is `tqdm` or takes what it takes. Raises `ValueError` as `Timeline.from_profiler`.
     """
     files = _trace_files(paths)
-    documents, timelines, steps, notes = [], [], [], []
-    for document, spans, rounds, noted in (progress or _silent)(_each(files), total=len(files)):
-        documents.append(document)
-        timelines.append(spans)
-        steps.append(rounds)
-        notes += noted
-    base = min(map(base_time, documents))  # an integer: floats lack the digits
+    each = progress(_each(files), total=len(files)) if progress else _each(files)
+    documents, timelines, steps, noted = zip(*each, strict=True)
+    notes = list(chain.from_iterable(noted))
+    bases = [base_time(document) for document in documents]
+    starts = [1e-9 * (base - min(bases)) for base in bases]  # of integers: floats lack the digits
     ranks = _trace_ranks(files, documents)
-    for i, (rank, document) in enumerate(zip(ranks, documents, strict=True)):
-        for span in timelines[i]:
+    for rank, spans in zip(ranks, timelines, strict=True):
+        for span in spans:
             span.rank = rank
-        timelines[i] = moved(timelines[i], 1e-9 * (base_time(document) - base))
+    timelines = list(map(moved, timelines, starts))
     hosts = [printable(d.get("host_name", f)) for d, f in zip(documents, files, strict=True)]
     offsets = {}
-    if len(set(hosts)) > 1 or len({base_time(document) for document in documents}) > 1:
+    if len(set(hosts)) > 1 or len(set(bases)) > 1:
         offsets, within = _offsets(timelines)
         told = [f"rank {ranks[i]} ({hosts[i]}) {1e3 * by:+.3f} ms" for i, by in offsets.items()]
         some = ", ".join(told[1:9]) + (f" and {len(told) - 9} more" if len(told) > 9 else "")
@@ -63,9 +62,9 @@ def read(
     for i, rank in enumerate(ranks):
         by = offsets.get(i, 0.0)
         timelines[i] = moved(timelines[i], by)
-        by += 1e-9 * (base_time(documents[i]) - base)
+        by += starts[i]
         by_rank[rank] = [(name, start + by, end + by) for name, start, end in steps[i]]
-    spans = [span for spans in timelines for span in spans]
+    spans = list(chain.from_iterable(timelines))
     alike = {s.name for s in spans if s.kind != "comm" and looks_like_communication(s.name)}
     if alike:
         some = ", ".join(name[:60] for name in sorted(alike)[:5])
@@ -74,10 +73,6 @@ def read(
             f"these names look like communication and were counted as computing: {some}{more}"
         )
     return spans, notes, by_rank
-
-
-def _silent(items: Iterable, total: int) -> Iterable:
-    return items
 
 
 def _each(files: list[Path]) -> Iterator[_Read]:
@@ -129,7 +124,7 @@ def _read(file: Path) -> _Read:
 
 
 def _steps(events: list[dict[str, Any]], spans: list[Span]) -> list[Step]:
-    """ProfilerStep#N of the host; where kernels were launched in it, from the first of these on."""
+    """The ProfilerStep#N of the host; one that launched kernels lasts from the first of them on."""
     said = sorted(
         {(*seconds(e), e["name"]) for e in events if e["name"].startswith("ProfilerStep")}
     )
@@ -138,10 +133,8 @@ def _steps(events: list[dict[str, Any]], spans: list[Span]) -> list[Step]:
     for start, end, name in said:
         mine = begun[bisect_left(marks, start) : bisect_left(marks, end)]
         if mine or not begun:
-            first, last = (
-                min((s for _, s, _ in mine), default=start),
-                max((e for _, _, e in mine), default=end),
-            )
+            first = min((s for _, s, _ in mine), default=start)
+            last = max((e for _, _, e in mine), default=end)
             steps.append((printable(name), first, last))
     # A step lasts until the next begins: what trails behind belongs to it.
     ends = [max(step[1], after[1]) for step, after in zip(steps, steps[1:], strict=False)]
@@ -150,20 +143,16 @@ def _steps(events: list[dict[str, Any]], spans: list[Span]) -> list[Step]:
 
 
 def _trace_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    folder_given = isinstance(paths, str | Path) and Path(paths).is_dir()
-    if isinstance(paths, str | Path):
-        folder = Path(paths)
-        if folder_given:
-            files = [f for f in sorted(folder.iterdir()) if f.name.endswith((".json", ".json.gz"))]
-        else:
-            files = (
-                [folder] if folder.exists() else [Path(p) for p in sorted(glob.glob(str(paths)))]
-            )
-    else:
+    where = paths
+    if not isinstance(paths, str | Path):
         files = [Path(path) for path in paths]
+    elif (path := Path(paths)).is_dir():
+        files = [f for f in sorted(path.iterdir()) if f.name.endswith((".json", ".json.gz"))]
+        where = f"no .json or .json.gz in the folder {path}"
+    else:
+        files = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
     missing = [str(file) for file in files if not file.exists()]
     if missing or not files:
-        where = f"no .json or .json.gz in the folder {paths}" if folder_given else paths
         raise ValueError(f"no such trace: {', '.join(missing) or where}")
     return files
 

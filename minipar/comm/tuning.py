@@ -1,7 +1,7 @@
 """Tuning: which all-reduce is the fastest for so many bytes, from what messages cost on an axis."""
 
 import functools
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,23 +85,15 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
 def _measure(axis: Axis, to: list[int], source: list[int], num_bytes: int, rounds: int) -> float:
     """Seconds of the fastest exchange with these peers; the first is for making connections."""
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
-    buffers = [torch.empty_like(sent) for _ in source]
-    best = float("inf")
-    for turn in range(rounds + 1):
-        comm.barrier(axis)
-        start = time.perf_counter()
-        comm.exchange([(sent, peer) for peer in to], list(zip(buffers, source, strict=True)), axis)
-        if turn:
-            best = min(best, time.perf_counter() - start)
-    return best
+    sends = [(sent, peer) for peer in to]
+    recvs = [(torch.empty_like(sent), peer) for peer in source]
+    exchange = functools.partial(comm.exchange, sends, recvs, axis)
+    barrier = functools.partial(comm.barrier, axis)
+    return min(timeit.repeat(exchange, barrier, number=1, repeat=rounds + 1)[1:])
 
 
 def _measure_adding(num_bytes: int, rounds: int) -> float:
     """Seconds to add up floats of so many bytes."""
     total = torch.zeros(max(1, num_bytes // 4))
-    other, best = torch.ones_like(total), float("inf")
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        total.add_(other)
-        best = min(best, time.perf_counter() - start)
-    return best
+    other = torch.ones_like(total)
+    return min(timeit.repeat(lambda: total.add_(other), number=1, repeat=rounds + 1))

@@ -39,7 +39,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,8 @@ class _Page:
 
     def write_text(self, at: int, text: str) -> None:
         data = text.encode()
-        self.memory[at : at + self.TEXT.size] = self.TEXT.pack(len(data))
-        self.memory[at + self.TEXT.size : at + self.TEXT.size + len(data)] = data
+        data = self.TEXT.pack(len(data)) + data
+        self.memory[at : at + len(data)] = data
 
     def read_text(self, at: int) -> str:
         (length,) = self.TEXT.unpack_from(self.memory, at)
@@ -132,30 +132,29 @@ def _condition(pid: int) -> str:
     return f"its process {pid} does not answer ({status})"
 
 
+@dataclass(slots=True)
 class _Slot:
     """Where the calls along one axis are written, and how many there were."""
 
-    __slots__ = ("begun", "awaited", "count")
+    begun: int
+    awaited: int
+    count: int = 0
 
-    def __init__(self, at: int) -> None:
-        self.begun, self.awaited, self.count = at + _Page.BEGUN, at + _Page.AWAITED, 0
 
-
+@dataclass(slots=True)
 class _Ticket:
     """One call that has begun. As a context: this rank waits in it."""
 
-    __slots__ = ("_memory", "_at", "_record")
-
-    def __init__(self, memory: mmap.mmap, at: int, record: bytes) -> None:
-        self._memory, self._at, self._record = memory, at, record
+    memory: mmap.mmap
+    at: int
+    record: bytes
 
     def __enter__(self) -> None:
-        at = self._at
-        self._memory[at : at + len(self._record)] = self._record
-        _TIME.pack_into(self._memory, at + 16, time.monotonic())  # the third field of _Page.CALL
+        self.memory[self.at : self.at + len(self.record)] = self.record
+        _TIME.pack_into(self.memory, self.at + 16, time.monotonic())  # third field of _Page.CALL
 
     def __exit__(self, *_: object) -> None:
-        self._memory[self._at : self._at + 8] = _NO_NUMBER
+        self.memory[self.at : self.at + 8] = _NO_NUMBER
 
 
 _TIME, _NO_NUMBER, _NO_PEERS = struct.Struct("<d"), bytes(8), (0,) * 5
@@ -236,7 +235,7 @@ class Watchdog:
             at = self._page.slot(min(len(self._slots), _Page.SLOTS - 1))
             self._page.write_header()  # there is a mesh now
             self._page.write_text(at, ",".join(map(str, (axis.name, *axis.ranks[:500]))))
-            return self._slots.setdefault(key, _Slot(at))
+            return self._slots.setdefault(key, _Slot(at + _Page.BEGUN, at + _Page.AWAITED))
 
     def close(self) -> None:
         """End the watching thread."""

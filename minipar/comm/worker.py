@@ -88,8 +88,8 @@ class _Worker:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # which the nursery leaves to us
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._obey, daemon=True).start()
-        os.environ.update(RANK=str(self.setup.rank), WORLD_SIZE=str(self.setup.size))
-        os.environ.update(LOCAL_RANK=str(self.setup.rank))
+        rank, size = str(self.setup.rank), str(self.setup.size)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
         torch.set_num_threads(self.setup.threads)
         device.use(self.setup.emulated)
         if self.setup.backend != "link":  # which carries what is on the CPU

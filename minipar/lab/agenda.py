@@ -40,9 +40,9 @@ class Row:
 
 def agendas(page: str) -> dict[str, list[Row]]:
     """The agendas of the host's page by their titles."""
-    section = page.partition("agendas\n")[2]
+    tables = page.partition("agendas\n")[2].partition("\n## ")[0]
     found = {}
-    for title, rest in re.findall(r"^\*\*(.*?)\*\*(.*?)(?=^\*\*|^## |\Z)", section, re.M | re.S):
+    for title, rest in re.findall(r"^\*\*(.*?)\*\*(.*?)(?=^\*\*|\Z)", tables, re.M | re.S):
         rows = [
             Row(60 * int(hours) + int(minutes), int(length), text.strip())
             for hours, minutes, length, text in re.findall(
@@ -51,8 +51,6 @@ def agendas(page: str) -> dict[str, list[Row]]:
         ]
         if rows:
             found[title.rstrip(".")] = rows
-        if re.search(r"^## ", rest, re.M):
-            break
     return found
 
 

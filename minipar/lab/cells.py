@@ -37,8 +37,8 @@ from minipar.comm import launch, worker
 from minipar.comm import link as links
 from minipar.comm.backends import check_backend
 from minipar.comm.device import Device
-from minipar.comm.launch import RankError
-from minipar.comm.mesh import check_fits_here, check_sizes
+from minipar.comm.launch import RankError, check_fits_here
+from minipar.comm.mesh import check_sizes
 from minipar.comm.output import last_state
 from minipar.comm.processes import Nursery
 from minipar.lab import shell
@@ -248,9 +248,8 @@ class Ranks(launch.Ranks):
         found = super().run_each(shell.mesh_sizes, [()] * self.size)
         self._mesh = next((sizes for sizes in found if sizes), self._mesh)
         self._prepare()
-        born = [
-            str(r) for r, (old, new) in enumerate(zip(pids, self.pids, strict=True)) if old != new
-        ]
+        processes = enumerate(zip(pids, self.pids, strict=True))
+        born = [str(rank) for rank, (old, new) in processes if old != new]
         if not born:
             return (
                 "The process group was made anew, all variables are kept: "

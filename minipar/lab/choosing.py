@@ -145,7 +145,8 @@ def waterfall(found: Ranked, title: str = "") -> Figure:
     added = {k: v for k, v in losses(found).items() if abs(v) > SHOWN * found.step}
     left, row = 2.35, 0.34
     height = 0.6 + row * (len(added) + 1) + 0.4
-    paper = pen.figure(pen.WIDTH, height)
+    title = title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes"
+    paper = pen.figure(pen.WIDTH, height, title, f"predicted: {found.job.plan}")
     ax = pen.panel(paper, left, 0.4, pen.WIDTH - left - 0.2, row * (len(added) + 1))
     ax.set_xlim(0, 1.22 * found.step)
     ax.set_ylim(len(added) + 0.5, -0.5)
@@ -163,8 +164,6 @@ def waterfall(found: Ranked, title: str = "") -> Figure:
             ax.plot([end, end], [i + 0.31, i + 0.69], color=pen.MUTED, lw=0.7)
         share = f"{seconds:+.2f} s" if i and name else f"{seconds:.2f} s"
         pen.text(ax, max(start, end) + 0.01 * found.step, i, f"{share}, {seconds / found.step:.0%}")
-    pen.title(paper, title or f"MFU is {found.mfu(False):.0%}: where the rest of the step goes")
-    pen.footnote(paper, f"predicted: {found.job.plan}", height)
     return paper
 
 
@@ -179,7 +178,7 @@ def panels(
     note: str = "",
 ) -> Figure:
     """Curves `{panel: {name: (x, y)}}` side by side: x by its logarithm, y from 0, one key."""
-    paper = pen.figure(pen.WIDTH, 3.9)
+    paper = pen.figure(pen.WIDTH, 3.9, title, note)
     wide = (pen.WIDTH - 0.8) / len(lines)
     top = 1.05 * max(max(y) for panel in lines.values() for _, y in panel.values())
     for i, (name, curves) in enumerate(lines.items()):
@@ -193,10 +192,8 @@ def panels(
         for curve, (x, y) in curves.items():
             ax.plot(x, y, color=inks[curve], lw=2, marker="o", ms=3.5)
         ax.text(0, 1.06, name, size=9.5, color=pen.INK, weight="bold", transform=ax.transAxes)
-    ax.set_xlabel(xlabel, color=pen.MUTED, fontsize=9, loc="right")
+    pen.label(ax, xlabel)
     style = {"size": 9, "color": pen.MUTED}
     paper.text(0.15 / pen.WIDTH, 1 - 0.5 / 3.9, ylabel, va="top", **style)
-    pen.key(paper, pen.flow([(ink, name) for name, ink in inks.items()], pen.WIDTH), 0.65, 0.32)
-    pen.title(paper, title)
-    pen.footnote(paper, note, 3.9)
+    pen.key(paper, [(ink, name) for name, ink in inks.items()], 0.65, 0.32, pen.WIDTH)
     return paper

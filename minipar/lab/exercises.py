@@ -50,16 +50,13 @@ from IPython.display import Code, display
 
 from minipar.comm import link, link_group, worker
 from minipar.comm.launch import RankError, Ranks
-from minipar.comm.mesh import Axis, group_timeout, groups_along
+from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.comm.pack import CannotTravel
 from minipar.lab import cells, progress, slips
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
 from minipar.lab.shell import Source, call_from
 
 TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
-
-
-# ====================================================================== what a check looks at
 
 
 def fails(criterion: str, sentence: str) -> Callable[[Callable], Callable]:
@@ -80,8 +77,8 @@ class Exercise:
     """One file of ``notebooks/solutions``, with its parts by name."""
 
     def __init__(self, file: Path) -> None:
-        self.id = file.stem.removeprefix("ex_").replace("_", ".")
-        module = _load(file)
+        self.id = id_of(file)
+        module = load(file)
         self.title = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
         self.level, self.minutes, self.good = module.LEVEL, module.MINUTES, module.GOOD
         self.praise = module.PRAISE
@@ -109,7 +106,8 @@ def _named(module: ModuleType, prefix: str) -> dict[str, Callable]:
     return {n.removeprefix(prefix): f for n, f in vars(module).items() if n.startswith(prefix)}
 
 
-def _load(file: Path) -> ModuleType:
+def load(file: Path) -> ModuleType:
+    """Import a file of the solutions; what it defines can be sent to ranks."""
     name = f"minipar_solutions_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -123,24 +121,21 @@ def exercises() -> dict[str, Path]:
     here, package = Path.cwd(), Path(__file__).resolve().parents[2]
     folders = [here / "solutions", here / "notebooks/solutions", package / "notebooks/solutions"]
     for folder in folders:
-        if files := list(folder.glob("ex_*.py")):
-            return {
-                ".".join(map(str, _numbers(file))): file for file in sorted(files, key=_numbers)
-            }
+        if files := {id_of(file): file for file in folder.glob("ex_*.py")}:
+            # 10.2 comes after 9.1.
+            return dict(sorted(files.items(), key=lambda item: [*map(int, item[0].split("."))]))
     looked = "\n".join(f"    {folder}" for folder in folders)
     raise FileNotFoundError(
         f"no exercises found; run the notebook from the notebooks folder. Looked in\n{looked}"
     )
 
 
-def _numbers(file: Path) -> tuple[int, ...]:
-    """(10, 2) of ``ex_10_2.py``: 10 comes after 9."""
-    return tuple(map(int, file.stem.removeprefix("ex_").split("_")))
+def id_of(file: Path) -> str:
+    """Return "10.2" for ``ex_10_2.py``."""
+    return file.stem.removeprefix("ex_").replace("_", ".")
 
 
-@cache
-def _exercise(file: Path) -> Exercise:
-    return Exercise(file)
+_read = cache(Exercise)  # by file
 
 
 def exercise(number: str) -> Exercise:
@@ -148,7 +143,7 @@ def exercise(number: str) -> Exercise:
     files = exercises()
     if number not in files:
         raise ValueError(f"there is no exercise {number!r}; there are {', '.join(files)}")
-    return _exercise(files[number])
+    return _read(files[number])
 
 
 # ====================================================================== what a learner calls
@@ -169,7 +164,7 @@ def check(
     criteria = asked.checks | asked.bonuses if bonus else asked.checks
     for size in asked.sizes:
         try:
-            case = _examine(asked, answer, size, seed, criteria)
+            case = examine(asked, answer, size, seed, criteria)
         except CheckFailed as error:
             if error.criterion == "written":
                 raise CheckFailed(str(error), "written") from None
@@ -208,7 +203,7 @@ def _looks_like(asked: Exercise, answer: Callable, size: int, error: CheckFailed
         return ""
     if error.criterion != "run":  # else it may have taken long, and inputs hardly matter
         try:
-            _examine(asked, answer, size, asked.slips["seed"], asked.checks)
+            examine(asked, answer, size, asked.slips["seed"], asked.checks)
             return ""
         except CheckFailed as known:
             error = known
@@ -236,9 +231,10 @@ def solution(number: str) -> Code:
     return Code(inspect.getsource(answer), language="python")
 
 
-def _examine(
+def examine(
     asked: Exercise, answer: Callable, size: int, seed: int, criteria: dict[str, Callable]
 ) -> Case:
+    """Run `answer` and apply `criteria`, by name. Raises `CheckFailed` for the first that fails."""
     case = play(asked, answer, size, seed)
     for name, criterion in criteria.items():
         try:
@@ -255,7 +251,7 @@ def _check_the_check(asked: Exercise, model: Callable | None, *how: Any) -> None
     """Raise `RuntimeError` if the stored answer, where there is one, is as strange to the check."""
     try:
         if model is not None:
-            _examine(asked, model, *how)
+            examine(asked, model, *how)
     except StrangeAnswer as error:
         raise RuntimeError(
             f"the check of exercise {asked.id} has a bug, not your answer: it stumbles over the "
@@ -318,13 +314,15 @@ def _only_raises(answer: Callable, error: str) -> bool:
 
 
 def _waiting(asked: Exercise) -> CheckFailed:
-    end = "" if asked.title.endswith("?") else "."
-    return CheckFailed(
-        f"Exercise {asked.id} is waiting for you: {asked.title}{end}\n"
-        f"Write the function above ({asked.level}, about {asked.minutes} minutes), "
-        "run its cell, then this one again.",
-        "written",
-    )
+    write = f"Write the function above ({asked.level}, about {asked.minutes} minutes)"
+    todo = f"{write}, run its cell, then this one again."
+    return waiting(f"Exercise {asked.id}", asked.title, todo)
+
+
+def waiting(what: str, title: str, todo: str) -> CheckFailed:
+    """The error that says of an exercise, or a problem, that nobody has tried it yet."""
+    end = "" if title.endswith("?") else "."
+    return CheckFailed(f"{what} is waiting for you: {title}{end}\n{todo}", "written")
 
 
 _END = "the end"  # how a rank calls the barrier after a learner's function
@@ -332,9 +330,8 @@ _END = "the end"  # how a rank calls the barrier after a learner's function
 
 def _with_who_has_left(text: str) -> str:
     """A learner who never wrote a barrier is told what is behind it."""
-    has_left = r"\1 \2 have left your function"
-    text = re.sub(rf"(ranks) ([\d, ]+) called {_END}\b", has_left, text)
-    text = re.sub(rf"(rank) (\d+) called {_END}\b", has_left.replace("have", "has"), text)
+    text = re.sub(rf"(ranks [\d, ]+) called {_END}\b", r"\1 have left your function", text)
+    text = re.sub(rf"(rank \d+) called {_END}\b", r"\1 has left your function", text)
     return text.replace(f"waits in {_END}, in vain", "has left your function, others have not")
 
 
@@ -415,7 +412,7 @@ def _own_axis(name: str, sizes: dict[str, int]) -> Axis | None:
     """Make the groups along one axis, on all ranks; None on those that the mesh leaves out."""
     mine = None
     for ranks in groups_along([name], sizes):
-        group = dist.new_group(list(ranks), timeout=group_timeout())
+        group = make_group(name, ranks)
         if dist.get_rank() in ranks:
             mine = Axis(name, ranks.index(dist.get_rank()), len(ranks), ranks, group)
     return mine

@@ -101,11 +101,11 @@ class GpuCheck:
 
     def settings(self) -> list[Setting]:
         """How one device trains."""
-        plain, *others = settings(self.preset)
+        tried = settings(self.preset)
         if self.rehearse:
-            plain = replace(plain, batch_size=2, seq_len=64, steps=2)
+            plain = replace(tried[0], batch_size=2, seq_len=64, steps=2)
             return [plain, replace(plain, loss_chunk=32, recompute="full")]
-        return [plain, *others]
+        return tried
 
     def run(self, gpus: int) -> TrainConfig:
         """What several ranks train: the model that is timed, if each has a GPU of its own."""
@@ -124,17 +124,16 @@ def main(argv: list[str] | None = None) -> int:
         print("minipar: error: there is no GPU here; --rehearse runs on the CPU", file=sys.stderr)
         return 2
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    step = 8 if check.rehearse else 1
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
     rows = Rows(folder / "gpu.json", check, gpus)
     with tempfile.TemporaryDirectory() as runs, Ranks(1, timeout=120, sink=None) as one:
-        with noted(rows, "parity"):
-            parity(rows, one, gpus, runs, PLANS[::8] if check.rehearse else PLANS)
-        with noted(rows, "parity"):
-            once = ONCE[::8] if check.rehearse else ONCE
-            parity(rows, one, gpus, runs, once, ["float32"])
+        for texts, precisions in ((PLANS, [*TOLERANCE]), (ONCE, ["float32"])):
+            with noted(rows, "parity"):
+                parity(rows, one, gpus, runs, texts[::step], precisions)
         with noted(rows, "checkpoint"):
-            checkpoints(rows, one, gpus, runs, RESUMED[:1] if check.rehearse else RESUMED)
+            checkpoints(rows, one, gpus, runs, RESUMED[::step])
         with noted(rows, "utilisation"):
             speed(rows, check.settings())
         with noted(rows, "overlap"):
@@ -143,8 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             overlap(rows, config, gpus, runs, plans, folder / "gpu_timeline.png")
             if gpus > 1:
                 scaling(rows, config, gpus, runs, plans)
-    for row in rows:
-        print(row)
+    print(*rows, sep="\n")
     print("written:", *sorted(map(str, folder.glob("gpu*"))))
     print(verdict(rows, gpus))
     return int(any(row.get("ok") is False for row in rows))
@@ -162,9 +160,9 @@ class Rows(list):
         super().__init__(found if found[:1] == [head] else [head])
         self[:] = [row for row in self if row.get("ok") is not False]
 
-    def lacks(self, *values: str) -> bool:
-        """Whether no row has all of these values."""
-        return not any(set(values) <= set(map(str, row.values())) for row in self)
+    def have(self, **known: Any) -> bool:
+        """Whether a row says all of this."""
+        return any(known.items() <= row.items() for row in self)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append, and write all."""
@@ -178,7 +176,7 @@ class Rows(list):
 
 @contextmanager
 def noted(rows: Rows, check: str) -> Iterator[None]:
-    """Note as a row what ends this part of the check, out of memory for one; the rest goes on."""
+    """Enter the error that ends this part of the check as a row; the other parts still run."""
     try:
         yield
     except Exception as failed:
@@ -187,12 +185,12 @@ def noted(rows: Rows, check: str) -> Iterator[None]:
 
 def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
     """Say what is proved by `rows`, and what is not."""
-    proved: dict[bool, list[str]] = {True: [], False: []}
+    good, bad = [], []
     for row in rows:
         if "ok" in row:
-            words = (row.get("plan", ""), f"({row['precision']})" if "precision" in row else "")
-            proved[row["ok"]].append(" ".join(filter(None, (row["check"], *words))))
-    good, bad = proved[True], proved[False]
+            words = [row[key] for key in ("check", "plan") if key in row]
+            words += [f"({row['precision']})"] if "precision" in row else []
+            (good if row["ok"] else bad).append(" ".join(words))
     where = f"{gpus} GPUs" if gpus else "the CPU: nothing of a GPU"
     lines = [f"proved on {where}: {'; '.join(good) or 'nothing'}"]
     if bad:
@@ -205,9 +203,8 @@ def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
         share = f"{best['share_of_matmul']:.0%} of a large matrix product"
         lines.append(f"fastest: {best['tokens_per_second']:,.0f} tokens/s with {how}: {share}")
     if gpus < 2:
-        lines.append(
-            "not proved: NCCL, overlap over its links, and scaling: these take several GPUs"
-        )
+        rest = "NCCL, overlap over its links, and scaling: these take several GPUs"
+        lines.append(f"not proved: {rest}")
     return "\n".join(lines)
 
 
@@ -219,26 +216,25 @@ def group(size: int, gpus: int) -> Ranks:
 
 
 def configure(text: str, precision: str) -> TrainConfig:
-    """A small run by a plan, and flags behind it; of a mixture where it spreads experts, which are
-    balanced over what is not cut."""
+    """A small run by a plan and the flags behind it; of a mixture where it spreads experts."""
     plan, *flags = text.split("; ")
     words = dict(flag.split("=") for flag in flags)
     values = {name: type(getattr(SMALL, name))(word) for name, word in words.items()}
     if "ep=" in plan:
+        # Balanced over what no plan cuts.
         values |= {"preset": "tiny-moe", "expert_balance": "sequence"}
     return replace(SMALL, plan=f"{plan},precision={precision}", **values)
 
 
 def alone(config: TrainConfig) -> TrainConfig:
     """The same run on one device."""
-    plan = f"dp=1,precision={config.precision}"
-    return replace(config, plan=plan, compile="none")
+    return replace(config, plan=f"dp=1,precision={config.precision}", compile="none")
 
 
 def compare(
     rows: Rows, check: str, plan: str, precision: str, expected: Any, run: Callable[[], Any]
 ) -> None:
-    """Add a row: do the last steps of `run` equal those `expected`, and was their order alike?"""
+    """Add a row: are the last steps of `run` those `expected`, launched in one order?"""
     tolerance = TOLERANCE[precision]
     row = {"check": check, "plan": plan, "precision": precision, "tolerance": tolerance}
     try:
@@ -263,33 +259,35 @@ def parity(
 
     In all `precisions`, if none is named.
     """
-    expected: dict[Any, Any] = {}
-    precisions = precisions or tuple(TOLERANCE)
+    serial: dict[TrainConfig, list[dict[str, Any]]] = {}  # metrics of runs on one device
 
     def num_ranks(text: str) -> int:
         return 2 if text in PARTS else Plan.parse(text.split("; ")[0]).num_ranks
 
-    def compared(ranks: Ranks, text: str, precision: str) -> None:
-        if text in PARTS:
-            run = partial(ranks.run, steps_of, text, ranks.size)
-            same = one.run(steps_of, text, 1)[0]
-            compare(rows, "parity", text, precision, same, lambda: (run()[0], ""))
-            return
-        config = configure(text, precision)
-        serial = alone(config)
-        if serial not in expected:
-            place = f"{folder}/alone {precision} {text}"
-            expected[serial] = one.run(train, serial, place)[0][0]
-        run = partial(ranks.run, train, config, f"{folder}/{precision}-{text}")
-        compare(rows, "parity", text, precision, expected[serial], lambda: run()[0])
+    def missing(text: str) -> list[str]:
+        wanted = precisions or TOLERANCE
+        return [p for p in wanted if not rows.have(check="parity", plan=text, precision=p)]
 
-    todo = [text for text in texts if any(rows.lacks("parity", text, p) for p in precisions)]
-    for size, same in groupby(sorted(todo, key=num_ranks), num_ranks):
+    def expected(text: str, precision: str) -> list[dict[str, Any]]:
+        if text in PARTS:
+            return one.run(steps_of, text, 1)[0]
+        config = alone(configure(text, precision))
+        if config not in serial:
+            serial[config] = one.run(train, config, f"{folder}/alone {precision} {text}")[0][0]
+        return serial[config]
+
+    def found(ranks: Ranks, text: str, precision: str) -> tuple[list[dict[str, Any]], str]:
+        if text in PARTS:
+            return ranks.run(steps_of, text, ranks.size)[0], ""
+        return ranks.run(train, configure(text, precision), f"{folder}/{precision}-{text}")[0]
+
+    todo = filter(missing, sorted(texts, key=num_ranks))
+    for size, group_of in groupby(todo, num_ranks):
         with group(size, gpus) as ranks:
-            for text in same:
-                for precision in precisions:
-                    if rows.lacks("parity", text, precision):
-                        compared(ranks, text, precision)
+            for text in group_of:
+                for precision in missing(text):
+                    run = partial(found, ranks, text, precision)
+                    compare(rows, "parity", text, precision, expected(text, precision), run)
                 if "compile=" in text:  # what was compiled for one plan is not for the next
                     ranks.restart()
                 else:  # without the process groups of runs before
@@ -303,18 +301,17 @@ def checkpoints(
     precision = "float32"
     for begins, ends in pairs:
         name = f"{begins} then {ends}"
-        if not rows.lacks("checkpoint", name):
+        if rows.have(check="checkpoint", plan=name):
             continue
         serial = configure("dp=1", precision)
         expected = one.run(train, serial, f"{folder}/alone {name}")[0][0]
-        saved, last = f"{folder}/{name}", f"checkpoints/step_{SMALL.steps - 1:06d}"
+        saved, middle = f"{folder}/{name}", SMALL.steps - 1
         with group(Plan.parse(begins).num_ranks, gpus) as ranks:
-            first = replace(configure(begins, precision), save_every=SMALL.steps - 1)
-            ranks.run(train, first, saved)
+            ranks.run(train, replace(configure(begins, precision), save_every=middle), saved)
         with group(Plan.parse(ends).num_ranks, gpus) as ranks:
-            more = configure(ends, precision), f"{saved} rest", f"{saved}/{last}"
-            run = partial(ranks.run, train, *more)
-            compare(rows, "checkpoint", name, precision, expected, lambda r=run: r()[0])
+            start = f"{saved}/checkpoints/step_{middle:06d}"
+            run = partial(ranks.run, train, configure(ends, precision), f"{saved} rest", start)
+            compare(rows, "checkpoint", name, precision, expected, lambda run=run: run()[0])
 
 
 def train(
@@ -377,19 +374,17 @@ def worst(errors: Iterable[float]) -> float:
 # ---------------------------------------------------------------------- how fast
 def speed(rows: Rows, tried: Sequence[Setting]) -> None:
     """Time each setting in a fresh process; where one does not fit, its row says so."""
-    for check, setting, measure in [
-        *(("utilisation", setting, ours) for setting in tried),
-        ("transformers", tried[0], theirs),
-    ]:
-        told = asdict(setting)
-        if not any(row["check"] == check and told.items() <= row.items() for row in rows):
+    todo = [("utilisation", setting, ours) for setting in tried]
+    for check, setting, measure in [*todo, ("transformers", tried[0], theirs)]:
+        known = {"check": check, **asdict(setting)}
+        if not rows.have(**known):
             with Ranks(1, timeout=300, sink=None) as fresh:
                 try:
                     row = fresh.run(measure, setting)[0]
                 except RankError as failed:
                     if not all("OutOfMemory" in f.kind for f in failed.failures.values()):
                         raise
-                    row = {"check": check, **told, "message": "does not fit into memory"}
+                    row = known | {"message": "does not fit into memory"}
             rows.add(row)
 
 
@@ -399,8 +394,7 @@ def overlap(
     """Train by each plan; note how fast, and how much is hidden. Draw a step of ZeRO 3."""
     for text in plans:
         row = {"check": "overlap", "plan": text, "preset": config.preset}
-        found = told(rows, row, replace(config, plan=text), gpus, folder)
-        if found is None:
+        if (found := told(rows, row, replace(config, plan=text), gpus, folder)) is None:
             continue
         report, step = found
         kinds = row["spans"] = dict(sorted(Counter(span.kind for span in step).items()))
@@ -435,7 +429,7 @@ def told(
 
     None if `rows` have this `row` already, or have it now with the reason why it cannot be.
     """
-    if any(row.items() <= other.items() for other in rows):
+    if rows.have(**row):
         return None
     place = Path(folder) / " ".join(map(str, row.values()))
     try:

@@ -83,9 +83,7 @@ def guide(found: Found) -> Figure:
     for j, model in enumerate(models):
         name = model.rpartition("-")[2].upper()
         pen.text(ax, 0.15, height - 1.33 - j * pitch, name, size=11, weight="bold")
-    pen.key(
-        figure, pen.flow([(pen.colour(a), text) for a, text in CUTS.items()], width), left, 0.32
-    )
+    pen.key(figure, [(pen.colour(axis), text) for axis, text in CUTS.items()], left, 0.32, width)
     return figure
 
 
@@ -107,11 +105,11 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
         pen.rectangle(ax, start, y, wide / len(axes), 0.34, fc=ink + "70", ec=pen.PAPER, lw=1.2)
         middle = start + wide / len(axes) / 2
         pen.text(ax, middle, y + 0.17, f"{axis} {getattr(plan, axis)}", ha="center", size=8.5)
-    rest = f"ZeRO {plan.zero}" if plan.zero else ""
-    again = f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}"
-    rest = ", ".join(filter(None, [rest, again if plan.checkpointing != "none" else ""]))
+    rest = [f"ZeRO {plan.zero}"] if plan.zero else []
+    if plan.checkpointing != "none":
+        rest.append(f"recomputes {'all' if plan.checkpointing == 'full' else 'half'}")
     pen.text(ax, x, y - 0.12, f"MFU {ranked.mfu(False):.0%}", **small)
-    pen.text(ax, x, y - 0.27, rest, **small)
+    pen.text(ax, x, y - 0.27, ", ".join(rest), **small)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ In torch: `torch.cuda.max_memory_allocated`, `torch.cuda.memory._record_memory_h
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, Holding] = (
             weakref.WeakKeyDictionary()
         )
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     @property
     def peak(self) -> int:
@@ -76,16 +76,12 @@ class LiveBytes(TorchDispatchMode):
         return max(self.samples)
 
     def __enter__(self) -> "LiveBytes":
-        self._undo.append(memory.watch_resize(self._on_resize))
+        self._undo.callback(memory.watch_resize(self._on_resize))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._close()
-
-    def _close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,12 +95,17 @@ class LiveBytes(TorchDispatchMode):
                 self._add(storage)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> Holding:
-        holding = self._held[storage] = Holding(storage.nbytes())
-        self.largest = max(self.largest, holding.num_bytes)
-        self._change(holding, holding.num_bytes)
+    def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
+        on_host = self._is_on_host(storage)
+        holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
+        if not on_host:
+            self.largest = max(self.largest, holding.num_bytes)
         weakref.finalize(storage, self._release, holding)
+        self._change(holding, holding.num_bytes, was_there)
         return holding
+
+    def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
+        return False
 
     def _release(self, holding: Holding) -> None:
         self._change(holding, -holding.num_bytes)
@@ -121,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
             holding.num_bytes += more
             self._change(holding, more)
 
-    def _change(self, holding: Holding, num_bytes: int) -> None:
+    def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         self.now += num_bytes
         self.samples.append(self.now)
 
@@ -210,15 +211,13 @@ class MemoryLedger(LiveBytes):
             if self.budget is not None and self.now > self.budget:
                 raise self._over_budget()
             memory.watchers.append(self._tag)
-            self._undo += [
-                lambda: memory.watchers.remove(self._tag),
-                register_optimizer_step_pre_hook(self._on_step).remove,
-                register_optimizer_step_post_hook(self._on_step).remove,
-            ]
+            self._undo.callback(memory.watchers.remove, self._tag)
+            self._undo.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+            self._undo.callback(register_optimizer_step_post_hook(self._on_step).remove)
             self._is_open = True
             return super().__enter__()
         except BaseException:
-            self._close()
+            self._undo.close()
             raise
 
     def __exit__(self, *error: Any) -> None:
@@ -234,7 +233,7 @@ class MemoryLedger(LiveBytes):
 
     def history(self) -> MemoryHistory:
         """All that was seen so far; the first sample is what there was at the start."""
-        places: tuple[dict[str, list[int]], ...] = ({}, {})
+        places: tuple[dict[str, list[int]], ...] = ({}, {})  # on the device, on the host
         for _, holding, _, _ in self._before + self._events:
             places[holding.on_host].setdefault(holding.category, [0])
         for _, holding, num_bytes, _ in self._before:
@@ -262,7 +261,8 @@ class MemoryLedger(LiveBytes):
                 # Twice: as it arrives from backward, and where it has then been added up.
                 arrives = parameter.register_hook(lambda grad: self._label("gradients", grad))
                 added = parameter.register_post_accumulate_grad_hook(self._look_at)
-                self._undo += [arrives.remove, added.remove]
+                self._undo.callback(arrives.remove)
+                self._undo.callback(added.remove)
         self._look_at(parameter)
 
     def _look_at(self, parameter: Tensor) -> None:
@@ -290,16 +290,10 @@ class MemoryLedger(LiveBytes):
         holding.category, holding.on_host, holding.tagged = *word, True
 
     # ------------------------------------------------------------------ how much
-    def _add(self, storage: torch.UntypedStorage, was_there: bool = False) -> Holding:
+    def _is_on_host(self, storage: torch.UntypedStorage) -> bool:
         word = memory.tags.get(storage)
         on_host = memory.is_on_host() if word is None else word.on_host
-        on_host |= self._cuda is not None and storage.device.type == "cpu"
-        holding = self._held[storage] = Holding(storage.nbytes(), on_host=on_host)
-        if not on_host:
-            self.largest = max(self.largest, holding.num_bytes)
-        weakref.finalize(storage, self._release, holding)
-        self._change(holding, holding.num_bytes, was_there)
-        return holding
+        return on_host or (self._cuda is not None and storage.device.type == "cpu")
 
     def _change(self, holding: Holding, num_bytes: int, was_there: bool = False) -> None:
         if self._is_closed:
@@ -319,12 +313,11 @@ class MemoryLedger(LiveBytes):
     def _over_budget(self) -> OverBudget:
         for parameter in self._parameters:
             self._look_at(parameter)
-        held: dict[str, int] = {}
+        held: Counter[str] = Counter()
         for holding in self._held.values():
             if not holding.on_host:
-                held[holding.category] = held.get(holding.category, 0) + holding.num_bytes
-        parts = sorted(held.items(), key=lambda item: -item[1])
-        listed = ", ".join(f"{category} {_megabytes(n)}" for category, n in parts)
+                held[holding.category] += holding.num_bytes
+        listed = ", ".join(f"{category} {_megabytes(n)}" for category, n in held.most_common())
         return OverBudget(
             f"a rank would hold {_megabytes(self.now)}, more than its budget of "
             f"{_megabytes(self.budget)}: {listed}. Shard the largest part over more ranks (zero, "
@@ -332,16 +325,14 @@ class MemoryLedger(LiveBytes):
         )
 
 
-@contextmanager
-def budget(num_bytes: float, model: nn.Module | None = None) -> Iterator[MemoryLedger]:
-    """Let the body hold at most `num_bytes` on the device; yields the ledger that counts them.
+def budget(num_bytes: float, model: nn.Module | None = None) -> MemoryLedger:
+    """Let the body of a ``with`` hold at most `num_bytes` on the device; return what counts them.
 
     Raises `OverBudget` as `MemoryLedger` does, and `ValueError` for a budget that is none.
     """
     if not num_bytes > 0:
         raise ValueError(f"a budget of {num_bytes} bytes is none; use a positive number")
-    with MemoryLedger(model, budget=num_bytes) as ledger:
-        yield ledger
+    return MemoryLedger(model, budget=num_bytes)
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -85,7 +85,7 @@ def problem(title: str, **known: Any) -> Callable[[Callable[[], float]], Problem
 def of(file: Path) -> dict[str, Problem]:
     """Return the problems of one file, by number."""
     number = file.stem.removeprefix("problems_")
-    here = [p for p in vars(exercises._load(file)).values() if isinstance(p, Problem)]
+    here = [p for p in vars(exercises.load(file)).values() if isinstance(p, Problem)]
     return {f"P{number}.{count}": p for count, p in enumerate(here, 1)}
 
 
@@ -106,11 +106,8 @@ def check_number(number: str, answer: Any) -> None:
     """Say that `answer` is right, or raise `CheckFailed`, which says how far off it is, and why."""
     asked = _named(number)
     if answer is ...:
-        end = "" if asked.title.endswith("?") else "."
-        raise CheckFailed(
-            f"Problem {number} is waiting for you: {asked.title}{end}\n"
-            f"Put your number ({asked.unit}) in the place of the dots, and run this cell again.",
-        )
+        todo = f"Put your number ({asked.unit}) in the place of the dots, and run this cell again."
+        raise exercises.waiting(f"Problem {number}", asked.title, todo)
     try:
         value = float(answer)
     except (TypeError, ValueError):

@@ -196,7 +196,7 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
             written[-1].write_text(
                 without_answers(exercise.read_text(encoding="utf-8")), encoding="utf-8"
             )
-            number = exercise.stem.removeprefix("ex_").replace("_", ".")
+            number = exercises.id_of(exercise)
             known |= {n: s for n, s in slips.read(exercise.parent).items() if n == number}
         for asked in path.parent.glob(f"solutions/problems_{int(path.stem[:2])}.py"):
             written.append(folder / "solutions" / asked.name)
@@ -230,7 +230,7 @@ def _failure(asked: exercises.Exercise, answer: Callable, seed: int) -> str:
     """How an answer fails on the first number of ranks that refuses it; "" if none does."""
     for size in asked.sizes:
         try:
-            exercises._examine(asked, answer, size, seed, asked.checks)
+            exercises.examine(asked, answer, size, seed, asked.checks)
         except exercises.CheckFailed as error:
             return error.fingerprint
     return ""

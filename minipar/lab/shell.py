@@ -14,10 +14,11 @@ import threading
 import time
 import tokenize
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from itertools import zip_longest
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -71,16 +72,12 @@ class _LastValue(DisplayHook):
         return self.shell.ends_in_semicolon
 
     def start_displayhook(self) -> None:
-        pass
+        """Neither a prompt, nor a line that ends it."""
 
-    def write_output_prompt(self) -> None:
-        pass
+    write_output_prompt = finish_displayhook = start_displayhook
 
     def write_format_data(self, format_dict: dict, md_dict: dict | None = None) -> None:
         _show(format_dict, md_dict)
-
-    def finish_displayhook(self) -> None:
-        pass
 
 
 class NoExit(RuntimeError):
@@ -124,23 +121,27 @@ def _cut_plumbing(error: BaseException) -> None:
 
     Frames of `PASSING` go wherever they are, but for the first frame of all.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [frame.f_code.co_filename.startswith(PLUMBING) for frame in frames]
+    kept = list(_links(error))
+    while len(kept) > 1 and _is_in(kept[-1].tb_frame, PLUMBING):
+        kept.pop()
+    kept = kept[:1] + [tb for tb in kept[1:] if not _is_in(tb.tb_frame, PASSING)]
+    for tb, following in zip_longest(kept, kept[1:]):
+        tb.tb_next = following
+    cause = error.__context__
+    if cause is not None and all(_is_in(tb.tb_frame, PLUMBING) for tb in _links(cause)):
+        error.__context__ = None
+
+
+def _links(error: BaseException) -> Iterator[TracebackType]:
+    """The traceback of an error, link by link; the first leads to the frame that caught it."""
     tb = error.__traceback__
-    for _ in range(max((i for i, is_ours in enumerate(ours) if not is_ours), default=0)):
+    while tb is not None:
+        yield tb
         tb = tb.tb_next
-    if tb is not None:
-        tb.tb_next = None
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        if tb.tb_next.tb_frame.f_code.co_filename.startswith(PASSING):
-            tb.tb_next = tb.tb_next.tb_next
-        else:
-            tb = tb.tb_next
-    if error.__context__ is not None:
-        cause = [frame for frame, _ in traceback.walk_tb(error.__context__.__traceback__)]
-        if all(frame.f_code.co_filename.startswith(PLUMBING) for frame in cause):
-            error.__context__ = None
+
+
+def _is_in(frame: FrameType, files: tuple[str, ...]) -> bool:
+    return frame.f_code.co_filename.startswith(files)
 
 
 def _shell() -> RankShell:
@@ -180,7 +181,7 @@ def _look(shell: RankShell) -> None:
     groups = list(dist.distributed_c10d._world.pg_map)
     moves = any(isinstance(group, link_group.LinkGroup) and group.moving for group in groups)
     if work.t_start is None and called > PATIENCE and not moves:
-        own = [f for f in callers if not f.f_code.co_filename.startswith(PLUMBING)]
+        own = [frame for frame in callers if not _is_in(frame, PLUMBING)]
         worker.notify("stuck", (work.verb, _line_of(own[0], shell)))
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from minipar.comm import backends, link, timeline
+from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from minipar.lab.bench.race import ModelConfig, save
+from minipar.lab.bench.race import ADAMW, ModelConfig, save
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import ddp
 from minipar.train.step import train_step
@@ -45,11 +45,10 @@ def median_step(show: Showcase, version: ddp.Version) -> Timeline:
     link.use(link.parse(show.link))
     link.check_calls(False)
     shape = PRESETS[show.preset]
-    device = backends.compute_device()
-    batch = [show.tokens(shape, device, seed=mesh.rank)]
-    model = Llama(shape).to(device)
+    batch = [show.tokens(shape, seed=mesh.rank)]
+    model = Llama(shape)
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     steps = []
     for _ in range(8):
         barrier(mesh.world)

@@ -10,13 +10,11 @@ A safetensors file starts with a table of contents, so a reader of a few tensors
 Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
 """
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -24,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minipar.model.hf_config import CONFIG, config_json, load_config, read_json, short
+from minipar.model.hf_config import CONFIG, config_json, load_config, read_json, short, write_json
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig, Router
 
@@ -188,7 +186,7 @@ def save_router(router: Router, path: str | Path, layer: int) -> None:
     path.mkdir(parents=True)
     told = {theirs: getattr(moe, ours) for ours, theirs in _ROUTER.items()}
     told["hidden_size"] = router.weight.shape[1]
-    (path / CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    write_json(path / CONFIG, told)
     named = {f"model.layers.{layer}.mlp.gate.{n}": t for n, t in router.state_dict().items()}
     save_file(named, path / SINGLE, metadata={"format": "pt"})
 
@@ -197,20 +195,22 @@ Parts = dict[str, tuple[tuple, tuple[int, ...]]]  # name in a file -> where in t
 
 
 def _stored_as(
-    config: LlamaConfig, name: str, shape: tuple[int, ...], files: Mapping[str, Any] | None = None
+    config: LlamaConfig, name: str, shape: tuple[int, ...], files: Container[str] = ()
 ) -> Parts:
-    """Under which names a parameter of ours is in files: experts apart, unless `files` say not."""
-    kind, is_mixtral = "whole", config.moe is not None and not config.qk_norm
-    theirs = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if is_mixtral else name
-    if ".mlp.experts." in name:
-        kind = name.rpartition(".")[2]
-    if kind == "whole" or (files is not None and name in files):
-        there = name if files is not None and name in files else theirs
-        return {there: ((), shape)}
+    """Under which names a parameter of ours is in files: as here where `files` have it so.
+
+    Otherwise experts are apart, and in a Mixtral they and their router have another path.
+    """
+    if name in files:
+        return {name: ((), shape)}
+    is_mixtral, theirs = config.moe is not None and not config.qk_norm, name
+    if is_mixtral:
+        theirs = re.sub(r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1.", name)
+    if ".mlp.experts." not in name:
+        return {theirs: ((), shape)}
+    prefix, _, kind = theirs.rpartition(".")
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     names = names[2:] if kind == "down_proj" else names[:2]
-    prefix = theirs.rpartition(".")[0]
-    prefix = prefix.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else prefix
     rows = shape[1] // len(names)
     return {
         f"{prefix}.{e}.{part}.weight": ((e, slice(i * rows, (i + 1) * rows)), (rows, shape[2]))
@@ -256,6 +256,10 @@ def _expected_shapes(config: LlamaConfig, file: Path | str = CONFIG) -> dict[str
         raise ValueError(f"{file}: no model has such sizes ({error})") from None
 
 
+_SHARD = re.compile(r"[\w\-+=.]{1,240}\.safetensors")
+"""A file right here: a stranger's index must not lead to other folders, nor to devices."""
+
+
 def _files_of(path: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     if (path / INDEX).exists():
@@ -263,7 +267,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         if not isinstance(weight_map, dict):
             raise ValueError(f"{path / INDEX}: no weight_map in it")
         for name, file in weight_map.items():
-            if not (isinstance(file, str) and _is_shard(file)):
+            if not (isinstance(file, str) and _SHARD.fullmatch(file)):
                 raise ValueError(
                     f"{path / INDEX}: {name} is said to be in {file!r:.200}, which is no name of a "
                     "safetensors file in this folder"
@@ -273,11 +277,6 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
     with _open(path / SINGLE) as contents:
         return dict.fromkeys(contents.keys(), path / SINGLE)
-
-
-def _is_shard(name: str) -> bool:
-    """A file right here: a strangers' index must not lead to other folders, nor to devices."""
-    return re.fullmatch(r"[\w\-+=.]{1,240}\.safetensors", name) is not None
 
 
 def _open(file: Path) -> safe_open:
@@ -329,7 +328,7 @@ def save(
 
 
 def _checked(state: Mapping[str, Tensor], config: LlamaConfig, fused: bool) -> dict[str, Tensor]:
-    """The parameters to write, detached and contiguous."""
+    """The parameters to write, under the names of files."""
     expected = _expected_shapes(config)
     given = set(state) - ({HEAD} if config.tie_embeddings else set())
     if given != expected.keys():
@@ -345,9 +344,9 @@ def _checked(state: Mapping[str, Tensor], config: LlamaConfig, fused: bool) -> d
                 f"{name} has shape {tuple(state[name].shape)}{where}, but the config says {shape}"
             )
     return {
-        part: state[name].detach()[place].contiguous().clone() if place else state[name].detach()
+        part: state[name].detach()[place].clone() if place else state[name].detach()
         for name, shape in expected.items()
-        for part, (place, _) in _stored_as(config, name, shape, state if fused else None).items()
+        for part, (place, _) in _stored_as(config, name, shape, state if fused else ()).items()
     }
 
 
@@ -376,11 +375,8 @@ def _write(folder: Path, shards: list[dict[str, Tensor]], config: LlamaConfig) -
     if len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    dtype = next(iter(shards[0].values())).dtype
-    (folder / CONFIG).write_text(
-        json.dumps(config_json(config, dtype), indent=2) + "\n", encoding="utf-8"
-    )
+        write_json(folder / INDEX, index)
+    write_json(folder / CONFIG, config_json(config, next(iter(shards[0].values())).dtype))
     for file in set(weight_map.values()):
         shutil.copymode(folder / CONFIG, folder / file)  # safetensors makes its files private
 

@@ -119,7 +119,6 @@ _ALTERS = re.compile(
 )
 
 _READ = {"rope_scaling", "rope_parameters", "rope_theta", *_SUPPORTED}
-
 _READ_OF_EXPERTS = {"num_local_experts", "num_experts", "num_experts_per_tok"}
 
 
@@ -175,11 +174,8 @@ def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict:
     kind, moe, experts = _kind_of(config), config.moe, {}
     if moe is not None:
         (num_experts, _), (size, _), *_ = _EXPERTS[kind]
-        experts = {
-            num_experts: moe.num_experts,
-            size: moe.expert_size,
-            "num_experts_per_tok": moe.top_k,
-        }
+        experts = {num_experts: moe.num_experts, size: moe.expert_size}
+        experts["num_experts_per_tok"] = moe.top_k
         if kind != "mixtral":
             experts["norm_topk_prob"] = moe.normalise
         if kind == "qwen3_moe":
@@ -226,6 +222,11 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: holds a {type(content).__name__}, not a JSON object")
     return content
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Write `content` as indented JSON."""
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def short(dtype: torch.dtype) -> str:

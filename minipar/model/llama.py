@@ -20,6 +20,7 @@ Sennrich 1910.07467 (RMSNorm); Su et al. 2104.09864 (RoPE); Ainslie et al. 2305.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,38 +39,39 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 # ------------------------------------------------------------------------------------ presets
-_TINY = dict(vocab_size=256, hidden_size=128, intermediate_size=344, num_layers=4, num_heads=4)
-_TINY |= dict(num_kv_heads=2, tie_embeddings=True)
-_SMALL = dict(vocab_size=256, hidden_size=256, intermediate_size=688, num_layers=6, num_heads=8)
-_SMALL |= dict(num_kv_heads=4, tie_embeddings=True)
-_LLAMA_3 = dict(vocab_size=128_256, num_kv_heads=8, rope_theta=500_000.0)
-_LLAMA_3_2 = _LLAMA_3 | dict(rope_scaling=RopeScaling(factor=32.0), intermediate_size=8192)
+_TINY = LlamaConfig(256, 128, 344, 4, 4, 2, tie_embeddings=True)
+_SMALL = LlamaConfig(256, 256, 688, 6, 8, 4, tie_embeddings=True)
+_LLAMA_3_2 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0))
 _LLAMA_3_2 |= dict(max_seq_len=131_072, tie_embeddings=True)
-_LLAMA_3_8B = _LLAMA_3 | dict(hidden_size=4096, intermediate_size=14_336, num_layers=32)
-_MIXTRAL = dict(num_layers=32, num_heads=32, num_kv_heads=8, rope_theta=1e6, max_seq_len=32_768)
-_QWEN_3 = dict(num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, norm_eps=1e-6)
-_QWEN_3 |= dict(rope_theta=1e6, max_seq_len=40_960, qk_norm="head")
 
-# Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives another one. The small
-# mixtures have as many active parameters as the models that they are named after, but for routers.
+# V, D, F, L, H, G. Up to "medium" the vocabulary is the 256 bytes; `dataclasses.replace` gives
+# another one. The small mixtures have as many active parameters as the models that they are named
+# after, but for routers.
 PRESETS: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(**_TINY),
-    "small": LlamaConfig(**_SMALL),
-    "tiny-moe": LlamaConfig(**_TINY, moe=MoEConfig(8, 2, 172, balance="microbatch")),
-    "small-moe": LlamaConfig(**_SMALL, moe=MoEConfig(16, 2, 344, balance="microbatch")),
-    "medium": LlamaConfig(256, 512, 1376, num_layers=8, num_heads=8, num_kv_heads=4),
-    "large": LlamaConfig(32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4),
-    "llama-3.2-1b": LlamaConfig(hidden_size=2048, num_layers=16, num_heads=32, **_LLAMA_3_2),
-    "llama-3.2-3b": LlamaConfig(hidden_size=3072, num_layers=28, num_heads=24, **_LLAMA_3_2),
-    "llama-3-8b": LlamaConfig(num_heads=32, max_seq_len=8192, **_LLAMA_3_8B),
+    "tiny": _TINY,
+    "small": _SMALL,
+    "tiny-moe": replace(_TINY, moe=MoEConfig(8, 2, 172, balance="microbatch")),
+    "small-moe": replace(_SMALL, moe=MoEConfig(16, 2, 344, balance="microbatch")),
+    "medium": LlamaConfig(256, 512, 1376, 8, 8, 4),
+    "large": LlamaConfig(32_000, 768, 2048, 12, 12, 4),
+    "llama-3.2-1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, **_LLAMA_3_2),
+    "llama-3.2-3b": LlamaConfig(128_256, 3072, 8192, 28, 24, 8, **_LLAMA_3_2),
+    "llama-3-8b": LlamaConfig(
+        *(128_256, 4096, 14_336, 32, 32, 8), rope_theta=500_000.0, max_seq_len=8192
+    ),
     "mixtral-8x7b": LlamaConfig(
-        *(32_000, 4096, 14_336),
-        **_MIXTRAL,
+        *(32_000, 4096, 14_336, 32, 32, 8),
+        rope_theta=1e6,
+        max_seq_len=32_768,
         moe=MoEConfig(8, 2, 14_336, balance="microbatch", balance_weight=0.02),
     ),
     "qwen3-30b-a3b": LlamaConfig(
-        *(151_936, 2048, 6144),
-        **_QWEN_3,
+        *(151_936, 2048, 6144, 48, 32, 4),
+        head_dim=128,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        max_seq_len=40_960,
+        qk_norm="head",
         moe=MoEConfig(128, 8, 768, balance="batch", balance_weight=0.001),
     ),
 }

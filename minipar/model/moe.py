@@ -159,7 +159,7 @@ class Routing(NamedTuple):
 
 
 class Seated(NamedTuple):
-    """The same with a capacity."""
+    """Where N tokens go when experts have a capacity, and some slots are dropped."""
 
     experts: Tensor  # E for a slot that is dropped
     weights: Tensor

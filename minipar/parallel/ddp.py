@@ -120,11 +120,6 @@ class Naive(Strategy):
             p.grad.div_(copies_axis(p, self.axis).size)
         self.summed.discard(p)
 
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
-        self.is_finished = False
-        guard.check_gradient(p, p.grad)
-
     def finish_backward(self) -> None:
         super().finish_backward()
         # A rank that skips a parameter it did not use would leave the others waiting: all ranks

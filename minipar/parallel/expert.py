@@ -63,7 +63,7 @@ Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,9 @@ from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_host
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
-from minipar.parallel.pieces import full_shape, mark
+from minipar.parallel import guard
+from minipar.parallel.flights import Flight
+from minipar.parallel.pieces import check_divides, full_shape, mark
 from minipar.parallel.strategy import Strategy, replicate, sum_over
 
 Dispatch = Literal[
@@ -153,12 +155,7 @@ def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 
 def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
     """Raise `ValueError` unless n ranks can share the experts."""
-    if config.num_experts % n:
-        good = [k for k in range(1, config.num_experts + 1) if config.num_experts % k == 0]
-        raise ValueError(
-            f"{name}={n} does not divide num_experts={config.num_experts}; "
-            f"use one of {', '.join(map(str, good))}"
-        )
+    check_divides(name, n, "num_experts", config.num_experts)
 
 
 def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
@@ -174,11 +171,7 @@ def check_capacity(config: MoEConfig, dispatch: str, pieces: int) -> None:
 
 def check_nodes(nodes: int, n: int, name: str = "ep") -> None:
     """Raise `ValueError` unless n ranks can be on so many nodes, as many on each."""
-    if nodes < 1 or n % nodes:
-        good = [k for k in range(1, n + 1) if n % k == 0]
-        raise ValueError(
-            f"nodes={nodes} does not divide {name}={n}; use one of {', '.join(map(str, good))}"
-        )
+    check_divides("nodes", nodes, name, n)
 
 
 # ---------------------------------------------------------------------- 1. all ranks see all tokens
@@ -375,62 +368,6 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     return moe.add(torch.cat(outs), shared)
 
 
-class Flight:
-    """An all-to-all of rows between its start and `land`, forward; in reverse, backward."""
-
-    def __init__(self, axis: Axis, rows: Tensor, there: list[int], here: list[int]) -> None:
-        self.axis, self.there, self.here = axis, there, here
-        self.pending: collectives.Pending | None = None
-        self.ticket = _Start.apply(rows, self)
-
-    def launch(self, rows: Tensor, send: list[int], receive: list[int]) -> None:
-        """Start to send."""
-        self.pending = collectives.all_to_all(
-            rows, self.axis, send_counts=send, recv_counts=receive, async_op=True
-        )
-
-    def arrive(self) -> Tensor:
-        """Wait for what was started."""
-        pending, self.pending = self.pending, None
-        return pending.wait()
-
-    def land(self) -> Tensor:
-        """Return the rows that have arrived."""
-        return _Land.apply(self.ticket, self)
-
-
-class _Start(torch.autograd.Function):
-    """Rows leave; in backward, this is where gradients must have come back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.launch(rows, flight.there, flight.here)
-        return rows.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.arrive(), None
-
-
-class _Land(torch.autograd.Function):
-    """Rows arrive; in backward, gradients leave.
-
-    Autograd goes backward in the reverse order of forward, so what was computed between the two
-    runs between them again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.arrive()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.launch(grad, ctx.flight.here, ctx.flight.there)
-        return grad.new_zeros(()), None
-
-
 CORES: dict[str, Callable[..., Tensor]] = {
     "gather": gathered,
     "all_to_all": exchanged,
@@ -472,6 +409,7 @@ class ExpertParallel(Strategy):
                 mark(p, axis)
                 p.copies, p.spread = copies, axis
                 p.data, p.grad = p.data[own].clone(), None
+        guard.refuse_state(model)
 
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from minipar.comm.mesh import Axis
 from minipar.comm.spans import aligned
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import blocks, expert, matrices, tensor
@@ -133,13 +132,12 @@ def _cut_without_values(
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
         expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, (axis,), None)
     if plan.tp > 1:
-        axis = Axis("tp", 0, plan.tp, tuple(range(plan.tp)))
-        border = matrices.Border(axis, plan.sequence_parallel)
+        border = matrices.Border(plan.axis("tp"), plan.sequence_parallel)
         by_tensor = tensor.TensorParallel(
             model, border, plan.tp_overlap, 0.0, plan.expert_tensor_parallel
         )
     if plan.pp > 1:
-        axis = Axis("pp", stage_rank, plan.pp, tuple(range(plan.pp)))
+        axis = replace(plan.axis("pp"), rank=stage_rank)
         schedule = simulate.lower(plan.make_schedule())
         cut = stages.balance(stages.estimate_costs(model.config), schedule.num_stages)
         pipeline = runtime.Pipeline(model, axis, schedule, cut)

@@ -29,6 +29,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel import absent, guard
 from minipar.parallel.pieces import Layout, Row, copies_axis
+from minipar.parallel.same_order import SAME_ORDER, Ledger
 
 SLICE = 1 << 26
 """Bytes of gradients that a CPU sends at once; of more, it waits for one slice after the other."""
@@ -64,7 +65,7 @@ class Options:
     init: Init | None = None
     """Gives a model on the "meta" device its weights and buffers, ``init(name, shape)``, each alone
     and on every rank that holds a part of it."""
-    ledger: guard.Ledger = field(default_factory=guard.Ledger, init=False)
+    ledger: Ledger = field(default_factory=Ledger, init=False)
 
     @property
     def op(self) -> Op:
@@ -180,7 +181,7 @@ class Flat(Row):
             try:
                 gathering.wait()
             except RuntimeError as error:  # such as a time-out
-                error.add_note(f"while gathering {self.block}. {guard.SAME_ORDER}")
+                error.add_note(f"while gathering {self.block}. {SAME_ORDER}")
                 raise
 
     def reshard(self) -> None:

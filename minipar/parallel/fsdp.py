@@ -73,7 +73,8 @@ def apply(
 
     Parameters keep names, ties and ``ndim``, and become pieces (`full_shape` and `shard_axes` say
     of what). Values are those of rank 0. Freeze what is to be frozen before. Whole weights come out
-    of `full_state_dict`; ``model.state_dict()`` is refused, as it would be of this rank's pieces.
+    of `full_state_dict`, and go in by `load_full_state_dict`; ``model.state_dict()`` and its
+    counterpart are refused, as they would be of this rank's pieces.
 
     Args:
         blocks: what is gathered together: classes, modules, or names of modules. By default the
@@ -119,8 +120,7 @@ class FullySharded(Strategy):
             # Before all other hooks: they may compute with the weights, as weight_norm's does.
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(after, always_call=True)
-        for module in model.modules():
-            module.register_state_dict_pre_hook(_refuse_pieces)
+        guard.refuse_state(model, loads=True)
 
     def _enter(self, unit: Unit, phase: str) -> None:
         """Gather the weights of `unit`, which is about to compute: "forward" or "backward"."""
@@ -225,15 +225,12 @@ class FullySharded(Strategy):
         self.options.ledger.check()  # before a step that went wrong is saved
         return super().members(optimizer)
 
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_masters(self) -> dict[nn.Parameter, Tensor]:
         self.options.ledger.check()
-        state = self.model.state_dict(keep_vars=True)
-        copies: dict[Tensor, Tensor] = {}
+        whole: dict[nn.Parameter, Tensor] = {}
         for flat in self.flats:
-            copies |= flat.join({p: p.data for p in flat.pieces}, flat.shard.dtype)
-        copies |= {t: t.detach().clone() for t in state.values() if t not in copies}
-        return {name: copies[t] for name, t in state.items()}
+            whole |= flat.join({p: p.data for p in flat.pieces}, flat.shard.dtype)
+        return whole
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -318,14 +315,6 @@ def _replicate_buffers(model: nn.Module, options: Options) -> None:
             else:
                 for axis in options.axes:
                     broadcast(buffer.data, axis, out=buffer.data)
-
-
-def _refuse_pieces(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not keep_vars:  # which asks for the parameters themselves
-        raise RuntimeError(
-            "under fsdp, state_dict() would hold this rank's pieces: call full_state_dict() of the "
-            "strategy on all ranks for whole weights, load_full_state_dict() to load them"
-        )
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -8,20 +8,20 @@ a hook on a parameter's gradient           `comes_last`: called before it is sen
 optimizer.step() before finish_backward()  `watch`: refused
 zero_grad() before finish_backward()       `watch`: what is on its way is dropped, too
 an optimizer made before fsdp.apply        `watch`: refused at its first step
-an optimizer that looks at whole matrices  `check_elementwise`: refused where it sees pieces
+an optimizer that looks at whole matrices  `elementwise`: refused where it sees pieces
 torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_with_norm_
                                            `notice`: refused where they see too little
 torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
 a layer unfrozen, or replaced, after apply `watch`: refused at the next step
-optimizer.state_dict() of one rank's pieces `watch`: refused where it is loaded by others
+model.load_state_dict(..., assign=True)    `notice`: refused, as nobody would train what it brings
+model.state_dict() of one rank's pieces    `refuse_state`; and under fsdp model.load_state_dict()
+optimizer.state_dict() of them             `notice`: refused where it is loaded by others
 a weight used while it is not here         `absent.Absent`: it is waited for, or refused
-ranks that run different blocks            `Ledger`: refused at the step's end; on GPUs, the next
+ranks that run different blocks            `same_order.Ledger`: refused at the end of a step
 """
 
 import inspect
 import weakref
-import zlib
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import cache, partial, wraps
@@ -40,7 +40,7 @@ from torch.optim.optimizer import (
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look, send_to_host
+from minipar.parallel.elementwise import check_elementwise, twin
 from minipar.parallel.pieces import axes_of, full_shape, in_order
 
 
@@ -175,20 +175,14 @@ def check_finished(strategy: Any, what: str) -> None:
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)  # of what a closure has left unfinished
-    for owner, parameters_of in ((Optimizer, stepped_by), (nn.Module, nn.Module.parameters)):
-        owner.zero_grad = _drop_first(owner.zero_grad, parameters_of)
-    fans = nn.init._calculate_fan_in_and_fan_out
-
-    @wraps(fans)
-    def fans_of_whole(tensor: Tensor) -> tuple[int, int]:
-        if getattr(tensor, "is_flat", False):
-            raise RuntimeError(
-                "the scale of a first value follows from the shape of the whole weight, and under "
-                "fsdp this rank has a piece; initialise before fsdp.apply, or give it init="
-            )
-        return fans(tensor)
-
-    nn.init._calculate_fan_in_and_fan_out = fans_of_whole
+    _around(Optimizer, "zero_grad", partial(_drop_first, stepped_by))
+    _around(nn.Module, "zero_grad", partial(_drop_first, nn.Module.parameters))
+    _around(nn.init, "_calculate_fan_in_and_fan_out", _fans_of_whole)
+    _around(GradScaler, "_unscale_grads_", _agree_on_overflow)
+    # Hooks would have to be registered for each optimizer, before it is asked.
+    _around(Optimizer, "state_dict", _tell_whose)
+    _around(Optimizer, "load_state_dict", _load_own)
+    _around(nn.Module, "load_state_dict", _load_in_place)
     for function in (
         clip_grad.clip_grad_norm_,
         clip_grad._get_total_norm,
@@ -196,40 +190,48 @@ def _listen() -> None:
         clip_grad._clip_grads_with_norm_,
     ):
         _look_first(function)
-    unscale = GradScaler._unscale_grads_
-
-    @wraps(unscale)
-    def agree(scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool) -> Any:
-        """Whether there was an overflow, on any rank that has pieces of the same gradients."""
-        flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
-        for axis in in_order([axis for p in stepped_by(optimizer) for axis in axes_of(p)]):
-            for flag in flags.values():
-                all_reduce(flag, axis, "max", out=flag)
-        return flags
-
-    GradScaler._unscale_grads_ = agree
-    load = Optimizer.load_state_dict
-
-    @wraps(load)
-    def load_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        _check_own(optimizer, state_dict)
-        load(optimizer, state_dict)
-
-    Optimizer.load_state_dict = load_own  # a hook would have to be in place before
 
 
-def _drop_first(zero_grad: Callable, parameters_of: Callable) -> Callable:
+def _around(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """From now on ``owner.name(...)`` is ``function(before, ...)``, with `before` what it was."""
+    before = getattr(owner, name)
+
+    @wraps(before)
+    def after(*args: Any, **options: Any) -> Any:
+        return function(before, *args, **options)
+
+    setattr(owner, name, after)
+
+
+def _drop_first(
+    parameters_of: Callable, zero_grad: Callable, owner: Any, set_to_none: bool = True
+) -> None:
     """Let `zero_grad` reach gradients that are still on their way, too."""
+    zeroed = frozenset(parameters_of(owner))
+    for strategy in list(_watched):
+        if not strategy.is_finished and not strategy.watched.isdisjoint(zeroed):
+            strategy.drop(zeroed)
+    zero_grad(owner, set_to_none)
 
-    @wraps(zero_grad)
-    def dropped(owner: Any, set_to_none: bool = True) -> None:
-        zeroed = frozenset(parameters_of(owner))
-        for strategy in list(_watched):
-            if not strategy.is_finished and not strategy.watched.isdisjoint(zeroed):
-                strategy.drop(zeroed)
-        zero_grad(owner, set_to_none)
 
-    return dropped
+def _fans_of_whole(fans: Callable, tensor: Tensor) -> tuple[int, int]:
+    if getattr(tensor, "is_flat", False):
+        raise RuntimeError(
+            "the scale of a first value follows from the shape of the whole weight, and under fsdp "
+            "this rank has a piece; initialise before fsdp.apply, or give it init="
+        )
+    return fans(tensor)
+
+
+def _agree_on_overflow(
+    unscale: Callable, scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool
+) -> dict[torch.device, Tensor]:
+    """Whether there was an overflow, on any rank that has pieces of the same gradients."""
+    flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
+    for axis in in_order([axis for p in stepped_by(optimizer) for axis in axes_of(p)]):
+        for flag in flags.values():
+            all_reduce(flag, axis, "max", out=flag)
+    return flags
 
 
 def _look_first(function: Callable[..., Any]) -> None:
@@ -315,9 +317,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer not in _checked:
         for group in optimizer.param_groups:
             if any(getattr(p, "is_flat", False) for p in group["params"]):
-                make = partial(_twin, optimizer)
+                make = partial(twin, optimizer)
                 check_elementwise(make, type(optimizer).__name__, group, group["params"][0])
-        optimizer.register_state_dict_post_hook(_label)
         _checked.add(optimizer)
 
 
@@ -347,24 +348,69 @@ def _check_shared(parameters: list[nn.Parameter]) -> None:
 
 
 # ---------------------------------------------------------------------- whose state this is
-def _label(optimizer: Optimizer, told: dict[str, Any]) -> dict[str, Any]:
-    """What `optimizer.state_dict()` told, with whose pieces it is of, if they are pieces."""
-    pieces = {n: _place_of(p) for n, p in _numbered(optimizer, told) if axes_of(p)}
+def refuse_state(model: nn.Module, *, loads: bool = False) -> None:
+    """Let `model.state_dict()` raise `RuntimeError`: it would be of the pieces of this rank.
+
+    If it `loads` whole weights by other means, let `load_state_dict()` raise as well.
+    """
+    for module in model.modules():
+        if any(axes_of(p) for p in module.parameters(recurse=False)):
+            module.register_state_dict_pre_hook(_refuse_to_tell)
+            if loads:
+                module.register_load_state_dict_pre_hook(_refuse_to_load)
+
+
+def _refuse_to_tell(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # which asks for the parameters themselves
+        raise RuntimeError(
+            "state_dict() would hold this rank's pieces: call full_state_dict() of the strategy on "
+            "all ranks for whole weights, load_full_state_dict() to load them"
+        )
+
+
+def _refuse_to_load(*_: Any) -> None:
+    raise RuntimeError(
+        "load_state_dict() would write into this rank's pieces: call load_full_state_dict() of the "
+        "strategy on all ranks, with whole weights as full_state_dict() returns them"
+    )
+
+
+def _tell_whose(tell: Callable, optimizer: Optimizer) -> dict[str, Any]:
+    """What `optimizer.state_dict()` tells, with whose pieces it is of, if they are pieces."""
+    told = tell(optimizer)
+    pieces = {n: place for n, p in _numbered(optimizer, told) if (place := _place_of(p))}
     return {**told, "pieces": pieces} if pieces else told
 
 
-def _check_own(optimizer: Optimizer, told: dict[str, Any]) -> None:
+def _load_own(load: Callable, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise `ValueError` for a state of whole parameters, or of the pieces of another rank."""
-    for n, p in _numbered(optimizer, told) if "state" in told else ():
-        theirs, own = told.get("pieces", {}).get(n, _place_of(p)), told["state"].get(n, {})
-        tensors = [t for t in own.values() if isinstance(t, Tensor) and t.ndim]
-        if axes_of(p) and (theirs != _place_of(p) or any(t.shape != p.shape for t in tensors)):
+    for n, p in _numbered(optimizer, state_dict) if "state" in state_dict else ():
+        theirs = state_dict.get("pieces", {}).get(n, _place_of(p))
+        own = state_dict["state"].get(n, {}).values() if axes_of(p) else ()
+        tensors = [t for t in own if isinstance(t, Tensor) and t.ndim]
+        if theirs != _place_of(p) or any(t.shape != p.shape for t in tensors):
+            places = [f"rank {axis.rank} along {axis.name}={axis.size}" for axis in axes_of(p)]
             raise ValueError(
-                f"this is not the state of the pieces of rank {axes_of(p)[0].rank} along "
-                f"{axes_of(p)[0].name}={axes_of(p)[0].size}: optimizer.state_dict() is of the "
-                f"pieces of one rank. Save strategy.full_optimizer_state(optimizer), and take it "
-                f"over by strategy.load_full_optimizer_state(optimizer, state)"
+                f"this is not the state of {' and '.join(places) or 'whole parameters'}: "
+                f"optimizer.state_dict() is of the pieces of one rank. Save "
+                f"strategy.full_optimizer_state(optimizer), and take it over by "
+                f"strategy.load_full_optimizer_state(optimizer, state)"
             )
+    load(optimizer, state_dict)
+
+
+def _load_in_place(
+    load: Callable, module: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
+) -> Any:
+    """Raise `RuntimeError` where other tensors would take the place of parameters."""
+    for name, p in module.named_parameters() if assign else ():
+        if owner := getattr(p, "claimed_by", None):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would put another tensor in the place of {name}, "
+                f"which is trained by {owner}, and nobody would train that one; leave out "
+                f"assign=True, or load before the strategy is applied"
+            )
+    return load(module, state_dict, strict, assign)
 
 
 def _numbered(optimizer: Optimizer, told: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
@@ -375,93 +421,5 @@ def _numbered(optimizer: Optimizer, told: dict[str, Any]) -> list[tuple[int, nn.
 
 
 def _place_of(p: nn.Parameter) -> list[list[int]]:
-    """Rank and size of each axis that cuts `p`."""
-    return [[axis.rank, axis.size] for axis in axes_of(p)]
-
-
-def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer like this one, over other parameters, without its hooks."""
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.param_groups, twin.state = groups, defaultdict(dict)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for group in groups:
-        group["lr"] = 0.1  # a warm-up may begin with 0, which would prove nothing
-    return twin
-
-
-def check_elementwise(
-    make: Callable[..., Optimizer], name: str, group: dict[str, Any], like: Tensor
-) -> None:
-    """Raise `ValueError` unless two steps on pieces of a matrix are those on the matrix."""
-    weights = torch.linspace(-1, 1, 20, device=like.device)
-
-    def train(*parts: Tensor) -> Tensor:
-        parts = [nn.Parameter(part.clone()) for part in parts]
-        optimizer = make([{**group, "params": parts}])
-        for step in range(2):
-            for part in parts:
-                part.grad = (5 * part + step).cos().detach()
-            type(optimizer).step(optimizer)  # schedulers put a method of their own over it
-        return torch.cat([part.detach().flatten() for part in parts])
-
-    # What is wrong with options is raised as it is.
-    make([{**group, "params": [nn.Parameter(weights.view(4, 5).clone())]}])
-    pieces, why = [piece[:, None] for piece in weights.split([7, 13])], None
-    try:  # on "meta" there are no values, and nothing to compare
-        is_same = like.is_meta or torch.allclose(train(*pieces), train(weights.view(4, 5)))
-    except Exception as error:
-        is_same, why = False, error
-    if not is_same:
-        raise ValueError(
-            f"{name} does not step on each number alone, so it cannot work on pieces of "
-            f"parameters; use AdamW, SGD or another that is elementwise"
-        ) from why
-
-
-# ---------------------------------------------------------------------- what all ranks do alike
-class Ledger:
-    """What this rank has gathered and reduced since the last step: must be the same on all."""
-
-    def __init__(self) -> None:
-        self.digest = 0
-        self.latest: deque[str] = deque(maxlen=8)
-        self.told: tuple[Callable[[], Tensor], str] | None = None  # by `tell`, and `latest` then
-
-    def note(self, what: str) -> None:
-        """Append to what this rank did."""
-        self.digest = zlib.crc32(what.encode(), self.digest)
-        self.latest.append(what)
-
-    def close(self) -> list[int]:
-        """Begin anew; return 8 bytes, for `tell` of the greatest of each over the ranks.
-
-        The digest and its complement: where ranks differ, both are greater than those of one rank.
-        """
-        own, self.digest = [*self.digest.to_bytes(4)], 0
-        return [*own, *(255 - byte for byte in own)]
-
-    def tell(self, greatest: Tensor) -> None:
-        """Take what `close` returned, of all ranks, and check it; of a GPU, what was told a step
-        before, which has long arrived."""
-        self.check()
-        self.told = send_to_host(lambda: greatest, greatest.device), ", ".join(self.latest)
-        if greatest.device.type == "cpu":
-            self.check()
-
-    def check(self) -> None:
-        """Raise `RuntimeError`, on all ranks, if they did not do the same when they last told."""
-        if self.told is None:
-            return
-        (arrive, latest), self.told = self.told, None
-        told = look(arrive(), on_meta=[])
-        half = len(told) // 2
-        if any(a + b != 255 for a, b in zip(told[:half], told[half:], strict=True)):
-            raise RuntimeError(f"{SAME_ORDER}. Here the last were: {latest}")
-
-
-SAME_ORDER = (
-    "fsdp: all ranks must run the same blocks in the same order, and in this step or, on GPUs, the "
-    "one before they did not: a rank chose among blocks, had fewer microbatches, or ran the model "
-    "alone. Put what a rank chooses from into one block (blocks=), or call all blocks on every rank"
-)
+    """Rank and size of each axis of several ranks that cuts `p`."""
+    return [[axis.rank, axis.size] for axis in axes_of(p) if axis.size > 1]

@@ -45,7 +45,7 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 ``optimizer.step()``, so the training step is that of all other strategies. At the end, `finish`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,9 +112,8 @@ class _Local(Strategy):
         self.every, self.average, self.steps = every, average, 0
         self.parameters = trainable(model)
         check_every(every)
-        stepped = set(map(id, guard.stepped_by(optimizer)))
         check(
-            all(id(p) in stepped for p in self.parameters),
+            set(self.parameters) <= set(guard.stepped_by(optimizer)),
             "the optimizer does not hold all trainable parameters of the model; make it of "
             "model.parameters()",
         )
@@ -145,7 +144,7 @@ class _Local(Strategy):
     def _synchronise(self) -> None:
         raise NotImplementedError
 
-    def _agreed(self) -> list[Tensor]:
+    def _agreed(self) -> dict[nn.Parameter, Tensor]:
         """What the ranks agree on in place of each of `parameters`."""
         raise NotImplementedError
 
@@ -157,13 +156,9 @@ class _Local(Strategy):
         collective. DiLoCo: the outer parameters, as of the last outer step: they are what is
         trained, and a rank's own model a probe sent out from there. To resume use `state_dict`.
         """
-        agreed = dict(zip(map(id, self.parameters), self._agreed(), strict=True))
-        state = self.model.state_dict(keep_vars=True)
-        copies = {
-            id(tensor): agreed.get(id(tensor), tensor).detach().to(tensor.dtype, copy=True)
-            for tensor in state.values()
-        }
-        return {name: copies[id(tensor)] for name, tensor in state.items()}
+        state, agreed = self.model.state_dict(keep_vars=True), self._agreed()
+        copies = {t: agreed.get(t, t).detach().to(t.dtype, copy=True) for t in state.values()}
+        return {name: copies[tensor] for name, tensor in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this rank needs to go on exactly, its own model included.
@@ -206,14 +201,15 @@ class LocalSGD(_Local):
         if alone > 0 and alone % self.every == 0:
             self.finish()
 
-    def _agreed(self) -> list[Tensor]:
+    def _agreed(self) -> dict[nn.Parameter, Tensor]:
         flat = flatten(self.parameters)  # V@dp -> R@dp
-        return unflatten(all_reduce(flat, self.axis, "avg", out=flat), self.parameters)
+        average = all_reduce(flat, self.axis, "avg", out=flat)
+        return dict(zip(self.parameters, unflatten(average, self.parameters), strict=True))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Bring all ranks to one model, their average; a collective."""
-        for p, average in zip(self.parameters, self._agreed(), strict=True):
+        for p, average in self._agreed().items():
             p.copy_(average)
 
 
@@ -241,8 +237,12 @@ class Fragment:
 
     def adopt(self, mix: float = 0.0) -> None:
         """Set this rank's parameters to the outer ones, but for a share `mix` of what they were."""
-        for p, outer in zip(self.parameters, unflatten(self.outer, self.parameters), strict=True):
+        for p, outer in self.pairs():
             p.lerp_(outer.to(p.dtype), 1 - mix)
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, and its place in `outer`."""
+        return zip(self.parameters, unflatten(self.outer, self.parameters), strict=True)
 
     def state_dict(self) -> dict[str, Tensor | None]:
         """Return copies; what is under way is waited for, and saved as having arrived."""
@@ -278,15 +278,8 @@ class DiLoCo(_Local):
                 fragment.send(self.axis)
                 fragment.receive(self.lr, self.momentum)
 
-    def _agreed(self) -> list[Tensor]:
-        outer = {
-            id(p): value
-            for fragment in self.fragments
-            for p, value in zip(
-                fragment.parameters, unflatten(fragment.outer, fragment.parameters), strict=True
-            )
-        }
-        return [outer[id(p)] for p in self.parameters]
+    def _agreed(self) -> dict[nn.Parameter, Tensor]:
+        return {p: outer for fragment in self.fragments for p, outer in fragment.pairs()}
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -345,11 +338,12 @@ class StreamingDiLoCo(DiLoCo):
         **options: Any,
     ) -> None:
         check_every(every)
-        most = min(every, len(trainable(model)))
+        count = len(trainable(model))
+        most = min(every, count)
         check(
             1 <= fragments <= most,
-            f"fragments={fragments} does not fit every={every} steps and "
-            f"{len(trainable(model))} parameters; use 1 to {most}",
+            f"fragments={fragments} does not fit every={every} steps and {count} parameters; "
+            f"use 1 to {most}",
         )
         check(
             0 <= delay <= every, f"delay={delay} does not fit every={every}; use 0 to {every} steps"

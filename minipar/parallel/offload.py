@@ -43,78 +43,8 @@ from minipar.comm import memory
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
+from minipar.parallel.homes import TwoHomes, cast, state_to_host
 from minipar.parallel.strategy import Strategy
-
-
-class TwoHomes:
-    """A parameter that lives on the host, and whose copy on the device computes.
-
-    The device's copy keeps its storage, so that a flat buffer which it is a view of stays in use.
-    """
-
-    def __init__(
-        self, param: nn.Parameter, copies: HostCopy, compute_dtype: torch.dtype | None = None
-    ) -> None:
-        self.param, self.copies = param, copies
-        self.device = param.data.to(compute_dtype or param.dtype)
-        [self.host] = copies.to_host([param.data]).wait()
-        memory.tag("parameters", self.device, on_host=False)
-        memory.tag("parameters", self.host, on_host=True)
-        param.homes = self.device, self.host  # for those who count memory
-        self.version = param._version  # of the weights that both homes hold
-        self.on_host, self.place = False, param.data_ptr()
-
-    def go_to_host(self) -> None:
-        """Let `param.data` be that of the host. A gradient on the device does not come along."""
-        if self.on_host:
-            return
-        self._check_place()
-        if self.is_stale():  # weights were written into the device's copy
-            [weights] = self.copies.to_host([self.device]).wait()
-            self.host.copy_(weights)
-        self.param.grad = None
-        self._live_in(self.host)
-        self.version, self.on_host = self.param._version, True
-
-    def go_to_device(self) -> None:
-        """Let `param.data` be that of the device; a gradient that has accumulated comes along."""
-        if not self.on_host:
-            return
-        self._check_place()
-        gradient, self.param.grad = self.param.grad, None
-        self._live_in(self.device)
-        self.on_host = False
-        if gradient is not None:
-            self.param.grad = torch.empty_like(self.device)
-            source = _cast(gradient, self.param.grad, self.copies)
-            self.copies.to_device([(source, self.param.grad)]).wait()
-
-    def _live_in(self, home: Tensor) -> None:
-        self.param.data, self.place = home, home.data_ptr()
-
-    def _check_place(self) -> None:
-        """Raise `RuntimeError` where the parameter is in neither of its homes."""
-        if self.param.data_ptr() != self.place:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.param.shape)} has got new memory since offload, "
-                f"as by p.data = ..., vector_to_parameters or model.to(): write into it, as by "
-                f"p.data.copy_(...), or move and cast the model before"
-            )
-
-    def news(self) -> tuple[Tensor, Tensor]:
-        """What has to be copied to bring the weights of the host to the device."""
-        self.version = self.param._version
-        return _cast(self.host, self.device, self.copies), self.device
-
-    def is_stale(self) -> bool:
-        """Whether `param` was written to since both homes were equal."""
-        return self.version != self.param._version
-
-
-def _cast(on_host: Tensor, like: Tensor, copies: HostCopy) -> Tensor:
-    """Return `on_host` in the dtype of `like`, in memory that a GPU reads while it computes."""
-    same = on_host.dtype == like.dtype
-    return on_host if same else copies.empty_like(like).copy_(on_host)
 
 
 # ---------------------------------------------------------------------- 1. around the step
@@ -137,11 +67,11 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
             memory.tag("gradients", gradient, on_host=True)
             homes[p].go_to_host()
             p.grad = gradient
-        _state_to_host(optimizer, copies)
+        state_to_host(optimizer, copies)
         region.enter_context(memory.on_host())
 
     def after(*_: Any) -> None:
-        _state_to_host(optimizer, copies)
+        state_to_host(optimizer, copies)
         region.close()
         copies.to_device([homes[p].news() for p in gradients]).wait()
         for p, gradient in gradients.items():
@@ -152,16 +82,6 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _state_to_host(optimizer: torch.optim.Optimizer, copies: HostCopy) -> None:
-    """Copy what state there is on the device, made or loaded before; know what is of the host."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage() not in memory.tags:
-                if not memory.is_on_host():
-                    [state[key]] = copies.to_host([value]).wait()
-                memory.tag("optimizer", state[key], on_host=True)
 
 
 # Two hooks for good: one that was removed when its owner is collected could be so while torch goes
@@ -243,10 +163,10 @@ class Offloaded(Strategy):
         self,
         model: nn.Module,
         axis: Axis,
-        inside: Strategy | None = None,
-        copies: HostCopy | None = None,
-        compute_dtype: torch.dtype | None = None,
-        bucket_mb: float | None = None,
+        inside: Strategy | None,
+        copies: HostCopy | None,
+        compute_dtype: torch.dtype | None,
+        bucket_mb: float | None,
     ) -> None:
         super().__init__(model, axis)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -353,13 +273,13 @@ class Offloaded(Strategy):
             self._leave()  # nothing is left to do after `finish_backward`
             for copy in self.returning.values():
                 copy.wait(block=True)  # weights that no forward has asked for
-            _state_to_host(optimizer, self.copies)
+            state_to_host(optimizer, self.copies)
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         mine = {p for p in guard.stepped_by(optimizer) if p in self.homes and p.grad is not None}
         if mine:
-            _state_to_host(optimizer, self.copies)
+            state_to_host(optimizer, self.copies)
         self.region.close()
         if mine:
             self._return(mine)
@@ -449,15 +369,12 @@ class HostShards:
         self.leaving: list[Copy] = []
         self.region = ExitStack()
         for flat in strategy.flats:
-            self._move(flat)
+            [shard] = self.copies.to_host([flat.shard]).wait()
+            memory.tag("parameters", shard, on_host=True)
+            flat.move(shard)
+            flat.home = self
         self.parameters = {p for flat in strategy.flats for p in flat.pieces}
         _around_steps(self)
-
-    def _move(self, flat: Any) -> None:
-        [shard] = self.copies.to_host([flat.shard]).wait()
-        memory.tag("parameters", shard, on_host=True)
-        flat.move(shard)
-        flat.home = self
 
     # ------------------------------------------------------------------ weights, up
     def fetch(self, flat: Any) -> Tensor:
@@ -477,7 +394,7 @@ class HostShards:
         with torch.inference_mode(False):  # a thread writes into it, which is in no such mode
             arriving = flat.full.new_empty(flat.shard.shape)
         memory.tag("gathered", arriving, on_host=False)
-        return self.copies.to_device([(_cast(flat.shard, arriving, self.copies), arriving)])
+        return self.copies.to_device([(cast(flat.shard, arriving, self.copies), arriving)])
 
     # ------------------------------------------------------------------ gradients, down
     def store(self, flat: Any, gradient: Tensor) -> None:
@@ -502,12 +419,12 @@ class HostShards:
     # ------------------------------------------------------------------ the step, on the host
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
-            _state_to_host(optimizer, self.copies)
+            state_to_host(optimizer, self.copies)
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
-            _state_to_host(optimizer, self.copies)
+            state_to_host(optimizer, self.copies)
             self.region.close()
             self.order, self.fetched, self.coming = self.fetched, [], {}
 

@@ -86,6 +86,13 @@ def full_shape(p: Tensor) -> torch.Size:
     return getattr(p, "full_shape", p.shape)
 
 
+def check_divides(name: str, n: int, what: str, size: int) -> None:
+    """Raise `ValueError` unless n, called `name`, divides `size`; it says which numbers do."""
+    if n < 1 or size % n:
+        good = ", ".join(str(k) for k in range(1, size + 1) if size % k == 0)
+        raise ValueError(f"{name}={n} does not divide {what}={size}; use one of {good}")
+
+
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize

@@ -17,6 +17,7 @@ from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.parallel import absent, guard
+from minipar.parallel.elementwise import check_elementwise
 from minipar.parallel.optimizer_state import (
     Members,
     as_groups,
@@ -191,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, members in zip(groups, trainable, strict=True):
             if members:
                 make = partial(optimizer_class, **options)
-                guard.check_elementwise(make, optimizer_class.__name__, group, members[0])
+                check_elementwise(make, optimizer_class.__name__, group, members[0])
         num_bytes = sum(p.nbytes for members in trainable for p in members)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.axis = axis

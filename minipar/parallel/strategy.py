@@ -60,6 +60,7 @@ class Strategy:
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete here."""
         self.is_finished = False
+        guard.check_gradient(p, p.grad)
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Parameters, or pieces of them, whose ``grad`` is that of the batch."""
@@ -78,7 +79,7 @@ class Strategy:
         return clip_grad_norm(parameters, max_norm, axes, self.device)
 
     def release(self) -> None:
-        """Give back what computing needs: it is the turn of others, such as another stage."""
+        """Free what only computing needs, such as gathered weights: another stage has its turn."""
 
     def shard(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cut this rank's tokens out of a microbatch of whole sequences."""
@@ -92,12 +93,13 @@ class Strategy:
         shards: all ranks call it.
         """
         state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
-        copies = {t: masters.get(t, t).detach().clone() for t in state.values()}
+        copies = {t: masters[t] if t in masters else t.detach().clone() for t in state.values()}
         return {name: copies[tensor] for name, tensor in state.items()}
 
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return the master weights, whole, of all parameters that have one; see masters.py."""
-        return {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
+        """Return copies, whole, of the master weights of all parameters that have one (masters.py),
+        or whose pieces are their masters."""
+        return {p: master_of(p).clone() for p in self.model.parameters() if hasattr(p, "master")}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return copies of all gradients, named and shaped as in the serial model; as above."""

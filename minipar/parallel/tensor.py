@@ -52,6 +52,7 @@ from minipar.comm import collectives
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
+from minipar.parallel import guard
 from minipar.parallel.matrices import (
     Border,
     Pieces,
@@ -63,7 +64,7 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 from minipar.parallel.overlap import OverlappedRowLinear, fuse
-from minipar.parallel.pieces import axes_of, mark, piece_of
+from minipar.parallel.pieces import axes_of, check_divides, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
 
 
@@ -143,12 +144,7 @@ def check_experts(moe: MoEConfig | None, n: int, name: str = "tp") -> None:
     """Raise `ValueError` unless n ranks can share each expert."""
     if moe is None:
         raise ValueError(f"{name}={n} cuts experts, and this Llama has none (moe=None)")
-    if moe.expert_size % n:
-        good = [k for k in range(1, moe.expert_size + 1) if moe.expert_size % k == 0]
-        raise ValueError(
-            f"{name}={n} does not divide expert_size={moe.expert_size}; "
-            f"use one of {', '.join(map(str, good))}"
-        )
+    check_divides(name, n, "expert_size", moe.expert_size)
 
 
 class TensorParallel(Strategy):
@@ -181,6 +177,7 @@ class TensorParallel(Strategy):
             _pad_and_cut(model, self.axis.size)
         if self.axis.size > 1:
             self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
+            guard.refuse_state(model)
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
         config, n = self.model.config, self.axis.size

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
-from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.mesh import Axis, make_group
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 
@@ -61,9 +60,7 @@ def with_own_group(axis: Axis) -> Axis:
     """
     if axis.group is None:
         return axis
-    group = dist.new_group(
-        list(axis.ranks), timeout=group_timeout(), use_local_synchronization=True
-    )
+    group = make_group(f"{axis.name} (own)", axis.ranks, use_local_synchronization=True)
     return replace(axis, group=group)
 
 

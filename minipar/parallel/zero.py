@@ -161,11 +161,6 @@ class Naive(Strategy):
     ) -> None:
         self.optimizer.load_state_dict(state)
 
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
-        self.is_finished = False
-        guard.check_gradient(p, p.grad)
-
     def finish_backward(self) -> None:
         super().finish_backward()
         for bucket in self.buckets:

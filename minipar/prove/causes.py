@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm.mesh import groups_along
-from minipar.prove.compare import is_close, join
+from minipar.prove.compare import Form, is_close, join
 from minipar.prove.suspect import Suspect
 
 Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for it
@@ -42,10 +42,8 @@ def _rounding(s: Suspect) -> Cause | None:
         # What is far off is taken for rounded only where it has no more digits than that.
         has_few = all(t.to(dtype).to(t.dtype).equal(t) for t in (s.found[r] for r in s.ranks))
         if s.expected.any() and s.are(s.expected, rtol) and (has_few or dtype == torch.float32):
-            why = (
-                f"as {str(dtype).removeprefix('torch.')} loses: somewhere numbers are cast; if they"
-            )
-            return "rounding", why + f" are meant to be, --rtol {forgives} forgives it"
+            why = f"as {str(dtype).removeprefix('torch.')} loses: somewhere numbers are cast; if "
+            return "rounding", why + f"they are meant to be, --rtol {forgives} forgives it"
     return None
 
 
@@ -84,11 +82,9 @@ def _factor(s: Suspect) -> Cause | None:
             return "divided once too often", f"exactly 1/{n}: {verb} over {over}"
     if not s.expected.ndim:
         return None  # any number is some multiple of another
-    return (
-        ("zero", "detached, never sent, or sent a step late")
-        if not factor
-        else ("a factor", f"{factor:.9g} x")
-    )
+    if not factor:
+        return "zero", "detached, never sent, or sent a step late"
+    return "a factor", f"{factor:.9g} x"
 
 
 def _pending(s: Suspect) -> Cause | None:
@@ -148,10 +144,8 @@ def _pieces(s: Suspect) -> Cause | None:
                 why = f"every rank of {axis} has taken the first piece of dim {dim}"
                 return "first piece everywhere", why
             if s.stage == "gradient":
-                why = (
-                    f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over it, "
-                )
-                return "pieces were mixed", why + "though each rank of it has rows of its own"
+                why = f"cut along dim {dim}, and yet equal on all ranks of {axis}: reduced over "
+                return "pieces were mixed", why + "it, though each rank of it has rows of its own"
             why = f"the pieces of all ranks of {axis} are equal, along dim {dim}: drawn under one "
             return "one seed", why + "seed, they never part; draw the whole, then cut"
         places = [[j for j, r in enumerate(right) if is_close(p, r, s.rtol)] for p in pieces]
@@ -173,10 +167,8 @@ def _kept(s: Suspect) -> Cause | None:
         return None
     before = s.device.gradients[s.step - 1].get(s.name) if s.stage == "gradient" else None
     if before is not None and s.are(before):
-        why = (
-            f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent late"
-        )
-        return "of the step before", why
+        why = f"exactly the gradient of step {s.step}: a bucket that is not filled anew, or sent "
+        return "of the step before", why + "late"
     why = f"equal weights before step {s.step + 1}, and step 1 was equal: something stays from step"
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
@@ -275,10 +267,8 @@ def _update(s: Suspect) -> Cause | None:
             return "another learning rate", f"the step is {times:.6g} times as long as it should be"
         if abs(times - 1) < 1e-7:
             more = "less" if decay > 0 else "more"
-            return (
-                "another weight decay",
-                f"it shrinks by {abs(decay):.3g} of itself {more}, a step",
-            )
+            why = f"it shrinks by {abs(decay):.3g} of itself {more}, a step"
+            return "another weight decay", why
     return "another update", "gradients and their norm are right; the optimizer does another step"
 
 
@@ -301,17 +291,13 @@ def _bias(s: Suspect) -> Cause | None:
         products, biases = _solve([s.expected - bias, bias], s.found[s.ranks[0]]) or (0, 0)
         if s.are(products * (s.expected - bias) + biases * bias):
             if math.isclose(products, 1) and math.isclose(biases, n):
-                why = (
-                    f"the bias is in the sum {n} times, once for each rank of {axis}: add it after"
-                )
-                return "bias on every rank", why
+                why = f"the bias is in the sum {n} times, once for each rank of {axis}: "
+                return "bias on every rank", why + "add it after"
             if math.isclose(products, 1) and abs(biases) < 1e-9:
                 return "bias left out", "the product is right, and nothing is added"
             if math.isclose(products, 1 / n):
-                why = (
-                    f"the product is exactly 1/{n}: averaged over {axis}, where it is to be summed"
-                )
-                return "averaged, not summed", why
+                why = f"the product is exactly 1/{n}: averaged over {axis}, where it is to be "
+                return "averaged, not summed", why + "summed"
             if math.isclose(products, n):
                 return "summed twice", f"the product is {n} times too large, once more over {axis}"
         summed = join(s.found, s.sizes, {axis: "sum"}) if axis in s.sizes else s.found
@@ -320,27 +306,30 @@ def _bias(s: Suspect) -> Cause | None:
     return None
 
 
-def _unfinished(s: Suspect) -> Cause | None:
-    """Does what ran just before hold summands?"""
+def _ran_before(s: Suspect) -> tuple[str, Form]:
+    """The module that ran just before, and how ranks hold what it returned."""
     names = list(s.device.outputs)
     at = names.index(s.name) if s.name in names else len(names)
-    form = s.form_of(names[at - 1]) if at else None
-    axis = next((axis for axis, how in (form or {}).items() if how == "sum"), None)
+    return (names[at - 1], s.form_of(names[at - 1]) or {}) if at else ("", {})
+
+
+def _unfinished(s: Suspect) -> Cause | None:
+    """Does what ran just before hold summands?"""
+    name, form = _ran_before(s)
+    axis = next((axis for axis, how in form.items() if how == "sum"), None)
     if axis is None:
         return None
-    why = f"{names[at - 1]}, which ran before, has a part on each rank of {axis}, and the sum of "
+    why = f"{name}, which ran before, has a part on each rank of {axis}, and the sum of "
     return "unfinished sum", why + f"them is right: an all-reduce over {axis} is missing"
 
 
 def _kept_apart(s: Suspect) -> Cause | None:
     """Was what ran just before right, but in pieces?"""
-    names = list(s.device.outputs)
-    at = names.index(s.name)
-    form = s.form_of(names[at - 1]) if at else None
-    axis = next((a for a, how in (form or {}).items() if isinstance(how, int)), None)
+    name, form = _ran_before(s)
+    axis = next((axis for axis, how in form.items() if isinstance(how, int)), None)
     if axis is None or s.over_data(axis):
         return None
-    why = f"{names[at - 1]}, which ran before, is right, in pieces along dim {form[axis]} on ranks "
+    why = f"{name}, which ran before, is right, in pieces along dim {form[axis]} on ranks "
     return "pieces kept apart", why + f"of {axis}: this module needs what the other ranks have"
 
 
@@ -350,10 +339,8 @@ def _inside(s: Suspect) -> Cause | None:
     found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
     is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
     if s.name == next(iter(s.device.outputs)) and is_untouched:
-        why = (
-            "the first module that runs, and its weights are right: ranks have other samples than "
-        )
-        return "another input", why + "their shares of the batch, or use them otherwise"
+        why = "the first module that runs, and its weights are right: ranks have other samples "
+        return "another input", why + "than their shares of the batch, or use them otherwise"
     why = "what ran before returned what is right, and weights are right: it is what this module "
     return "in this module", why + "does, or what else it is given"
 
@@ -361,10 +348,8 @@ def _inside(s: Suspect) -> Cause | None:
 def _in_the_loss(s: Suspect) -> Cause | None:
     if s.step > 0:
         return None
-    why = (
-        "what every module returned is right: it is loss() itself, as its targets, its denominator"
-    )
-    return "in the loss", why + ", or a softmax over words that are cut"
+    why = "what every module returned is right: it is loss() itself, as its targets, its "
+    return "in the loss", why + "denominator, or a softmax over words that are cut"
 
 
 def _log(s: Suspect) -> Cause | None:

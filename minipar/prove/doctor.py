@@ -89,6 +89,7 @@ def machine() -> list[Line]:
     """Look at this host, from one process."""
     free, total = free_bytes(1) / 1e9, psutil.virtual_memory().total / 1e9
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    cores, load = _cores(), os.getloadavg()[0]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def judged(is_good: bool, what: str, says: str, cure: str) -> Line:
@@ -97,9 +98,7 @@ def machine() -> list[Line]:
     return [
         judged(sys.version_info >= (3, 11), "Python", platform.python_version(), "3.11 is needed"),
         judged(version >= (2, 13), "PyTorch", torch.__version__, "2.13 is needed"),
-        Line(
-            "ok" if _cores() > 1 else "note", "cores", f"{_cores()}, load {os.getloadavg()[0]:.1f}"
-        ),
+        Line("ok" if cores > 1 else "note", "cores", f"{cores}, load {load:.1f}"),
         judged(
             free * 1e9 >= NEEDED_BYTES,
             "memory",
@@ -217,10 +216,7 @@ def _pool() -> list[Line]:
             times = max(ranks.run(probe, RANKS))
     except (RankError, OSError, ValueError) as error:
         return [Line("FAIL", f"{RANKS} ranks", " ".join(str(error).split())[:300])]
-    return [
-        Line("ok", f"{RANKS} ranks", f"start in {begun:.1f} s; {_told(*times)}"),
-        *_notebooks(),
-    ]
+    return [Line("ok", f"{RANKS} ranks", f"start in {begun:.1f} s; {_told(*times)}"), *_notebooks()]
 
 
 def _told(work: float, small: float, large: float) -> str:

@@ -142,8 +142,11 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"no such dump: {path}")
-        files += [(path, "")] if not path.is_dir() else [(f, "") for f in sorted(path.iterdir())]
-        files += [(f, f.parent.name) for f in sorted(path.glob("*/*"))] if path.is_dir() else []
+        if path.is_dir():
+            files += [(file, "") for file in sorted(path.iterdir())]
+            files += [(file, file.parent.name) for file in sorted(path.glob("*/*"))]
+        else:
+            files.append((path, ""))
     found: dict[int, tuple[Recording, Path]] = {}
     skipped: list[str] = []
     broken: list[OSError | ValueError] = []
@@ -347,8 +350,7 @@ def _explain_group(group: Group, report: Report) -> None:
     waiting = {n for calls in group.calls.values() for n, e in calls.items() if not e.done}
     for number in sorted(waiting):
         here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
-        last = {r: max(group.calls[r], default=0) if r in group.calls else 0 for r in group.ranks}
-        absent = [r for r in group.ranks if last[r] < number]
+        absent = [r for r in group.ranks if max(group.calls.get(r, ()), default=0) < number]
         missing = [r for r in absent if report.knows(r)]
         unknown = [r for r in absent if not report.knows(r)]
         verb, like = _most({r: e.verb for r, e in here.items()})

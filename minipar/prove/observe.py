@@ -243,11 +243,8 @@ class AllDigits(TorchFunctionMode):
 def _backward(loss: Tensor) -> None:
     """``loss.backward()``, which would run outside of the mode: it is a function that this sees."""
     with AllDigits(in_backward=True):
-        _engine_run_backward(
-            *((loss,), (torch.ones_like(loss),), False, False, ()),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        given = (loss,), (torch.ones_like(loss),), False, False, ()
+        _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
 
 
 _CASTS = Tensor.float, Tensor.bfloat16, Tensor.half
@@ -260,10 +257,9 @@ def _without_mixed_precision(model: nn.Module) -> None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
             state = module._get_fsdp_state()
-            for owner, name in [(state, "_mp_policy")] + [
-                (group, "mp_policy") for group in state._fsdp_param_groups
-            ]:
-                setattr(owner, name, MixedPrecisionPolicy())
+            state._mp_policy = MixedPrecisionPolicy()
+            for group in state._fsdp_param_groups:
+                group.mp_policy = MixedPrecisionPolicy()
 
 
 def _is_short(value: Any) -> bool:

@@ -213,14 +213,14 @@ def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
         expected = next(torch.zeros_like(tensor) for tensor in tensors if tensor is not None)
     values = [torch.zeros_like(expected) if t is None else t for t in tensors]
     ranks, step = [rank for rank, one in enumerate(told) if name in one], max(step or 0, 0)
-    known = stage, step, name, values, expected, ranks, len(wrong)
-    suspect = Suspect(*vars(both).values(), *known)
-    told_of = told[ranks[0]][name], len(wrong), *cause_of(suspect)
-    parting = Parting(both.trial.name, stage, step + 1, name, module, ranks, *told_of)
+    where = dict(stage=stage, name=name, ranks=ranks, wrong=len(wrong))
+    suspect = Suspect(**vars(both), **where, step=step, found=values, expected=expected)
+    cause, why = cause_of(suspect)
+    said = dict(module=module, words=told[ranks[0]][name], cause=cause, why=why)
+    parting = Parting(both.trial.name, step=step + 1, **where, **said)
     states = dict.fromkeys(owner.values(), "equal") | {owner[n]: "differs" for n in wrong}
     states[module] = "parts here"
-    kinds = {n: device.kinds.get(n, "") for n in device.outputs}
     has_names = stage in ("initial weights", "gradient", "weights")
     others = "no parameters" if has_names else "not compared"
     others = "equal" if stage == "loss" and step == 0 else others  # its outputs were
-    return parting, [(n, kind, states.get(n, others)) for n, kind in kinds.items()]
+    return parting, [(n, device.kinds.get(n, ""), states.get(n, others)) for n in device.outputs]

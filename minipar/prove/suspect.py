@@ -51,7 +51,7 @@ class Suspect(Both):
     wrong: int  # how many names of this stage are
 
     def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
-        """Whether what the ranks that are wrong have is that, each the same or its own."""
+        """Whether the wrong ranks have `values`: one tensor for all, or a list, one per rank."""
         own = values if isinstance(values, list) else [values] * len(self.found)
         return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
 
@@ -67,7 +67,7 @@ class Suspect(Both):
         return any(axis in self.device.data or axis.startswith(DATA) for axis in axes)
 
     def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
-        """What the first wrong rank has in equal pieces, one per rank of an axis, along a dim."""
+        """Axis, dim, and what the first wrong rank has, in as many pieces as the axis has ranks."""
         found = self.found[self.ranks[0]]
         # Those first whose ranks share their samples: it is for these that tensors are cut.
         for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):

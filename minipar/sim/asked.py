@@ -103,7 +103,7 @@ def machine_of(config: PlanConfig) -> hardware.Machine:
 
 def fixed(text: str) -> dict[str, Any]:
     """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = [word for word in text.replace(" ", "").split(",") if word]
     found = {}
     for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
         found["microbatch"] = whole_number(word.partition("=")[2])
@@ -115,7 +115,8 @@ def fixed(text: str) -> dict[str, Any]:
         allowed, value = get_args(field.type), getattr(plan, field.name)
         if allowed and value not in allowed:
             raise ValueError(f"--fix {field.name}={value}: use {', '.join(map(str, allowed))}")
-    return found | {w.partition("=")[0]: getattr(plan, w.partition("=")[0]) for w in words}
+    names = [word.partition("=")[0].replace("-", "_") for word in words]
+    return found | {name: getattr(plan, name) for name in names}
 
 
 def load_of(text: str, model: LlamaConfig) -> load.Load:

@@ -3,6 +3,8 @@
 Every rank measures at the same time, since ranks share cores, memory and links: products in each
 type, attention, an operation that moves bytes and one that does nothing; then collectives of all
 ranks by size, to which the constants of the network are fitted (`fit.py`). The slowest rank counts.
+What launches an operation on a processor computes nothing meanwhile: there, Python's and autograd's
+time is an operation's too, and a training step too small to compute anything tells how much.
 Of networks between nodes one machine can tell nothing: `between` is a name in the file, to be
 edited, and a pasted output of nccl-tests can take the place of our own collectives.
 """
@@ -12,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,17 +23,25 @@ import torch.nn.functional as F
 
 from minipar.comm import backends, collectives
 from minipar.comm.launch import Ranks
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import bounded_text, wire_bytes
+from minipar.model.llama import Llama, LlamaConfig
+from minipar.parallel.plan import Plan
 from minipar.sim import fit, hardware
+from minipar.sim.trace import trace
+from minipar.sim.tracer import Compute
+from minipar.train.optim import make_optimizer
 from minipar.train.peak import synchronise
+from minipar.train.step import train_step
 
-CHAIN = 50
+TINY = LlamaConfig(16, 16, 16, num_layers=4, num_heads=2, num_kv_heads=1)
+TOKENS = 16
+"""A model, and a sequence, whose training step is all launching and no computing."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CPU, GPU = dict(cube=768, bytes=2**26, length=512, most=22), dict(
-    cube=8192, bytes=2**30, length=8192, most=28
-)  # fmt: skip
-"""Sizes: of products, bytes moved, sequences, and the largest message as a power of 2."""
+CPU = dict(cube=768, bytes=2**23, length=512, most=24)
+GPU = dict(cube=8192, bytes=2**30, length=8192, most=28)
+"""Sizes: of products, tensors that an operation reads, sequences, and the largest message as a
+power of 2."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +57,22 @@ class CalibrateConfig:
     own collectives."""
 
 
-def run(config: CalibrateConfig) -> hardware.Machine:
-    """Measure, write the file, print what was found, and return the machine."""
+def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
+    """Measure, write the file, print what was found, and return the machine.
+
+    Collectives are those of `backend`; by default NCCL's where each rank has a GPU, else gloo's.
+    """
     path = Path(config.out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise ValueError(f"--out {config.out}: name a .toml file in a folder that exists")
     pasted = parse_nccl(Path(config.nccl_tests), str(path)) if config.nccl_tests else []
     cores = min(8, psutil.cpu_count(logical=False) or 1)
     size = config.ranks or torch.cuda.device_count() or cores
-    backend = backends.pick_backend(size)
+    events = trace(TINY, Plan(), seq_len=TOKENS).ranks[0].events()
+    launches = sum(type(event) is Compute for event in events)
+    backend = backend or backends.pick_backend(size)
     with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
-        found = ranks.run(measure, size)
+        found = ranks.run(measure, size, launches)
     slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
     points = [fit.Point("", str(path), *row) for row in found[0][1]]
     machine = write(path, slowest, pasted or points, size)
@@ -68,23 +84,52 @@ def run(config: CalibrateConfig) -> hardware.Machine:
 
 
 # ---------------------------------------------------------------------- on the ranks
-def measure(size: int) -> tuple[dict[str, float], list[tuple]]:
-    """Return seconds and bytes of this rank, and a row per collective; called on every rank."""
-    axis = Mesh(dp=size).dp
+def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
+    """Return seconds and bytes of this rank, and a row per collective; called on every rank.
+
+    `launches`: operations of a training step of `TINY` on one rank.
+    """
+    mesh = Mesh(dp=size)
     device = backends.compute_device()
     sizes = GPU if device.type == "cuda" else CPU
-    n, length = sizes["cube"], sizes["length"]
+    n = sizes["cube"]
     found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
-    if device.type == "cpu":  # where nothing computes while autograd is busy with the next
-        found["launch"] = _seconds(_forward_and_backward, device) / (2 * CHAIN)
+    if device.type == "cpu":
+        found["launch"] = _seconds(_tiny_step(mesh.tp), device) / launches
     for name, dtype in DTYPES.items():
         if device.type == "cpu" and dtype == torch.float16:
             continue  # no processor's products
         a = torch.randn(n, n, device=device).to(dtype)
         found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
     a = torch.zeros(sizes["bytes"] // 4, device=device)
-    b = torch.zeros_like(a)
-    found["byte"] = _seconds(lambda: torch.add(a, 1.0, out=b), device) / (2 * sizes["bytes"])
+    found["byte"] = _seconds(lambda: a + 1.0, device) / (2 * sizes["bytes"])
+    found["length"] = sizes["length"]
+    found["forward"], found["backward"] = _attention(sizes["length"], device)
+    found["short"], _ = _attention(sizes["length"] // 4, device)
+    memory = psutil.virtual_memory().total / size
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    found["memory"] = -memory  # the smallest counts
+    rows = []
+    for power in range(12, sizes["most"] + 1, 2) if size > 1 else ():
+        tensor = torch.zeros(2**power // 4, device=device)
+        count = 15 if power > 18 else 150  # as many on each rank
+        seconds = _seconds(lambda t=tensor: collectives.all_reduce(t, mesh.dp), device, count)
+        bus = wire_bytes("all_reduce", 2**power, size) / seconds
+        rows.append(("all_reduce", 2**power, size, 1, bus))
+    return found, rows
+
+
+def _tiny_step(alone: Axis) -> Callable:
+    """A training step of `TINY` on this rank; `alone` is an axis of one."""
+    model = Llama(TINY)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    return partial(train_step, model, [], optimizer, [(tokens, tokens)], alone, max_norm=1.0)
+
+
+def _attention(length: int, device: torch.device) -> tuple[float, float]:
+    """Seconds per FLOP of causal attention over `length` tokens, forward and backward."""
     heads = torch.randn(3, 1, 8, length, 64, device=device)
     if device.type == "cuda":
         heads = heads.bfloat16()
@@ -94,28 +139,9 @@ def measure(size: int) -> tuple[dict[str, float], list[tuple]]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     flops = 4 * 8 * length**2 * 64 / 2
-    found["forward"] = _seconds(attend, device) / flops
+    forward = _seconds(attend, device) / flops
     both = _seconds(lambda: torch.autograd.grad(attend().sum(), heads), device) / flops
-    found["backward"] = max(both - found["forward"], found["forward"]) / 2.5
-    memory = psutil.virtual_memory().total / size
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    found["memory"] = -memory  # the smallest counts
-    rows = []
-    for power in range(12, sizes["most"] + 1, 2) if size > 1 else ():
-        tensor = torch.zeros(2**power // 4, device=device)
-        seconds = _seconds(lambda t=tensor: collectives.all_reduce(t, axis), device, count=15)
-        bus = wire_bytes("all_reduce", 2**power, size) / seconds
-        rows.append(("all_reduce", 2**power, size, 1, bus))
-    return found, rows
-
-
-def _forward_and_backward() -> None:
-    """Launch `CHAIN` operations that do nothing, and their backwards."""
-    y = torch.zeros(1, requires_grad=True)
-    for _ in range(CHAIN):
-        y = y * 1.0
-    y.backward()
+    return forward, max(both - forward, forward) / 2.5
 
 
 def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
@@ -138,12 +164,16 @@ def write(
     """Write the file, fit its network to the points, and return the machine."""
     peaks = {name: 1 / slowest[name] for name in DTYPES if name in slowest}
     kind = "bf16" if torch.cuda.is_available() else "fp32"
-    share = {way: min(1.0, 1 / slowest[way] / peaks[kind]) for way in ("forward", "backward")}
+    # At L tokens attention takes 1 + x times as long per FLOP as at very many, x = half_length / L:
+    # at a quarter of L, 1 + 4x.
+    ratio = min(max(1.0, slowest["short"] / slowest["forward"]), 3.9)
+    x = (ratio - 1) / (4 - ratio)
+    shares = {w: min(1.0, (1 + x) / slowest[w] / peaks[kind]) for w in ("forward", "backward")}
     device = {f"peak.{name}": rate for name, rate in peaks.items()}
     device |= {"memory": -slowest["memory"], "memory_bandwidth": 1 / slowest["byte"]}
     device |= {"launch": slowest["launch"], "memory_efficiency": 1.0}
-    device |= {f"attention.measured.{way}": value for way, value in share.items()}
-    device |= {"attention.measured.half_length": 1.0}
+    law = shares | {"half_length": max(1.0, x * slowest["length"])}
+    device |= {f"attention.measured.{key}": value for key, value in law.items()}
     best = max((p.bus for p in points), default=1e9)
     network = {"bandwidth": 2 * best, "share": 0.5, "tree": 0.25, "nvls": 0, "launch": 1e-4}
     network |= {"latency": 0, "ramp": 0.3}
@@ -170,7 +200,7 @@ def write(
             first.write_text(text(), encoding="utf-8")
             points = [replace(p, machine=str(first)) for p in points]
             fitted = fit.fit(points, "inside", ("launch", "share", "ramp"))
-        network |= fitted | {"share": min(1.0, fitted["share"])}
+        network |= fitted
         network["tree"] = network["share"] / 2
     path.write_text(text(), encoding="utf-8")
     return hardware.load(path)

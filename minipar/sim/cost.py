@@ -26,168 +26,19 @@ Limits: no stragglers, no other users of a network, no allocator under pressure.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cache
 
-from minipar.model.llama import LlamaConfig
-from minipar.parallel.pipeline import stages
-from minipar.parallel.pipeline.schedules import PAIRED
-from minipar.parallel.plan import Plan
-from minipar.sim import load
-from minipar.sim.hardware import BYTES, Device, Machine, Software
-from minipar.sim.load import Load
+from minipar.sim.hardware import BYTES, Device
+from minipar.sim.job import V_SHAPED, Job
 
-BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3}
-"""Of 1F1B's bubble, what other schedules leave, before it is divided by the stages per rank."""
 PAIRED_HIDDEN = 0.8
 """Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most:
 the first and last microbatches have no other beside them (`lab.bench.expert_overlap.whole_steps`).
 """
-V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 LOGITS = 12
 """Bytes of a logit that the loss writes: in 16 bits, in float32, its gradient, and between."""
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
 AXES = ("tp", "cp", "ep", "pp", "dp")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A plan for a model on a machine; `microbatch` sequences of `seq_len` tokens at a time."""
-
-    config: LlamaConfig
-    plan: Plan
-    machine: Machine
-    software: Software
-    seq_len: int
-    microbatch: int = 1
-    dtype: str = "bf16"
-    gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
-    flash: bool = True  # attention in one kernel
-    ep: int = 1  # ranks of dp, cp and tp that share the experts, where no axis of the plan does
-    experts: Load = ()  # tokens of each
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a microbatch on a rank."""
-        return self.microbatch * self.seq_len / self.plan.cp
-
-    @property
-    def dp(self) -> int:
-        """Ranks with sequences of their own: those of an axis of experts have, too."""
-        return self.plan.dp * self.plan.ep
-
-    @property
-    def wide(self) -> str:
-        """The type of what is not a layer's product: 8 bits and fewer are for those alone."""
-        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
-
-    @property
-    def tokens_of_step(self) -> int:
-        """Tokens of a step, of all ranks."""
-        return self.dp * self.plan.microbatches * self.microbatch * self.seq_len
-
-    @property
-    def experts_over(self) -> int:
-        """Ranks among which experts are shared out."""
-        return max(self.ep, self.plan.ep)
-
-    @property
-    def experts_apart(self) -> int:
-        """How far apart those ranks are: as many as of tp, unless these share experts, too."""
-        return 1 if self.dp * self.plan.cp % self.experts_over else self.plan.tp
-
-    @property
-    def experts_copies(self) -> int:
-        """Ranks that have the same experts as this one, and sequences of their own."""
-        ranks = self.dp * self.plan.cp * self.plan.tp // self.experts_apart
-        return max(1, ranks // self.experts_over)
-
-    @property
-    def busiest(self) -> float:
-        """Rows of the experts of one rank, of which all wait for it, beside those of the mean."""
-        even = self.plan.dispatch == "padded"  # to what the fullest expert may have
-        return 1.0 if even else load.busiest(self.experts, self.experts_over)[1]
-
-    @property
-    def experts_cut(self) -> int:
-        """Into how many pieces tensor parallelism cuts an expert; 1: ranks have whole ones."""
-        return self.plan.tp if self.plan.expert_tensor_parallel else 1
-
-    @property
-    def chunks(self) -> int:
-        """Stages of a rank of the pipeline."""
-        looped = self.plan.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
-        default = 2 if looped or self.plan.schedule in V_SHAPED else 1
-        return self.plan.stages_per_rank or default
-
-    def layers(self) -> list[float]:
-        """Return the layers of a rank of the pipeline that a microbatch goes through, of each rank.
-
-        Those of dualpipe are a mean: there are two copies, each for half of the microbatches.
-        """
-        p, v = self.plan.pp, self.chunks
-        if self.plan.schedule == "dualpipe":
-            cut = _cut(self.config, p)
-            return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
-        counts = [0.0] * p
-        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
-            back = self.plan.schedule in V_SHAPED and part // p % 2
-            counts[p - 1 - part % p if back else part % p] += count
-        return counts
-
-    @property
-    def bubble(self) -> float:
-        """Idle time of a pipeline in units of 1F1B's, for F = I = W.
-
-        DualPipe leaves (p/2 - 1)(F&B + B - 3W) (DeepSeek-V3, arXiv 2412.19437, table 2), and
-        DualPipeV, two stages per rank of half the size, as much on twice as many ranks: where a
-        forward and a backward run side by side, F&B; half of it where they need not wait for each
-        other. naive leaves M: its ranks compute one after the other, for each microbatch anew.
-        """
-        p, name = self.plan.pp, self.plan.schedule
-        if name == "naive":
-            return self.plan.microbatches
-        if name in PAIRED:
-            share = (p - 2) / max(1, p - 1) if name == "dualpipe" else 1
-            return share / (3 if self.plan.dispatch == "paired" else 6)
-        return BUBBLE.get(name, 1) / self.chunks
-
-    def ends(self, stage: int) -> tuple[bool, bool]:
-        """Return whether a rank of the pipeline has the embedding, and the head."""
-        first, last = stage == 0, stage == self.plan.pp - 1
-        if self.plan.schedule == "dualpipe":  # the model twice, once the other way round
-            return first or last, first or last
-        return first, first if self.plan.schedule in V_SHAPED else last
-
-    def spread(self, inner: int, size: int) -> int:
-        """Return over how many nodes `size` ranks are spread that are `inner` ranks apart."""
-        most = max(1, self.machine.gpus // inner)
-        return size // max(n for n in range(1, min(most, size) + 1) if size % n == 0)
-
-    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
-        """Return the seconds of a collective of `size` ranks that are `inner` ranks apart."""
-        nodes = self.spread(inner, size)
-        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
-
-
-@cache
-def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
-    """Return the layers of each stage, for the least time of the slowest: the last has the head.
-
-    As `stages.balance`, of layers that are alike: hundreds of plans want another cut each.
-    """
-    if parts == 1:
-        return (config.num_layers,)
-    *_, layer, head = stages.estimate_costs(config)
-
-    def slowest(last: int) -> tuple[float, int]:
-        return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last
-
-    last = min(range(1, config.num_layers - parts + 2), key=slowest)
-    each, more = divmod(config.num_layers - last, parts - 1)
-    # Early stages hold more microbatches: fewer layers there.
-    return (*([each] * (parts - 1 - more)), *([each + 1] * more), last)
 
 
 # ---------------------------------------------------------------------- time
@@ -205,7 +56,11 @@ def seconds(job: Job) -> dict[str, float]:
     group = job.dp * plan.cp
     layer, experts, words = parameters(job)
     if plan.zero == 3 and group > 1:
-        once["dp"] = _gather_and_reduce(job, forward, backward, layer, experts)
+        gather = _over_dp(job, "all_gather", 2, layer, experts)
+        reduce = _over_dp(job, "reduce_scatter", 2, layer, experts)
+        pairs = (gather, forward), (gather + reduce, backward)
+        waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
+        once["dp"] = waits + _touch(job, software.copies * layer)
     layers = job.layers()
     table = 4 * _touch(job, job.tokens * job.config.hidden_size * 2) * (plan.pp > 1)
     ends = [first * table + last * _head(job) for first, last in map(job.ends, range(plan.pp))]
@@ -354,17 +209,6 @@ def _context(job: Job, attention: float, times: int, queries: float, keys: float
     return job.collective("all_to_all", 4 * tokens * (queries + keys), inner, cp)
 
 
-def _gather_and_reduce(
-    job: Job, forward: dict[str, float], backward: dict[str, float], layer: float, experts: float
-) -> float:
-    """Return what ZeRO 3 adds to a layer: what computing does not hide, and its copies."""
-    gather = _over_dp(job, "all_gather", 2, layer, experts)
-    reduce = _over_dp(job, "reduce_scatter", 2, layer, experts)
-    pairs = (gather, forward), (gather + reduce, backward)
-    waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
-    return waits + _touch(job, job.software.copies * layer)
-
-
 def _head(job: Job) -> float:
     """Return the seconds of the head and the loss, both directions."""
     words, width = job.config.vocab_size / job.plan.tp, job.config.hidden_size
@@ -411,17 +255,15 @@ def parameters(job: Job) -> tuple[float, float, float]:
 
 def memory(job: Job) -> dict[str, float]:
     """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
-    return max(
-        (_memory_of(job, s, n) for s, n in enumerate(job.layers())),
-        key=lambda held: sum(held.values()),
-    )
+    ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers()))
+    return max(ranks, key=lambda held: sum(held.values()))
 
 
-def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
+def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     plan, software, c = job.plan, job.software, job.config
     layer, experts, table = parameters(job)
-    has_head = job.ends(stage)[1]
-    tables = sum(job.ends(stage)) - (plan.pp == 1 and c.tie_embeddings)
+    has_embedding, has_head = job.ends(stage)
+    tables = has_embedding + has_head - (plan.pp == 1 and c.tie_embeddings)
     copies = 2 if plan.schedule == "dualpipe" else 1
     mine, shared = copies * layers * layer + tables * table, copies * layers * experts
     cut = _shard(job, mine, shared)
@@ -433,14 +275,12 @@ def _memory_of(job: Job, stage: int, layers: int) -> dict[str, float]:
         "gradients": software.gradients * (cut if plan.zero >= (1 if freed else 2) else mine),
         "optimizer": software.optimizer * (cut if plan.zero else mine),
     }
-    stored = sum(activations(job).values())
-    if plan.checkpointing == "full":  # and what one layer at a time keeps
-        whole = plan.tp if plan.sequence_parallel else 1
-        inputs = 2 * job.tokens * c.hidden_size / whole
-        held["activations"] = in_flight(job, stage) * layers * inputs + stored
+    stored, count = sum(activations(job).values()), in_flight(job, stage) * layers
+    if plan.checkpointing == "full":  # the inputs of all, and what one layer at a time keeps
+        inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
+        held["activations"] = count * inputs + stored
     else:
-        share = 0.7 if plan.checkpointing == "selective" else 1
-        held["activations"] = in_flight(job, stage) * layers * stored * share
+        held["activations"] = count * stored * (0.7 if plan.checkpointing == "selective" else 1)
     held["logits"] = software.logits * job.tokens * c.vocab_size / plan.tp * has_head
     return held
 

@@ -9,6 +9,7 @@ replays a trace of a rank without values; the other lets all ranks run.
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,11 +35,11 @@ def device(text: str, magnify: float = 1.0) -> devices.Device:
     `magnify`: as in `minipar.comm.device`. Raises `ValueError` for an unknown name, and for factors
     below 1.
     """
-    name, slash, factor = str(text).rpartition("/") if "/" in str(text) else (str(text), "", "1")
-    try:
-        slowdown = float(factor)
-    except ValueError:  # the last part of a path
-        name, slowdown = str(text), 1.0
+    name, slowdown = str(text), 1.0
+    if "/" in name:
+        head, _, last = name.rpartition("/")
+        with suppress(ValueError):  # the last part of a path is no number
+            name, slowdown = head, float(last)
     return devices.Device(hardware.load(name).device, slowdown, magnify)
 
 

@@ -26,6 +26,8 @@ from minipar.comm.spans import bounded_text, wire_bytes
 from minipar.sim import hardware
 
 COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"
+MOST = {"share": 1.0, "ramp": 2.0}
+"""No network moves more than all of its bandwidth, nor ramps up slower than a pipeline does."""
 _load = cache(hardware.load)
 
 
@@ -109,12 +111,15 @@ def fit(points: Sequence[Point], where: str, keys: Sequence[str]) -> dict[str, f
     """Return the best `keys` of the network that is `where` ("inside", "between") in `points`."""
     network = getattr(_load(points[0].machine), where)
 
+    def named(constants: Sequence[float]) -> dict[str, float]:
+        most = zip(keys, constants, strict=True)
+        return {key: min(value, MOST.get(key, value)) for key, value in most}
+
     def off(logs: np.ndarray) -> np.ndarray:
-        tried = {where: replace(network, **dict(zip(keys, np.exp(logs).tolist(), strict=True)))}
+        tried = {where: replace(network, **named(np.exp(logs).tolist()))}
         return np.log([p.predicted(**tried) / p.bus for p in points])
 
-    found = solve(off, [getattr(network, key) for key in keys])
-    return dict(zip(keys, found, strict=True))
+    return named(solve(off, [getattr(network, key) for key in keys]))
 
 
 def main(path: str) -> None:

@@ -252,7 +252,7 @@ class Software:
     host: float  # seconds that the host needs to launch a layer, in one direction,
     host_tp: float  # more of them per doubling of tp, and
     host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
-    passes: float  # of the bytes that a layer's elementwise operations must move, how many they do
+    passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
     attention: float  # seconds of attention, as a multiple of the kernel's
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch

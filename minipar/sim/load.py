@@ -49,7 +49,7 @@ def busiest(load: Load, num_ranks: int) -> tuple[int, float]:
 
 @contextmanager
 def assumed(load: Load) -> Iterator[None]:
-    """In the body, sizes that hang on values which are not there are those of such a load."""
+    """In the body, experts get their shares of `load`, since a trace has no values to route by."""
 
     def shared_out(num: int, parts: int) -> list[int]:
         if parts != len(load):

@@ -7,7 +7,7 @@ Source. `torchtitan/config/job_config.py` of pytorch/torchtitan (000204a), with 
 
 from collections.abc import Iterator
 
-from minipar.sim.cost import Job
+from minipar.sim.job import Job
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
 """Of ours, those that the others have, too, by torchtitan's names."""

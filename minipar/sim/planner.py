@@ -15,7 +15,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from minipar.comm.spans import aligned
@@ -78,9 +78,7 @@ class Ranked:
     @property
     def tokens_per_second(self) -> float:
         """Per device."""
-        job = self.job
-        tokens = job.dp * job.plan.microbatches * job.microbatch * job.seq_len
-        return tokens / self.step / job.plan.num_ranks
+        return self.job.tokens_of_step / self.step / self.job.plan.num_ranks
 
     def mfu(self, causal: bool) -> float:
         """Return the share of the peak, with the whole square of attention or what is causal."""
@@ -89,9 +87,19 @@ class Ranked:
         return flops * self.tokens_per_second / job.machine.device.peak[job.dtype]
 
     @property
+    def held(self) -> float:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
     def largest(self) -> str:
         """The category with the most memory."""
         return max(self.memory, key=self.memory.__getitem__)
+
+    def needs(self, limit: float) -> str:
+        """Say how much memory it takes beside what there is."""
+        gigabytes = f"{self.held / GB:.0f} of {limit / GB:.0f} GB"
+        return f"needs {gigabytes}, {self.memory[self.largest] / GB:.0f} of them {self.largest}"
 
     @property
     def family(self) -> tuple[str, ...]:
@@ -126,14 +134,11 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
         mine = global_batch // dp
         group = dp * sizes["cp"]
         micros = [n for n in sorted({1, 2, 4, 8, 16, 32, base.microbatch}) if mine % n == 0]
-        zeros = (0, 1, 2, 3) if group > 1 else (0,)
-        if pp > 1:  # ZeRO 2 and 3 would reduce once per microbatch
-            zeros = zeros[:2]
-        schedules = ("1f1b", "interleaved_1f1b") if pp > 1 else ("1f1b",)
-        if pp > 1 and base.software.name == "minipar":
-            schedules += ("zb_h1",)
-        if pp > 1 and base.plan.schedule not in schedules:
-            schedules += (base.plan.schedule,)
+        zeros, schedules = (0, 1, 2, 3) if group > 1 else (0,), ["1f1b"]
+        if pp > 1:
+            zeros = zeros[:2]  # ZeRO 2 and 3 would reduce once per microbatch
+            own = ["zb_h1"] * (base.software.name == "minipar")
+            schedules = dict.fromkeys(["1f1b", "interleaved_1f1b", *own, base.plan.schedule])
         again = ("none", "selective", "full")
         cuts = (False, True) if moe is not None and tp > 1 else (False,)
         every = itertools.product(micros, zeros, schedules, again, cuts)
@@ -206,7 +211,7 @@ def search(
         else:
             fit.append(Ranked(job, cost.seconds(job), held))
     fit.sort(key=lambda ranked: ranked.step)
-    too_large.sort(key=lambda ranked: sum(ranked.memory.values()))
+    too_large.sort(key=lambda ranked: ranked.held)
     return Search(limit, fit, too_large)
 
 
@@ -218,37 +223,29 @@ def _has(job: cost.Job, fix: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------------- words
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
     """Say of each choice of the best plan what the best plan without it would pay."""
-    lines = []
+    lines, job, plan, machine = [], best.job, best.job.plan, best.job.machine
     for name in (*(axis for axis in MESH if axis != "dp"), "zero", "checkpointing", "schedule"):
-        own, plain = getattr(best.job.plan, name), getattr(Plan, name)
+        own, plain = getattr(plan, name), getattr(Plan, name)
+
+        def is_plain(ranked: Ranked, name: str = name, plain: Any = plain) -> bool:
+            return getattr(ranked.job.plan, name) == plain
+
         if own != plain and name not in fix:
-            wanted = partial(_is, name, plain)
-            lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, wanted)}")
-    if best.job.plan.ep > 1 and best.job.plan.dispatch == "all_to_all":
-        halves = replace(best.job, plan=replace(best.job.plan, dispatch="halves"))
-        seconds = cost.seconds(halves)
+            lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, is_plain)}")
+    if plan.ep > 1 and plan.dispatch == "all_to_all":
+        halves = cost.seconds(replace(job, plan=replace(plan, dispatch="halves")))
         lines.append(
             f"dispatch=all_to_all: with dispatch=halves, ep would be waited for "
-            f"{seconds['ep']:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
+            f"{halves['ep']:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
         )
-    nodes, machine = best.job.plan.num_ranks / best.job.machine.gpus, best.job.machine
-    tp = best.job.plan.tp
-    if tp <= machine.gpus and tp % 2 == 0 and nodes > 1:
-        n = 2 * best.job.tokens * best.job.config.hidden_size
-        times = [machine.seconds_of_collective("all_reduce", n, tp, k) for k in (1, 2)]
+    if plan.tp <= machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
+        n = 2 * job.tokens * job.config.hidden_size
+        times = [machine.seconds_of_collective("all_reduce", n, plan.tp, k) for k in (1, 2)]
         lines.append(
             f"tp stays inside a node: an all-reduce of a layer takes {times[0] * 1e3:.2f} ms "
             f"there, {times[1] * 1e3:.2f} ms over two"
         )
     return lines
-
-
-def _is(name: str, value: Any, ranked: Ranked) -> bool:
-    return getattr(ranked.job.plan, name) == value
-
-
-def _of(family: tuple[str, ...], ranked: Ranked) -> bool:
-    return ranked.family == family
 
 
 def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
@@ -261,11 +258,7 @@ def lost(found: Search, best: Ranked, wanted: Callable[[Ranked], bool]) -> str:
             f"{other.seconds[part]:.2f} s of {part} instead of {best.seconds.get(part, 0):.2f}"
         )
     if other := found.smallest(wanted):
-        needs = sum(other.memory.values())
-        return (
-            f"nothing fits: {other} needs {needs / GB:.0f} of {found.limit / GB:.0f} GB, "
-            f"{other.memory[other.largest] / GB:.0f} of them {other.largest}"
-        )
+        return f"nothing fits: {other} {other.needs(found.limit)}"
     refused = next((r for r in (*found.fit, *found.too_large) if wanted(r)), None)
     return f"no plan is legal: {problem(refused.job)}" if refused else "there is no such plan"
 
@@ -282,7 +275,7 @@ def table(plans: Iterable[Ranked]) -> str:
         lines.append((
             str(place), f"{r.step:.2f} s", error,
             f"{r.tokens_per_second:,.0f}", f"{r.mfu(False):.0%}", f"{r.mfu(True):.0%}",
-            f"{sum(r.memory.values()) / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
+            f"{r.held / GB:.0f} GB", f"{r.seconds['bubble'] / r.step:.0%}",
             ", ".join(exposed) or "-", str(r),
         ))  # fmt: skip
     notes = [f"  error {error}: {error_of(*jobs)}" for error, jobs in known.items()]
@@ -318,7 +311,7 @@ def answer(
         raise NothingFits(_nothing_fits(config, base, found))
     first = best[0]
     losers = {
-        " x ".join(family): lost(found, first, partial(_of, family))
+        " x ".join(family): lost(found, first, lambda r, family=family: r.family == family)
         for family in dict.fromkeys(r.family for r in (*found.fit, *found.too_large))
         if family != first.family
     }
@@ -346,9 +339,8 @@ def _by_part(ranked: Ranked) -> str:
         unpriced.add("dispatch")
     words = [w for w in str(ranked.job.plan).split(",") if w.partition("=")[0] in unpriced]
     if words:
-        lines.append(
-            f"  The closed form does not price {', '.join(words)}: its numbers are without."
-        )
+        said = f"does not price {', '.join(words)}: its numbers are without."
+        lines.append(f"  The closed form {said}")
     return "\n".join(lines)
 
 
@@ -356,8 +348,8 @@ def explain(ranked: Ranked) -> str:
     """Say all about one plan."""
     text = f"{table([ranked])}\n\n{_by_part(ranked)}"
     limit = cost.room(ranked.job.machine.device)
-    if (held := sum(ranked.memory.values())) > limit:
-        text += f"\n  It does not fit: {held / GB:.0f} of {limit / GB:.0f} GB, most of it "
+    if ranked.held > limit:
+        text += f"\n  It does not fit: {ranked.held / GB:.0f} of {limit / GB:.0f} GB, most of it "
         text += ranked.largest
     return text
 
@@ -378,9 +370,7 @@ def as_minipar(ranked: Ranked) -> str:
     """
     job, plan = ranked.job, ranked.job.plan
     limit = cost.room(job.machine.device)
-    some = plan.microbatches
-    if plan.pp > 1 and some > 4 * plan.pp:
-        some = 4 * plan.pp
+    some = min(plan.microbatches, 4 * plan.pp) if plan.pp > 1 else plan.microbatches
     shorter = replace(ranked, job=replace(job, plan=replace(plan, microbatches=some)))
     simulated = simulate(shorter)
     time = f"{simulated.seconds:.2f} s"
@@ -389,11 +379,9 @@ def as_minipar(ranked: Ranked) -> str:
     closed = sum(cost.seconds(shorter.job).values())
     time += f" ({simulated.seconds / closed - 1:+.0%} of the closed form)"
     fits = simulated.peak_bytes <= limit
-    return (
-        f"{time}, {simulated.peak_bytes / GB:.0f} GB: "
-        f"{'fits' if fits else 'does not fit'} in {limit / GB:.0f} GB"
-        + ("" if fits or job.software.name == "minipar" else "; ask again with --software minipar")
-    )
+    memory = f"{simulated.peak_bytes / GB:.0f} GB: {'fits' if fits else 'does not fit'}"
+    more = "" if fits or job.software.name == "minipar" else "; ask again with --software minipar"
+    return f"{time}, {memory} in {limit / GB:.0f} GB{more}"
 
 
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
@@ -430,10 +418,7 @@ def _nothing_fits(config: PlanConfig, base: cost.Job, found: Search) -> str:
                 f"{config.global_batch}, and the precision is {base.plan.precision}"
             )
         return f"no legal plan for {config.gpus} devices: {why}"
-    needs = (
-        f"nothing fits: the smallest plan, {small}, needs {sum(small.memory.values()) / GB:.0f} of "
-        f"{found.limit / GB:.0f} GB, {small.memory[small.largest] / GB:.0f} of them {small.largest}"
-    )
+    needs = f"nothing fits: the smallest plan, {small}, {small.needs(found.limit)}"
     if fix and search(base, config.gpus, config.global_batch).best():
         return f"{needs}; without --fix {config.fix} something does"
     for factor in (2, 4, 8, 16, 32, 64):

@@ -86,19 +86,16 @@ def _job(config: TrainConfig) -> cost.Job:
     on_gpu = torch.cuda.is_available() and config.backend != "link"
     each = -(-config.batch_size // (config.data_ranks() * plan.microbatches))
     dtype = "fp32" if plan.precision == "float32" and not on_gpu else "bf16"
-    machine, software = hardware.load("h100" if on_gpu else "this-cpu"), "minipar"
-    model = config.model_config()
-    return cost.Job(
-        model, plan, machine, hardware.software(software), config.seq_len, each, dtype=dtype
-    )
+    machine = hardware.load("h100" if on_gpu else "this-cpu")
+    model, software = config.model_config(), hardware.software("minipar")
+    return cost.Job(model, plan, machine, software, config.seq_len, each, dtype)
 
 
 def _peak(job: cost.Job, config: TrainConfig) -> dict[str, int]:
     """Return the bytes of the fullest rank at its fullest, by category."""
     traces = trace(job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len)
-    found = max((t.at_peak() for t in traces.ranks.values()), key=lambda held: sum(held.values()))
     wide = getattr(torch, config.dtype).itemsize / 4  # a trace has weights in float32
-    return {part: int(wide * num_bytes) for part, num_bytes in sorted(found.items())}
+    return {part: int(wide * num_bytes) for part, num_bytes in sorted(traces.at_peak().items())}
 
 
 def _changes(base: cost.Job, config: TrainConfig, limit: float) -> list[tuple[cost.Job, float]]:
@@ -108,11 +105,11 @@ def _changes(base: cost.Job, config: TrainConfig, limit: float) -> list[tuple[co
         words = _changed(base.plan, job.plan)
         # The closed form leaves out what is clear; what fits is for the trace to say.
         if words and planner.problem(job) is None and sum(cost.memory(job).values()) < 2 * limit:
-            order = bool(words & {*MESH}), len(words), sum(cost.seconds(job).values()), len(jobs)
-            jobs.append((*order, words, job))
+            order = bool(words & {*MESH}), len(words), sum(cost.seconds(job).values())
+            jobs.append((order, words, job))
     found: dict[frozenset, tuple[cost.Job, float]] = {}
     traces = MOST_TRACES
-    for *_, words, job in sorted(jobs, key=lambda entry: entry[:4]):
+    for _, words, job in sorted(jobs, key=lambda entry: entry[0]):
         if len(found) == 3 or not traces:
             break
         if any(less <= words for less in found):

@@ -17,6 +17,7 @@ Steps.  Two are played, and the second is told: what the first leaves to be wait
 Limits: a machine's links are not shared between groups; nothing fails or is slow by chance.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +62,7 @@ class Simulated:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by category, when the fullest rank is at its fullest."""
-        peaks = [trace.at_peak() for trace in self.traces.ranks.values()]
-        return max(peaks, key=lambda held: sum(held.values()))
+        return self.traces.at_peak()
 
     @property
     def peak_bytes(self) -> int:
@@ -76,11 +76,7 @@ class Simulated:
 
 
 def replay(
-    traces: Traces,
-    machine: Machine,
-    *,
-    host: float = 0.0,
-    slow: Mapping[int, float] | None = None,
+    traces: Traces, machine: Machine, *, host: float = 0.0, slow: Mapping[int, float] | None = None
 ) -> Simulated:
     """Play a step on `machine`.
 
@@ -122,6 +118,8 @@ class _Prices:
         # What an emulated machine does in another way: it magnifies, and has lanes for messages.
         self.counted = getattr(machine.device, "counted", int)
         self.has_lanes = getattr(machine, "has_lanes", False)
+        # Where processors, not cards, move bytes: seconds in which a rank cannot compute.
+        self.moving = getattr(machine, "seconds_of_moving", lambda num_bytes: 0.0)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}
         self.groups: dict[tuple[int, str], tuple[int, ...]] = {}
@@ -148,6 +146,8 @@ class _Prices:
                     block, seconds = event[:2], self.compute(event)
                 elif type(event) is Launch:
                     yield "launch", event
+                    if moving := self.moving(event.num_bytes):
+                        yield "work", "copy", event.verb, moving
                 else:
                     yield "wait", *event
         if seconds:
@@ -165,13 +165,10 @@ class _Prices:
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks along an axis, or along several at once, that `rank` is one of."""
         if (rank, axis) not in self.groups:
-            ranks, own = [()], coordinates(rank, self.sizes)
-            names = axis.split("+")
-            for name, size in self.sizes.items():
-                places = range(size) if name in names else [own[name]]
-                ranks = [(*r, place) for r in ranks for place in places]
-            found = (rank_at(dict(zip(self.sizes, r, strict=True)), self.sizes) for r in ranks)
-            self.groups[rank, axis] = tuple(found)
+            own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
+            places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
+            found = (dict(zip(sizes, at, strict=True)) for at in itertools.product(*places))
+            self.groups[rank, axis] = tuple(rank_at(at, sizes) for at in found)
         return self.groups[rank, axis]
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
@@ -192,12 +189,12 @@ class _Prices:
 class _Call:
     """A collective or a message: it begins when all that take part have made it, and are free."""
 
-    missing: int
-    ready: float = 0.0
+    missing: int  # ranks that have yet to make it
+    ready: float = 0.0  # when the last of them has
     seconds: float = 0.0
     span: tuple[float, float] | None = None  # once it is known
-    before: list["_Call"] = field(default_factory=list)  # in the streams that it runs in
-    after: list["_Call"] = field(default_factory=list)  # made, but for this one
+    before: list["_Call"] = field(default_factory=list)  # in its streams: they end before it begins
+    after: list["_Call"] = field(default_factory=list)  # calls that wait for this one
     made_by: list["_Made"] = field(default_factory=list)
 
 
@@ -244,10 +241,11 @@ class _Stage:
             for place, trace in ranks.items():
                 rank = place * stride + column
                 self.players[rank] = _Player(rank, trace, slow.get(rank, 1.0))
-        self.calls: dict[Any, _Call] = {}  # by who takes part, and the how-manieth of theirs
+        self.calls: dict[Any, _Call] = {}  # by group and number, until all ranks have made it
         self.streams: dict[Any, list[_Call]] = defaultdict(list)  # the latest call in each
         self.spans: list[Span] = []
         self.ends: list[dict[int, float]] = []  # of steps, by rank
+        self.num_moves = 0  # events that have happened
 
     def play(self, steps: int) -> None:
         """Let all ranks do their step, so many times."""
@@ -258,8 +256,6 @@ class _Stage:
                 runs = [run for run in runs if next(run, None) is not None]
                 assert not runs or self.num_moves > before, "all ranks wait for each other"
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
-
-    num_moves = 0  # events that have happened
 
     def _run(self, player: _Player) -> Iterator[bool]:
         """A step of a player; yields where others have to move first."""

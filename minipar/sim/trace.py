@@ -54,7 +54,6 @@ from minipar.train.step import forward_backward, train_step
 class Trace:
     """The step of one rank: segments, some of them several times, and what it holds before."""
 
-    rank: int
     segments: tuple[Segment, ...]
     held: dict[str, int]  # bytes by category, between two steps
 
@@ -93,11 +92,15 @@ class Trace:
 class Traces:
     """Of a plan: the step of each distinct rank, the first of each place on the pipeline."""
 
-    config: LlamaConfig
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
-    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # and before, by that on cp
+    along_cp: dict[int, dict[int, Trace]] = field(default_factory=dict)  # the same, by place on cp
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category when the fullest rank is at its fullest."""
+        peaks = [trace.at_peak() for trace in self.ranks.values()]
+        return max(peaks, key=lambda held: sum(held.values()))
 
 
 # ---------------------------------------------------------------------- the rank that is played
@@ -211,7 +214,7 @@ def trace(
                 del actor
         found[c] = dict(sorted(found[c].items()))
     tokens = plan.dp * plan.ep * plan.microbatches * sequences * seq_len
-    return Traces(config, plan, tokens, found.pop(0), dict(found))
+    return Traces(plan, tokens, found.pop(0), dict(found))
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
@@ -248,7 +251,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     finally:
         observers.remove(tracer)
     tracer.close()
-    return {place: Trace(place, tuple(program), held) for place, program in programs.items()}
+    return {place: Trace(tuple(program), held) for place, program in programs.items()}
 
 
 DISTINCT = 4
@@ -397,10 +400,10 @@ def refined(config: LlamaConfig, seq_len: int) -> dict[str, Totals]:
     found = {}
     for name, (text, chunk) in REFINEMENTS.items():
         step = trace(config, Plan.parse(text), seq_len=seq_len, loss_chunk=chunk).ranks[0]
-        work = [event.num_bytes for event in step.events() if type(event) is Compute]
+        moved = [event.num_bytes for event in step.events() if type(event) is Compute]
         held, sent = step.at_peak(), sum(step.sent().values())
-        sizes = len(work), sum(work), sent, sum(held.values()), held.get("activations", 0)
-        found[name] = Totals(*sizes)
+        peak, activations = sum(held.values()), held.get("activations", 0)
+        found[name] = Totals(len(moved), sum(moved), sent, peak, activations)
     return found
 
 

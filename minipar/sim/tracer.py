@@ -35,9 +35,8 @@ class Compute(NamedTuple):
     name: str  # the block that it is of
     op: str
     work: str  # "product", "attention", or "bytes": what its time depends on
-    shape: tuple[
-        int, ...
-    ]  # product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal
+    # Product: batch, m, n, k; attention: batch, heads, queries, keys, K, causal.
+    shape: tuple[int, ...]
     dtype: str
     flops: int
     num_bytes: int  # read and written
@@ -98,10 +97,9 @@ class Tracer(TorchDispatchMode):
         self.recorder = Recorder()  # knows which block is at work, and in which phase
         self.segments: list[Segment] = []
         self.segment = self.begin("before")
-        self.launches: dict[int, tuple[Segment, int]] = {}  # by number: where, the how-manieth
+        self.launches: dict[int, tuple[Segment, int]] = {}  # by number: segment, index in it
         self.unawaited: set[int] = set()
-        self.holdings: weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]
-        self.holdings = weakref.WeakKeyDictionary()
+        self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]()
         self.known: dict[Any, _Known] = {}
         self.stepped = 0  # bytes that the optimizer will read and write
         self.is_counting = False  # memory
@@ -152,8 +150,8 @@ class Tracer(TorchDispatchMode):
         if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
             whole = sum(tensor.nbytes for tensor in operations.tensors(result))
             arriving = whole * (axis.size - 1) // axis.size
-        words = axis.name, axis.size, num_bytes, tuple(peers), arriving
-        self.segment.events.append(Launch(verb, *words))
+        launch = Launch(verb, axis.name, axis.size, num_bytes, tuple(peers), arriving)
+        self.segment.events.append(launch)
 
     def waited(self, number: int) -> None:
         self.unawaited.discard(number)

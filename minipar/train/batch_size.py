@@ -45,10 +45,7 @@ from minipar.parallel import ddp
 Ramp = list[tuple[int, int]]  # (step, the batch size from there on), in order of the steps
 RateRule = Literal["sqrt", "linear", "fixed"]
 _POWERS = {"sqrt": 0.5, "linear": 1.0, "fixed": 0.0}
-
-
-LARGEST_BATCH = 1_000_000
-"""Sequences; runs of the largest models take some ten thousand."""
+LARGEST_BATCH = 1_000_000  # sequences; runs of the largest models take some ten thousand
 
 
 # ---------------------------------------------------------------------- 1. by a plan

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import bounded_text
+from minipar.comm.spans import bounded_text, one_line
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
@@ -206,7 +206,7 @@ def reading(folder: Path, name: str = "state.pt") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, CheckpointError) and str(folder) in str(error):
             raise
-        what = " ".join(str(error).split())[:200]
+        what = one_line(error, 200)
         what = what if isinstance(error, ValueError) else f"{type(error).__name__}: {what}"
         raise CheckpointError(f"checkpoint {folder}: {name} cannot be used: {what}") from None
 
@@ -314,7 +314,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _whole_numbers(told: Any, at_least: int = 0) -> list[int]:
-    """Offsets, or a shape; of an interval where it begins, and the shape of what it is of."""
+    """Return the offset or the shape of a box, or [start, *shape] of an interval, if it is one."""
     is_list = isinstance(told, list) and len(told) >= at_least
     if not (is_list and all(type(n) is int and n >= 0 for n in told)):
         raise TypeError(f"{str(told)[:80]} is no place of an interval or a box")

@@ -15,6 +15,7 @@ import torch
 
 from minipar.comm import link
 from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
+from minipar.comm.spans import bounded_text
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.parallel.compression.feedback import COMPRESSORS
@@ -52,17 +53,11 @@ SMALLEST = 1e-12
 """What a number that must be positive may be at least. Less would vanish in a product."""
 
 _FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every keep record_every "
-_FROM_ONE += "local_every"
+_FROM_ONE += "local_every timeout"
 _FROM_ZERO = "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens "
-_FROM_ZERO += "rebalance_every expert_bias expert_z_loss expert_capacity"
-_LEAST: dict[str, float] = {
-    **dict.fromkeys(f"{_FROM_ONE} timeout".split(), 1),
-    **dict.fromkeys(f"{_FROM_ZERO} stall_seconds".split(), 0),
-    **dict.fromkeys(("lr", "max_norm"), SMALLEST),
-}
-
-
-LARGEST_FILE = 1_000_000  # bytes of a config.json
+_FROM_ZERO += "rebalance_every expert_bias expert_z_loss expert_capacity stall_seconds"
+_LEAST = dict.fromkeys(_FROM_ONE.split(), 1.0) | dict.fromkeys(_FROM_ZERO.split(), 0.0)
+_LEAST |= dict.fromkeys(("lr", "max_norm"), SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -115,8 +110,6 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
             )
         if self.tensorboard:
             summary_writer()
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed {self.seed} must be 0 or more, and below 2^63")
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
         link.parse(self.link)
@@ -158,7 +151,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
     def _check_batch(self) -> None:
         for name in ("batch_size", "grow_batch_to"):
             if getattr(self, name) > LARGEST_BATCH:
-                asked = f"--{_flag(name)} {getattr(self, name)}"
+                asked = self._typed(name)
                 raise ValueError(f"{asked} must be at most {LARGEST_BATCH:,} sequences")
         dp = self.data_ranks()
         most = -(-self.batch_size // dp)
@@ -173,14 +166,13 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
         """Batches that change their size, and ranks that differ in speed."""
         parse_ramp(self.batch_ramp)
         parse_slow(self.slow, self.num_ranks)
-        num_ranks = self.mesh_sizes().get("dp", 1)
         if self.grow_batch_to:
             asked = f"--grow-batch-to {self.grow_batch_to}"
             if self.grow_batch_to < self.batch_size:
                 raise ValueError(
                     f"{asked} is below --batch-size {self.batch_size}; use that or more"
                 )
-            if num_ranks < 2:
+            if self.mesh_sizes().get("dp", 1) < 2:
                 raise ValueError(f"{asked} compares the gradients of ranks; use dp=2 or more")
         if self.rebalance_every and self.microbatches < 2:
             raise ValueError(
@@ -221,9 +213,10 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
         """Return a flag and its value as one types them."""
         name = word.partition("=")[0]
         value = getattr(self, name)
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        if name == "local_method":  # has blanks
+            value = repr(value)
         return (
-            f"--{_flag(name)} {shown!r}" if name == "local_method" else f"--{_flag(name)} {shown}"
+            f"--{_flag(name)} {value:g}" if isinstance(value, float) else f"--{_flag(name)} {value}"
         )
 
     def model_config(self, vocab_size: int = 0) -> LlamaConfig:
@@ -231,36 +224,29 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
 
         Raises `ValueError` where the model of --init is none, or knows fewer tokens.
         """
-        if not self.init:
+        if self.init:
+            shape = hf.load_config(self.init)
+            if vocab_size > shape.vocab_size:
+                raise ValueError(
+                    f"--init {self.init} knows {shape.vocab_size} tokens, and the tokenizer has "
+                    f"{vocab_size}; use the --tokenizer that the model was trained with"
+                )
+        else:
             preset = PRESETS[self.preset]
-            return self._with_experts(
-                replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
-            )
-        found = hf.load_config(self.init)
-        if vocab_size > found.vocab_size:
-            raise ValueError(
-                f"--init {self.init} knows {found.vocab_size} tokens, and the tokenizer has "
-                f"{vocab_size}; use the --tokenizer that the model was trained with"
-            )
-        return self._with_experts(found)
-
-    def _with_experts(self, shape: LlamaConfig) -> LlamaConfig:
-        """The same model with what the flags say of its experts."""
-        asked = {field: getattr(self, name) for name, field in EXPERTS.items()}
-        asked = {field: value for field, value in asked.items() if value not in (0, "preset")}
+            shape = replace(preset, vocab_size=max(vocab_size, preset.vocab_size))
+        asked = [name for name in EXPERTS if getattr(self, name) not in (0, "preset")]
         if not asked:
             return shape
         if shape.moe is None:
-            name = next(name for name, field in EXPERTS.items() if field in asked)
             raise ValueError(
-                f"{self._typed(name)} is about experts, and this model has none; use one that has, "
-                f"such as --preset tiny-moe"
+                f"{self._typed(asked[0])} is about experts, and this model has none; use one that "
+                f"has, such as --preset tiny-moe"
             )
-        return replace(shape, moe=replace(shape.moe, **asked))
+        changes = {EXPERTS[name]: getattr(self, name) for name in asked}
+        return replace(shape, moe=replace(shape.moe, **changes))
 
     def weight_bytes(self) -> int:
-        """Bytes of the model that each rank holds at first: all of it, before it is cut up, or
-        under ZeRO 3 its part."""
+        """Bytes of the model that a rank holds before it is cut up; under ZeRO 3, of its part."""
         whole = self.model_config().num_parameters * getattr(torch, self.dtype).itemsize
         return whole // self.num_ranks if self.zero == 3 else whole
 
@@ -320,9 +306,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` where it is not that."""
         try:
-            if path.stat().st_size > LARGEST_FILE:
-                raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(bounded_text(path))
             kinds = get_type_hints(cls)
             known = {name: value for name, value in values.items() if name in kinds}
             for name, value in known.items():
@@ -346,18 +330,21 @@ def _is_a(value: Any, kind: Any) -> bool:
 def check_numbers(record: Any, least: Mapping[str, float]) -> None:
     """Raise `ValueError` for a flag of the dataclass `record` that is no number up to `LARGEST`.
 
-    Or none from `least` on, which goes by the names of fields.
+    Or none from `least` on, which goes by the names of fields. A seed may be what torch takes.
     """
     for field in fields(record):
         values, low = getattr(record, field.name), least.get(field.name, -LARGEST)
         for value in values if isinstance(values, tuple) else (values,):
-            if not isinstance(value, (int, float)) or field.name == "seed":
+            if not isinstance(value, (int, float)):
                 continue
             asked = f"--{_flag(field.name)} {shortened(str(value))} must be"
-            if not value >= low:
+            if field.name == "seed":
+                if not 0 <= value < 2**63:
+                    raise ValueError(f"{asked} 0 or more, and below 2^63")
+            elif not value >= low:
                 how = f"above 0, {low:g} at least" if low == SMALLEST else f"{low:g} or more"
                 raise ValueError(f"{asked} {how}")
-            if value > LARGEST:
+            elif value > LARGEST:
                 raise ValueError(f"{asked} a number up to {LARGEST:,}")
 
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.train.tokenizer import Tokenizer, count_of, one_line, size_of
+from minipar.comm.spans import one_line
+from minipar.train.tokenizer import Tokenizer, count_of, size_of
 
 MOST_FILES = 1_000_000
 MOST_BYTES = 20_000_000_000  # of text, which every rank holds

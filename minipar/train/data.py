@@ -25,8 +25,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-
-IGNORE = -100  # the target that torch's cross-entropy leaves out by default
+from minipar.model.llama import IGNORE_INDEX as IGNORE
 
 
 class Sequences:

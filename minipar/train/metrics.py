@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minipar.comm.mesh import Mesh
+
 MEASURED = ["recorded", "seconds", "tokens_per_second", "mfu"]
 MEASURED += ["peak_memory", "hidden_fraction", "save_seconds"]
 """Keys whose values differ between two runs that do the same."""
@@ -122,6 +124,13 @@ def _one_line(line: dict[str, Any]) -> str:
     return json.dumps(line | dict.fromkeys(lost), allow_nan=False) + "\n"
 
 
+def say(mesh: Mesh, line: str) -> None:
+    """Print on the first rank; a reader that has gone, such as `| head`, does not end a run."""
+    if mesh.rank == 0:
+        with suppress(BrokenPipeError):
+            print(line, flush=True)
+
+
 # ---------------------------------------------------------------------- a step late
 def _mark(device: torch.device) -> Any:
     """This moment; on a GPU, an event: when all is done that was launched until now."""
@@ -133,10 +142,10 @@ def _mark(device: torch.device) -> Any:
 
 
 class Stopwatch:
-    """Adds up the seconds of the bodies of its `with`; of what they launch, where that is a GPU.
+    """Adds up the seconds of the bodies of its `with`; on a GPU, of the kernels they launch.
 
-    Those run from when the GPU comes to a body, or waits for it, until it has done it. They are
-    known when it has: to measure, nobody waits.
+    These are measured by events on the GPU, for which nobody waits: `seconds` can be read when the
+    last of them has come.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,11 +168,11 @@ class Stopwatch:
 
 
 class Telling:
-    """Tells of each step of a run: to `metrics`, to `progress`, and in `lines` to who comes later.
+    """Writes the line of each step to `metrics`, hands it to `progress`, and keeps it in `lines`.
 
-    To read a number of a GPU is to wait until it has nothing left to do. So the numbers of a step
-    leave for pinned memory of the host behind it, and are read when the next step is launched, or
-    `now`, where something hangs on them. `complete` then adds what follows from them to their line.
+    Whoever reads a number of a GPU waits until it has nothing left to do. So the numbers of a step
+    are copied to the host behind it, and read when the next step is launched, or `now`, where a
+    decision needs them. `complete` then adds to their line what follows from them.
 
     When its body fails, the step before is still told, if that is done within `PATIENCE`.
     """
@@ -183,7 +192,7 @@ class Telling:
         self.lines: list[dict[str, Any]] = []
 
     def hold(self, line: dict[str, Any]) -> None:
-        """Take in a step that was launched; tensors in `line` are numbers, seconds a stopwatch."""
+        """Take in a step that was launched: its numbers are tensors, "seconds" is a stopwatch."""
         coming = [value for value in line.values() if isinstance(value, Tensor)]
         exact = [value.to(line["loss"].device, torch.float64).flatten() for value in coming]
         values = torch.cat(exact).to("cpu", non_blocking=True)

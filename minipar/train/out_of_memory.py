@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from minipar.comm import memory
 from minipar.comm.backends import compute_device
 from minipar.comm.mesh import Mesh
+from minipar.comm.spans import one_line
 
 FILE = "out_of_memory.json"
 _SAYS = "allocate memory", "out of memory", "not enough memory"
@@ -65,7 +66,7 @@ def noted(folder: Path) -> Iterator[list[Any]]:
         when = f"in step {step}" if step else "before the first step"
         failed = OutOfMemory(
             f"out of memory {when}: of {sum(held.values()) / 1e9:.2f} GB held, {parts}; "
-            f"{free / 1e9:.2f} GB were free ({' '.join(str(error).split())[:160]})"
+            f"{free / 1e9:.2f} GB were free ({one_line(error, 160)})"
         )
         with suppress(OSError), (folder / FILE).open("x", encoding="utf-8") as file:
             json.dump({"rank": Mesh.label, "held": held, "free": free}, file)

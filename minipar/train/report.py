@@ -1,6 +1,5 @@
 """What a run tells at its end, and what it notes down meanwhile to be able to."""
 
-import json
 import math
 import resource
 import statistics
@@ -21,6 +20,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.recorder import Recorder
 from minipar.comm.spans import Span
 from minipar.comm.timeline import Timeline
+from minipar.model.hf_config import write_json
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import mixtures
 
@@ -53,16 +53,15 @@ class Report:
     hidden_fraction: float | None  # None without communication
     experts: dict[str, Any]  # of the last step: `expert_figures`, if there are experts
     peak_memory: list[int]  # bytes, per rank
-    prompt: str  # of the sample
-    sample: str  # or why there is none
+    prompt: str = ""  # of the sample
+    sample: str = ""  # or why there is none
 
     def write(self, folder: Path) -> None:
         """Write report.json, and sample.txt."""
         text = f"Prompt:\n{self.prompt}\n\nThe model goes on:\n{self.sample}\n"
         text = text if self.prompt else f"{self.sample}\n" if self.sample else ""
         (folder / "sample.txt").write_text(text, encoding="utf-8")
-        content = json.dumps(asdict(self), indent=2) + "\n"
-        (folder / "report.json").write_text(content, encoding="utf-8")
+        write_json(folder / "report.json", asdict(self))
 
 
 class StepRecorder:
@@ -182,16 +181,11 @@ class StepRecorder:
         return next(n for n in talkative if self.recorded[n].duration == middle)
 
 
-def undisturbed(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Those of `lines` whose steps ran without a recorder, which takes time; all, if none did."""
-    return [line for line in lines if not line.get("recorded")] or lines
-
-
 def training_figures(lines: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Return the figures of a `Report` that follow from `lines`, the metrics of its steps."""
     if not lines:
         return dict.fromkeys(("first_loss", "last_loss", "tokens_per_second", "step_seconds"))
-    timed = undisturbed(lines)
+    timed = [line for line in lines if not line.get("recorded")] or lines  # a recorder takes time
     seconds = [line["seconds"] for line in timed]
     return {
         "first_loss": lines[0]["loss"],

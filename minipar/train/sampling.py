@@ -21,12 +21,14 @@ def write(
 ) -> tuple[str, str]:
     """Return what the tokens [T] say, and the text of `count` more.
 
-    `told` hears how many there are. Raises `ValueError` for tokens that the model does not know.
+    Every 8 tokens, `told` is called with the number of those that are written. Raises `ValueError`
+    for tokens that the model does not know.
     """
-    if not len(tokens) or int(tokens.max()) >= model.config.vocab_size:
+    largest, vocab_size = max(tokens.tolist(), default=0), model.config.vocab_size
+    if not len(tokens) or largest >= vocab_size:
         raise ValueError(
-            f"the prompt has {len(tokens)} tokens, up to {int(tokens.max()) if len(tokens) else 0}:"
-            f" a model of {model.config.vocab_size} tokens needs one at least, and those below that"
+            f"the prompt has {len(tokens)} tokens, up to {largest}: a model of {vocab_size} tokens "
+            f"needs one at least, and those below that"
         )
     prompt, device = tokenizer.decode(tokens.tolist()), next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
+from minipar.model.hf_config import write_json
 from minipar.parallel.pieces import Part
 from minipar.train.checkpoint import (
     ALONE,
@@ -162,7 +163,7 @@ class Saver:
             self._writing = None
 
     def _still(self, own: Part) -> Part:
-        """What training leaves as it is until it is written: a copy, if need be."""
+        """Return what training does not change before it is written: a copy, if need be."""
         if own.numbers.device.type == "cpu" and not self.in_background:
             return own
         return own._replace(numbers=_copy_on_host(own.numbers))
@@ -201,9 +202,7 @@ class Saver:
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
         layout = FORMATS[-1 if any("boxes" in digest for digest in files.values()) else 0]
         manifest = {"format": layout, "step": step, "tied": tied, "files": files}
-        (unfinished / "manifest.json").write_text(
-            json.dumps(manifest, indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(unfinished / "manifest.json", manifest)
         _force_to_disk(unfinished / "manifest.json")
         _force_to_disk(unfinished)
         _remove(final)

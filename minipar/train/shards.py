@@ -36,8 +36,8 @@ def save(
 ) -> None:
     """Write a checkpoint of weights, optimizer and `state`, of parameters of these `names`.
 
-    `own` is what this rank writes of `state`, besides. A collective; what is gathered are names and
-    numbers. Raises `OSError` as `Saver.save`.
+    `own` has more tensors of `state` that this rank alone writes, by their path in it. A
+    collective; what is gathered are names and numbers. Raises `OSError` as `Saver.save`.
     """
     weights, optimizer, entries = parts(strategy)
     own = {f"optimizer/state/{name}": part for name, part in entries.items()} | (own or {})
@@ -47,11 +47,11 @@ def save(
 
 
 def parts(strategy: Composed) -> tuple[dict[str, Part], dict[str, Any], dict[str, Part]]:
-    """Return what this rank writes of weights and optimizer state by serial names.
+    """Return (weights, optimizer, entries): what this rank writes, by serial names.
 
-    The second is the state dict of `full_optimizer_state`, alike on all ranks, with meta tensors in
-    the place of all that has the shape of a parameter: the third, by "NAME/ENTRY". A collective, of
-    names and numbers.
+    `optimizer` is the state dict of `full_optimizer_state`, alike on all ranks, with meta tensors
+    in the place of all that has the shape of a parameter. What this rank writes of these is in
+    `entries`, by "NAME/ENTRY". A collective, of names and numbers.
     """
     rows, mine = _rows(strategy), _mine(strategy)
     weights, entries, found = {}, {}, {}

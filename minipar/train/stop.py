@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from minipar.comm.launch import RankError
@@ -36,7 +36,8 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self.since: float | None = None  # when the first signal came, by the clock
+        self.number = 0  # of that signal
 
     @property
     def came(self) -> bool:
@@ -44,7 +45,8 @@ class StopRequest:
         return self.since is not None
 
     def __enter__(self) -> "StopRequest":
-        self._before = _listen(self._note)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = {n: signal.signal(n, self._note) for n in SIGNALS if is_main}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,10 +56,33 @@ class StopRequest:
     def _note(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self.since is None:
-            self.since = now
+            self.since, self.number = now, number
+            self._first(number)
         elif now - self.since > ECHO_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            self._second(number)
+
+    def _first(self, number: int) -> None:
+        """A rank only notes it."""
+
+    def _second(self, number: int) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+class _PassedOn(StopRequest):
+    """In a launcher, whose ranks are `pids`."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        super().__init__()
+        self.pids = pids
+
+    def _first(self, number: int) -> None:
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _second(self, number: int) -> None:
+        raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -67,34 +92,11 @@ def pass_on(pids: Sequence[int]) -> Iterator[None]:
     A second signal raises `SystemExit` here, with the exit code of a process that it has ended. So
     does the first where it has ended the ranks: they had not begun to train, and saved nothing.
     """
-    since: float | None = None
-    passed: int | None = None
-
-    def handle(number: int, _: object) -> None:
-        nonlocal since, passed
-        now = time.monotonic()
-        if since is None:
-            since, passed = now, number
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        elif now - since > ECHO_SECONDS:
-            raise SystemExit(128 + number)
-
-    before = _listen(handle)
-    try:
-        yield
-    except RankError as error:
-        if passed and all(f.exitcode == -passed for f in error.failures.values()):
-            raise SystemExit(128 + passed) from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _listen(handle: Callable[[int, object], None]) -> dict[int, object]:
-    """Handle the signals; return what did before. Only the main thread of a process can."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handle) for number in SIGNALS}
+    with _PassedOn(pids) as request:
+        try:
+            yield
+        except RankError as error:
+            ended = all(f.exitcode == -request.number for f in error.failures.values())
+            if request.came and ended:
+                raise SystemExit(128 + request.number) from None
+            raise

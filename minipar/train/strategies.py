@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from minipar.comm.backends import compute_device
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.values import to_host
+from minipar.model import hf
+from minipar.model.init import initial_weight
 from minipar.model.llama import Llama
 from minipar.parallel import compose, local_sgd
 from minipar.parallel.pieces import Part, Region
@@ -29,26 +32,21 @@ from minipar.parallel.strategy import Strategy
 from minipar.train import checkpoint, shards
 from minipar.train.checkpoint import Stored
 from minipar.train.config import TrainConfig
+from minipar.train.metrics import say
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import reduce_in
 from minipar.train.saver import Saver
 from minipar.train.workload import Workload
 
 
-def make(
-    config: TrainConfig,
-    model: Llama,
-    mesh: Mesh,
-    workload: Workload,
-    init: Callable[[str], Tensor] | None = None,
-) -> "Setup":
+def make(config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> "Setup":
     """Make `model` parallel along the axes of `mesh`, in place, as `config` says; a collective.
 
-    `init` as in `compose.apply`: where `is_in_parts` says so.
+    A model that `is_in_parts` comes on the meta device, and each part gets its first values here.
     """
     if config.local_method != "none":
         return Local(config, model, mesh)
-    return Planned(config, model, mesh, workload, init)
+    return Planned(config, model, mesh, workload)
 
 
 def is_in_parts(config: TrainConfig) -> bool:
@@ -62,14 +60,14 @@ class Setup:
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     data_axis: Axis  # its ranks hold different tokens
+    autocast: str  # the precision of products, as far as weights do not have it by themselves
     overflow_axes: tuple[Axis, ...] = ()  # on whose ranks a loss scale must fit all or none
     crosses_steps = False  # what a step sends may arrive in the next
     is_local = False  # ranks hold models of their own, that differ between agreements
     period = 0  # steps from one agreement to the next; 0: all steps are alike
 
     def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
-        self.config, self.model, self.mesh, self.data_axis = config, model, mesh, mesh.dp
-        self.autocast = config.precision  # what weights do not do by themselves
+        self.config, self.model, self.mesh = config, model, mesh
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model of the run as one device would hold it; a collective."""
@@ -77,34 +75,18 @@ class Setup:
 
     def save(self, saver: Saver, step: int, state: dict[str, Any], names: Sequence[str]) -> None:
         """Write a checkpoint of all this and `state`, of parameters of these `names`."""
-        weights, own = self.full_state_dict(), self.state_dict()
-        if "optimizer" in own:
-            own["optimizer"] = checkpoint.by_name(own["optimizer"], names)
-        saver.save(step, weights, state | own)
+        raise NotImplementedError
 
     def load_weights(self, weights: dict[str, Any], where: str) -> None:
-        """Take over what `full_state_dict` returned. Raises `CheckpointError` naming `where`."""
-        checkpoint.check_weights(self.model, weights, where)
-        self.strategy.load_full_state_dict(weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the other things that a checkpoint needs, equal on all ranks; a collective."""
-        return {"optimizer": self.optimizer.state_dict()}
+        """Take over the weights of a checkpoint. Raises `CheckpointError` naming `where`."""
+        raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it, after `load_weights`. What does not fit begins anew, and a line says so.
+        """Go on from the rest of a checkpoint, after `load_weights`.
 
-        `state` may be that of another kind of set-up.
+        It may be that of another kind of set-up. What does not fit begins anew, and a line says so.
         """
-        if "optimizer" in state:
-            self._load_optimizer(state["optimizer"])
-        else:
-            self._say(
-                f"the optimizer starts anew: that of the checkpoint is {_of_local(state['local'])}"
-            )
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        raise NotImplementedError
 
     @contextmanager
     def agreed_model(self) -> Iterator[None]:
@@ -114,28 +96,12 @@ class Setup:
     def finish(self) -> None:
         """After the last step: bring all ranks to the model of the run; a collective."""
 
-    def _gather(self, own: Any) -> list[Any]:
-        """What each rank holds for itself, on the CPU; in the memory of all ranks, for a moment."""
-        own = tree_map_only(Tensor, to_host, own)
-        return all_gather_object(own, self.mesh.world)
-
-    def _say(self, line: str) -> None:
-        if self.mesh.rank == 0:
-            print(line, flush=True)
-
 
 # ---------------------------------------------------------------------- 1. one model, by a plan
 class Planned(Setup):
     """Ranks train one model together: data, tensor, pipeline and context parallelism, ZeRO."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: Llama,
-        mesh: Mesh,
-        workload: Workload,
-        init: Callable[[str], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh, workload: Workload) -> None:
         super().__init__(config, model, mesh)
         plan, reduce, reduce_dtype = config.as_plan(), None, None
         self.autocast = plan.autocast
@@ -151,7 +117,7 @@ class Planned(Setup):
             bucket_mb=config.bucket_mb or None,
             reduce=workload.watch(reduce),
             reduce_dtype=reduce_dtype,
-            init=init,
+            init=_first_values(config, model) if is_in_parts(config) else None,
         )
         self.optimizer = self.strategy.optimizer
         self.data_axis = self.strategy.axis
@@ -192,12 +158,13 @@ class Planned(Setup):
         sizes = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1]
         return ",".join(sizes) or "dp=1"
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        self.strategy.load_full_optimizer_state(state)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On another mesh, nothing that was kept back fits: it is dropped."""
-        super().load_state_dict(state)
+        if "optimizer" in state:
+            self.strategy.load_full_optimizer_state(state["optimizer"])
+        else:
+            ranks = _of_local(state["local"])
+            say(self.mesh, f"the optimizer starts anew: that of the checkpoint is {ranks}")
         if self.compressed is None:
             return
         kept_back, theirs = state.get("compression", []), state.get("mesh")
@@ -206,10 +173,30 @@ class Planned(Setup):
             self.compressed.load_state_dict(own, self.model)
         else:
             saved = f"of {len(kept_back)} ranks, {theirs}" if kept_back else "of no compression"
-            self._say(
+            say(
+                self.mesh,
                 f"--compress {self.config.compress} starts with nothing kept back: the checkpoint "
-                f"is {saved}, and this run has {self.mesh.size}, {self._mesh}"
+                f"is {saved}, and this run has {self.mesh.size}, {self._mesh}",
             )
+
+
+def _first_values(config: TrainConfig, model: Llama) -> Callable[[str], Tensor]:
+    """Return what gives a weight or a buffer of the serial model, by its name, as it begins."""
+    device, dtype, shape = compute_device(), getattr(torch, config.dtype), model.config
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())  # those that are not saved, too
+    source = hf.Folder(config.init) if config.init else None
+
+    def first_value(name: str) -> Tensor:
+        if name in buffers:
+            return torch.zeros_like(buffers[name], device=device)
+        if name == hf.HEAD and shape.tie_embeddings:
+            name = hf.EMBEDDING
+        if source is not None:
+            return source.read({name}.__contains__, dtype, device)[name]
+        return initial_weight(shape, name, shapes[name], config.seed).to(device, dtype)
+
+    return first_value
 
 
 # ---------------------------------------------------------------------- 2. a model on every rank
@@ -226,8 +213,8 @@ class Local(Setup):
 
     def __init__(self, config: TrainConfig, model: Llama, mesh: Mesh) -> None:
         super().__init__(config, model, mesh)
+        self.data_axis, self.overflow_axes, self.autocast = mesh.dp, (mesh.dp,), config.precision
         self.crosses_steps = config.local_method in self.late
-        self.overflow_axes = (mesh.dp,)
         options: dict[str, Any] = {"average": False}
         if config.local_method != "delayed gradients":  # which agrees in every step
             options["every"] = self.period = config.local_every
@@ -236,16 +223,23 @@ class Local(Setup):
             model, mesh.dp, self.optimizer, method=config.local_method, **options
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What every rank holds."""
+    def save(self, saver: Saver, step: int, state: dict[str, Any], names: Sequence[str]) -> None:
+        """What every rank holds is gathered: all of it is in the memory of each, for a moment."""
         own = {"strategy": self.strategy.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return {"local": {"method": self.config.local_method, "ranks": self._gather(own)}}
+        ranks = all_gather_object(tree_map_only(Tensor, to_host, own), self.mesh.world)
+        local = {"method": self.config.local_method, "ranks": ranks}
+        saver.save(step, self.full_state_dict(), state | {"local": local})
+
+    def load_weights(self, weights: dict[str, Any], where: str) -> None:
+        """All ranks start from the model agreed on."""
+        checkpoint.check_weights(self.model, weights, where)
+        self.strategy.load_full_state_dict(weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On another number of ranks, or by another method: start from the model agreed on."""
+        """On another number of ranks, or by another method: stay with the model agreed on."""
         saved = state.get("local")
         if saved is None:  # of ranks that were alike: all go on from there
-            super().load_state_dict(state)
+            self.optimizer.load_state_dict(state["optimizer"])
             return
         if saved["method"] == self.config.local_method and len(saved["ranks"]) == self.mesh.size:
             own = saved["ranks"][self.mesh.rank]
@@ -254,9 +248,10 @@ class Local(Setup):
             self.strategy.load_state_dict(own["strategy"])
             self.optimizer.load_state_dict(own["optimizer"])
             return
-        self._say(
+        say(
+            self.mesh,
             f"all ranks start from the model agreed on, their optimizers anew: the checkpoint is "
-            f"{_of_local(saved)}, and this is {self.config.local_method} on {self.mesh.size}"
+            f"{_of_local(saved)}, and this is {self.config.local_method} on {self.mesh.size}",
         )
 
     @contextmanager

@@ -11,10 +11,10 @@ from typing import Protocol
 import tokenizers
 from torch import Tensor
 
+from minipar.comm.spans import one_line
 from minipar.train.metrics import write_whole
 
 MOST_TOKENIZER_BYTES = 256_000_000  # ten times the largest of the field
-
 MOST_WORDS = 1 << 22
 
 
@@ -214,7 +214,3 @@ def size_of(num_bytes: int) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
     return count_of(num_bytes, "byte")
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

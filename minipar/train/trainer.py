@@ -1,13 +1,11 @@
 """A whole run: around the training step of step.py, all that a real one needs."""
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,14 @@ from minipar.comm.collectives import all_gather_object, all_reduce, barrier
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
-from minipar.model.init import initial_weight
-from minipar.model.llama import Llama, LlamaConfig
+from minipar.model.llama import Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
 from minipar.train.folder import held
-from minipar.train.metrics import Metrics, Stopwatch, Telling
+from minipar.train.metrics import Metrics, Stopwatch, Telling, say
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.out_of_memory import noted
 from minipar.train.precision import COMPUTE_DTYPES, Precision
@@ -39,7 +36,6 @@ from minipar.train.report import (
     expert_slots,
     peak_memory,
     training_figures,
-    undisturbed,
 )
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
@@ -61,74 +57,61 @@ class Trainer:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.mesh = Mesh(**config.mesh_sizes())
-        self.device = compute_device()
+        self.device, self.dtype = compute_device(), getattr(torch, config.dtype)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        random.seed(config.seed)
         torch.manual_seed(config.seed)
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or None)
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
         config.check_length(self.corpus)
-        self.batches = self._batches(self.corpus.train, config.seed, config.microbatches)
+        self.batches = self._batches(self.corpus.train, config.seed)
         judged = Sequences(self.corpus.validation, config.seq_len)
         texts = {"training": self.batches.sequences, "validation": judged}
         check_same(config.data, texts, self.mesh.world)
 
         shape = config.model_config(self.tokenizer.vocab_size)
-        in_parts = strategies.is_in_parts(config)
-        if in_parts:
+        if strategies.is_in_parts(config):
             with torch.device("meta"):
-                self.model = Llama(shape).to(getattr(torch, config.dtype))
+                self.model = Llama(shape).to(self.dtype)
         elif config.init:
-            self.model = hf.load(config.init, getattr(torch, config.dtype), self.device)
+            self.model = hf.load(config.init, self.dtype, self.device)
         else:
-            self.model = self._whole_model(shape)
+            self.model = Llama(shape, seed=config.seed).to(self.device, self.dtype)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.parameter_names = names_in_order(self.model)  # of the serial model, whatever follows
         checkpoint_activations(self.model, config.recompute)
         self.model.loss_chunk = config.loss_chunk
         self.workload = Workload(config, self.model, self.mesh)
-        named = chain(self.model.named_parameters(), self.model.named_buffers())
-        shapes = {name: tuple(t.shape) for name, t in named}  # buffers that are not saved, too
-        source = hf.Folder(config.init) if config.init and in_parts else None
-        init = partial(self._first_value, shapes, source) if in_parts else None
-        self.setup = strategies.make(config, self.model, self.mesh, self.workload, init)
+        self.setup = strategies.make(config, self.model, self.mesh, self.workload)
         if config.compile != "none":
             compiled.compile_blocks(self.model, config.compile)
         self.optimizer = self.setup.optimizer
         self.precision = Precision(self.setup.autocast, self.device, self.setup.overflow_axes)
-        compute_dtype = COMPUTE_DTYPES[config.precision] or getattr(torch, config.dtype)
+        compute_dtype = COMPUTE_DTYPES[config.precision] or self.dtype
         self.products = peak.kind_of_product(self.device, compute_dtype)
         self.peak = peak.of_ranks(self.device, compute_dtype, self.mesh.world)
         self.flops_per_token = shape.flops_per_token(config.seq_len)
-        place, how = folder / "checkpoints", {"keep": config.keep}
-        self.saver = Saver(place, self.mesh.world, **how, in_background=config.async_save)
+        self.saver = Saver(
+            folder / "checkpoints",
+            self.mesh.world,
+            keep=config.keep,
+            in_background=config.async_save,
+        )
         self.save_seconds = 0.0  # that training has waited for checkpoints
         self.told_save_seconds = 0.0  # of these, in the metrics
         self.step = 0
         self.timeline = Timeline()
 
-    def _whole_model(self, model_config: LlamaConfig) -> Llama:
-        model = Llama(model_config, seed=self.config.seed)
-        return model.to(self.device, getattr(torch, self.config.dtype))
-
-    def _first_value(
-        self, shapes: dict[str, tuple[int, ...]], source: hf.Folder | None, name: str
-    ) -> Tensor:
-        """Return one weight of the serial model as it begins, or a buffer."""
-        config, dtype, shape = self.config, getattr(torch, self.config.dtype), self.model.config
-        if name == hf.HEAD and shape.tie_embeddings:
-            name = hf.EMBEDDING
-        if name not in self.parameter_names:
-            return torch.zeros(shapes[name], device=self.device)
-        if source is not None:
-            return source.read({name}.__contains__, dtype, self.device)[name]
-        return initial_weight(shape, name, shapes[name], config.seed).to(self.device, dtype)
-
-    def _batches(self, tokens: Tensor, seed: int, microbatches: int) -> Batches:
-        sequences, axis = Sequences(tokens, self.config.seq_len), self.mesh.joint("dp", "ep")
-        share = self.config.batch_size, axis.rank, axis.size
-        return Batches(sequences, *share, seed=seed, microbatches=microbatches)
+    def _batches(self, tokens: Tensor, seed: int) -> Batches:
+        config, axis = self.config, self.mesh.joint("dp", "ep")
+        return Batches(
+            Sequences(tokens, config.seq_len),
+            config.batch_size,
+            axis.rank,
+            axis.size,
+            seed=seed,
+            microbatches=config.microbatches,
+        )
 
     # ------------------------------------------------------------------ the loop
     def run(
@@ -153,21 +136,15 @@ class Trainer:
                 return self._run(told, request or StopRequest())
 
     def _run(self, told: Telling, request: StopRequest) -> Report | None:
-        config, first_step = self.config, self.step
-        of_blocks = None if self.setup.strategy.run else self.model  # a pipeline tells by itself
+        config, setup, first_step = self.config, self.setup, self.step
+        of_blocks = None if setup.strategy.run else self.model  # a pipeline tells by itself
         every = config.record_every
-        if self.setup.period and self.device.type != "cuda":
+        if setup.period and self.device.type != "cuda":
             every = 1  # few of the steps talk: miss none, where it costs little to record
         recorder = StepRecorder(
-            of_blocks,
-            first_step,
-            config.steps,
-            every,
-            self.setup.crosses_steps,
-            self.setup.period or 1,
+            of_blocks, first_step, config.steps, every, setup.crosses_steps, setup.period or 1
         )
-        shard = self.setup.strategy.shard
-        batches = on_device(self.batches.forever(), self.device, shard)
+        batches = on_device(self.batches.forever(), self.device, setup.strategy.shard)
         clock = Stopwatch(self.device)
         while self.step < config.steps:
             with clock:
@@ -179,10 +156,10 @@ class Trainer:
             with recorder.step(self.step), clock:  # to begin and end it is no part of the step
                 result = train_step(
                     self.model,
-                    [self.setup.strategy],
+                    [setup.strategy],
                     self.optimizer,
                     batch,
-                    self.setup.data_axis,
+                    setup.data_axis,
                     max_norm=config.max_norm,
                     precision=self.precision,
                     noise=self.workload.noise,
@@ -207,7 +184,7 @@ class Trainer:
             validates = is_last or bool(config.eval_every and self.step % config.eval_every == 0)
             self._check(told, now=saves or validates)
             if is_last:
-                self.setup.finish()
+                setup.finish()
                 self.save()  # what comes now may fail, and the training is done
             if validates:
                 line["validation_loss"] = self.validate()
@@ -258,23 +235,22 @@ class Trainer:
         return bool(is_to_stop)
 
     def _check(self, told: Telling, now: bool) -> None:
+        """Raise on all ranks where a step whose numbers are due, or all `now`, was not finite."""
         for line in told.read(now=now):
-            self._check_finite(line, self._saves_after(line["step"]))
-
-    def _check_finite(self, line: dict[str, Any], saves: bool) -> None:
-        norms = [line["grad_norm"]]
-        if self.setup.is_local:
-            # Every rank has a norm of its own, and they must stop together. If one is not finite,
-            # the next loss tells all of them; they must know before that if they are to save.
-            norms = all_gather_object(norms[0], self.mesh.world) if saves else []
-        # A gradient that overflows because the loss was scaled up is no accident.
-        scaled_up = line.get("loss_scale", 0) >= 1
-        if not math.isfinite(line["loss"]) or not (all(map(math.isfinite, norms)) or scaled_up):
-            self._finish_save()  # of a step before, which was finite
-            raise FloatingPointError(
-                f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
-                f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
-            )
+            norms = [line["grad_norm"]]
+            if self.setup.is_local:
+                # Each rank has a norm of its own, and they must stop together. If one is not
+                # finite, the next loss tells all; to save, they must know before that.
+                saves = self._saves_after(line["step"])
+                norms = all_gather_object(norms[0], self.mesh.world) if saves else []
+            # A gradient that overflows because the loss was scaled up is no accident.
+            scaled_up = line.get("loss_scale", 0) >= 1
+            if not math.isfinite(line["loss"]) or not (all(map(math.isfinite, norms)) or scaled_up):
+                self._finish_save()  # of a step before, which was finite
+                raise FloatingPointError(
+                    f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
+                    f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
+                )
 
     @property
     def is_first(self) -> bool:
@@ -296,9 +272,9 @@ class Trainer:
 
     def validate(self) -> float:
         """Return the loss of the model of the run on the same sample of text every time."""
-        parts = self.config.microbatches  # as in training, so that validation needs no more memory
-        batches = self._batches(self.corpus.validation, seed=0, microbatches=parts)
-        few = (batch for _, batch in zip(range(self.config.eval_batches), batches, strict=False))
+        # In microbatches as in training, so that validation needs no more memory.
+        batches = self._batches(self.corpus.validation, seed=0)
+        few = islice(batches, self.config.eval_batches)
         self.model.eval()  # in which experts drop nothing
         with self.setup.agreed_model(), self.precision.autocast():
             few = on_device(few, self.device, self.setup.strategy.shard)
@@ -357,11 +333,13 @@ class Trainer:
     def _report(
         self, first_step: int, lines: list[dict[str, Any]], recorder: StepRecorder
     ) -> Report:
-        self._tell("All steps are done: gathering the timeline of one ...")
+        say(self.mesh, "All steps are done: gathering the timeline of one ...")
         self.timeline = recorder.typical(self.mesh)
         carrier = link.current().label if self.config.backend == "link" else "this machine"
         self.timeline.label = f"measured, one step, {self.mesh.size} ranks, {carrier}"
         self.timeline.label += self.workload.label
+        figures = training_figures(lines)
+        speed = figures["tokens_per_second"]
         sent_bytes, communication_seconds, hidden_fraction = recorder.communication()
         return Report(
             folder=str(self.folder),
@@ -369,9 +347,9 @@ class Trainer:
             num_parameters=self.num_parameters,
             first_step=first_step,
             steps=self.step,
-            **training_figures(lines),
+            **figures,
             validation_loss=lines[-1]["validation_loss"] if lines else self.validate(),
-            mfu=self._mfu(lines),
+            mfu=speed and self.peak.utilisation(self.flops_per_token, speed, seconds=1),
             peak=self.peak.source,
             save_seconds=self.save_seconds,
             sent_bytes=sent_bytes,
@@ -379,16 +357,7 @@ class Trainer:
             hidden_fraction=hidden_fraction,
             experts=lines[-1] if lines and "expert_load" in lines[-1] else {},
             peak_memory=all_gather_object(peak_memory(self.device), self.mesh.world),
-            prompt="",
-            sample="",
         )
-
-    def _mfu(self, lines: list[dict[str, Any]]) -> float | None:
-        if not lines:
-            return None
-        timed = undisturbed(lines)
-        num_tokens, seconds = (sum(line[key] for line in timed) for key in ("tokens", "seconds"))
-        return self.peak.utilisation(self.flops_per_token, num_tokens, seconds)
 
     def sample(self) -> tuple[str, str]:
         """Return a prompt, and the text that the model writes, on the first rank; a collective.
@@ -412,24 +381,18 @@ class Trainer:
                 return "", ""
             with torch.device("meta"):
                 model = Llama(self.model.config)
-            dtype = getattr(torch, self.config.dtype)
-            model = hf.fill(model, weights).to(self.device, dtype)
-        self._tell(f"writing a sample of {self.config.sample_tokens:,} tokens ...")
+            model = hf.fill(model, weights).to(self.device, self.dtype)
+        say(self.mesh, f"writing a sample of {total:,} tokens ...")
         last = time.monotonic()
 
         def told(done: int) -> None:
             nonlocal last
             barrier(self.mesh.world)  # so that none waits for all of it, longer than --timeout
             if time.monotonic() - last > TELL_SECONDS:
-                self._tell(f"Writing the sample: {done:,} of {total:,} tokens ...")
+                say(self.mesh, f"Writing the sample: {done:,} of {total:,} tokens ...")
                 last = time.monotonic()
 
         return write(model.eval(), self.tokenizer, start, total, self.config.seed, told=told)
-
-    def _tell(self, line: str) -> None:
-        if self.is_first:
-            with suppress(BrokenPipeError):  # `| head`
-                print(line, flush=True)
 
 
 def train(
@@ -459,16 +422,16 @@ def train(
         first_step = trainer.step
         tell = progress(trainer) if progress and trainer.is_first else lambda _: None
         report = trainer.run(tell, request)
+        if report is None:
+            return None
         # A run that was done already has told more than the report of no step could.
         has_news = trainer.step > first_step or not (place / "report.json").exists()
-        if trainer.is_first and report is not None:
-            if trainer.timeline.spans:
-                trainer.timeline.save(place / "timeline.json")
-            if has_news:
-                report.write(place)
-        if report is not None:
-            # May fail, or take long: what there is, is written.
-            report.prompt, report.sample = trainer.sample()
-            if trainer.is_first and report.sample and has_news:
-                report.write(place)
+        if trainer.is_first and trainer.timeline.spans:
+            trainer.timeline.save(place / "timeline.json")
+        if trainer.is_first and has_news:
+            report.write(place)
+        # May fail, or take long: what there is, is written.
+        report.prompt, report.sample = trainer.sample()
+        if trainer.is_first and has_news and report.sample:
+            report.write(place)
         return report

@@ -47,6 +47,8 @@ class Workload:
             self.growth = GrowingBatch(config.batch_size, config.grow_batch_to)
         if config.rebalance_every:
             self.balancer = Balancer(mesh.dp, config.rebalance_every)
+        parts = {"growth": self.growth, "noise": self.noise, "balance": self.balancer}
+        self._saved = {name: part for name, part in parts.items() if part is not None}
 
     def watch(self, reduce: ddp.Reduce | None) -> ddp.Reduce | None:
         """Return what reduces buckets, given what would without the noise to measure."""
@@ -96,12 +98,10 @@ class Workload:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; equal on all ranks."""
-        parts = {"growth": self.growth, "noise": self.noise, "balance": self.balancer}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {name: part.state_dict() for name, part in self._saved.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; what it lacks begins anew."""
-        parts = {"growth": self.growth, "noise": self.noise, "balance": self.balancer}
-        for name, part in parts.items():
-            if part is not None and name in state:
+        for name, part in self._saved.items():
+            if name in state:
                 part.load_state_dict(state[name])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.link import LINKS, Topology
-from minipar.comm.mesh import Axis, group_timeout
+from minipar.comm.mesh import Axis, make_group
 from minipar.lab.exercises import Case, fails
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import ddp, tensor
@@ -75,11 +75,11 @@ def _film(numbers, axis):
     own = {}
     for name, groups in pairs.items():
         for logical in groups:
-            slots = tuple(place[rank] for rank in logical)
-            group = dist.new_group(sorted(axis.ranks[s] for s in slots), timeout=group_timeout())
+            slots = sorted(place[rank] for rank in logical)
+            ranks = tuple(axis.ranks[s] for s in slots)
+            group = make_group(name, ranks)
             if axis.rank in slots:
-                ranks = tuple(sorted(axis.ranks[s] for s in slots))
-                own[name] = Axis(name, sorted(slots).index(axis.rank), 2, ranks, group)
+                own[name] = Axis(name, slots.index(axis.rank), 2, ranks, group)
     model = Llama(LlamaConfig(128, 32, 96, num_layers=6, num_heads=4, num_kv_heads=4))
     cut = tensor.apply(model, own["tp"])
     data = ddp.apply(model, own["dp"], average=False)

@@ -1,6 +1,7 @@
 """What tests of several files compare."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -8,7 +9,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import calls
+from minipar.comm import calls, collectives, link
+from minipar.comm.mesh import Axis
+
+
+def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The tensors of all ranks, no two alike: small multiples of 60, so that sums and averages
+    over up to five ranks are exact in every dtype."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (60 * torch.randint(-4, 5, shape, generator=generator)).to(dtype) for _ in range(axis.size)
+    ]
+
+
+def fastest(call: Callable[[], object], axis: Axis, tries: int, enough: float = 0.0) -> float:
+    """Seconds of the fastest of some calls, each that of its slowest rank.
+
+    On a busy machine a call may take any time: there are more until one is within `enough`.
+    """
+    best = float("inf")
+    while best > enough and (tries := tries - 1) >= 0:
+        collectives.barrier(axis)
+        start = time.monotonic()
+        call()
+        took = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+        best = min(best, collectives.all_reduce(took, axis, "max").item())
+    return best
+
+
+@contextmanager
+def emulated(alpha: float, beta: float) -> Iterator[None]:
+    """A link of so many seconds per message and per byte, for the pool's own link group."""
+    link.use(link.Link("test", alpha, 1 / beta))
+    link.check_calls(False)
+    try:
+        yield
+    finally:
+        link.use("none")
+        link.check_calls(True)
 
 
 def laid_out(tensor: Tensor, how: int) -> Tensor:

@@ -177,24 +177,21 @@ def test_bytes_are_those_of_the_table(ranks, name):
             assert found == [(verb, wire_bytes(verb, whole, size))]
 
 
-def _uneven(size: int):
-    axis = Mesh(tp=size).tp
+@on_ranks(3)
+def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from():
+    axis = Mesh(tp=3).tp
     counts = [[1, 0, 2], [3, 1, 0], [2, 2, 1]]  # counts[r][s]: rows from rank r to rank s
     x = draw("V", (sum(counts[axis.rank]), 2), axis.rank, seed=3).requires_grad_()
     recv = [row[axis.rank] for row in counts]
     y = autograd.all_to_all(x, axis, send_counts=counts[axis.rank], recv_counts=recv)
     (y * (axis.rank + 1)).sum().backward()  # a row's gradient tells where it was sent
     wanted = [r + 1.0 for r, n in enumerate(counts[axis.rank]) for _ in range(n)]
-    return y.shape, sum(recv), x.grad[:, 0].tolist(), wanted
+    assert y.shape == (sum(recv), 2) and x.grad[:, 0].tolist() == wanted
 
 
-def test_uneven_all_to_all_returns_gradients_to_where_rows_came_from(ranks):
-    for shape, rows, found, wanted in ranks(3).run(_uneven, 3):
-        assert shape == (rows, 2)
-        assert found == wanted
-
-
-def _two_layers(size: int):
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_column_and_row_product_equals_one_device_up_to_second_derivatives(size):
     """x -> tanh(x A) B with A cut by columns, B by rows; and its gradient differentiated again."""
     axis = Mesh(tp=size).tp
     x = draw("I", (4, 3), 0, seed=4).requires_grad_()
@@ -206,15 +203,9 @@ def _two_layers(size: int):
     for y in (serial, split):
         (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.pow(3).sum(), x)
-        found.append((y.detach(), first.detach(), second))
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_column_and_row_product_equals_one_device_up_to_second_derivatives(ranks, size):
-    for serial, split in ranks(size).run(_two_layers, size):
-        for theirs, ours in zip(serial, split, strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+        found.append((y, first, second))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(3)

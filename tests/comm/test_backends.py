@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from minipar.comm import backends, collectives, meeting, timeline
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
+from tests.on_ranks import on_ranks
 
 
 @pytest.fixture
@@ -103,8 +105,7 @@ def _messages(staged: bool) -> list[float]:
         seen.append(tensor.numel())
         return tensor.clone() if staged else usual(tensor, axis)
 
-    collectives._staged = stand_in
-    try:
+    with mock.patch.object(collectives, "_staged", stand_in):
         mine, way = torch.full((3,), float(axis.rank)), (1 + axis.rank) % 4
         ring = collectives.exchange(
             [(mine, way)], [(torch.empty(3), axis.rank - 1 & 3)], axis, async_op=True
@@ -115,8 +116,6 @@ def _messages(staged: bool) -> list[float]:
             collectives.send(mine, axis, other)
         else:
             found += collectives.recv(torch.empty(3), axis, other).tolist()
-    finally:
-        collectives._staged = usual
     assert len(seen) == 3  # no message passes by
     return found
 
@@ -125,20 +124,13 @@ def test_ranks_that_share_a_gpu_send_messages_through_the_host(ranks):
     assert ranks(4).run(_messages, True) == ranks(4).run(_messages, False)
 
 
-def _recorded_as_by_nccl() -> tuple[list[str], int]:
-    axis, usual, started = Mesh(ring=2).ring, dist.get_backend, []
-    start = threading.Thread.start
-    dist.get_backend = lambda group=None: "cpu:gloo,cuda:nccl"
-    threading.Thread.start = lambda thread: started.append(thread) or start(thread)
-    try:
-        with timeline.record() as spans:
-            sends = [(torch.ones(3), 1 - axis.rank)]
-            collectives.exchange(sends, [(torch.empty(3), 1 - axis.rank)], axis)
-    finally:
-        dist.get_backend, threading.Thread.start = usual, start
-    return [span.name for span in spans], len(started)
-
-
-def test_recording_does_not_wait_for_a_gpu(ranks):
+@on_ranks(2)
+def test_recording_does_not_wait_for_a_gpu():
     """A thread that waits for NCCL's work would stop the stream on which the model computes."""
-    assert ranks(2).run(_recorded_as_by_nccl) == [(["exchange"], 0)] * 2
+    axis, started, start = Mesh(ring=2).ring, [], threading.Thread.start
+    sends = [(torch.ones(3), 1 - axis.rank)]
+    with pytest.MonkeyPatch.context() as patch, timeline.record() as spans:
+        patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+        patch.setattr(threading.Thread, "start", lambda t: started.append(t) or start(t))
+        collectives.exchange(sends, [(torch.empty(3), 1 - axis.rank)], axis)
+    assert [span.name for span in spans] == ["exchange"] and not started

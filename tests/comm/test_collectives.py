@@ -1,7 +1,6 @@
 """Every verb against what one process computes; the ledger against the formulas.
 
-A rank can make the inputs of all ranks, so that it knows itself what it must get. The numbers are
-multiples of 12 and small: sums, and averages over 2, 3 or 4 ranks, are exact in every dtype.
+A rank can make the inputs of all ranks, so that it knows itself what it must get.
 """
 
 import itertools
@@ -27,7 +26,7 @@ from minipar.comm import timeline, worker
 from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import wire_bytes
-from tests.comm.same import equal, laid_out, launched_over
+from tests.comm.same import equal, laid_out, launched_over, numbers
 from tests.on_ranks import on_ranks
 
 SHAPE = (12, 24, 36)  # 2, 3 and 4 divide every dim, and no two dims are alike
@@ -37,14 +36,6 @@ REDUCTIONS = {
     "max": lambda stack: stack.amax(0),
     "min": lambda stack: stack.amin(0),
 }
-
-
-def inputs(axis: Axis, dtype: torch.dtype = torch.float32, shape=SHAPE) -> list[Tensor]:
-    """The tensors of all ranks; no two are alike."""
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (12 * torch.randint(0, 20, shape, generator=generator)).to(dtype) for _ in range(axis.size)
-    ]
 
 
 Case = tuple[str, Callable[..., Tensor | Pending], Tensor | None]
@@ -111,7 +102,7 @@ def check_case(case: Case, x: Tensor, async_op: bool) -> None:
 
 def check_verbs(dtype: torch.dtype, how: str) -> int:
     axis = Mesh(dp=dist.get_world_size()).dp
-    xs, checked = inputs(axis, dtype), 0
+    xs, checked = numbers(axis, SHAPE, dtype), 0
     x = laid_out(xs[axis.rank], axis.rank)
     for case in cases(x, xs, axis):
         if "recorded" in how:
@@ -215,14 +206,11 @@ def test_receives_are_posted_before_sends():
         posted.append([op.op.__name__ for op in ops])
         return batch(ops)
 
-    dist.batch_isend_irecv = post
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", post):
         comm.exchange([(mine, peer)], [(torch.empty_like(mine), peer)], axis)
         comm.reduce_scatter(mine, axis)
         comm.all_to_all(mine, axis)
         comm.all_gather(mine, axis)
-    finally:
-        dist.batch_isend_irecv = batch
     assert posted == [["irecv", "isend"]] * 4
 
 
@@ -267,7 +255,7 @@ def test_over_gloo_every_verb_of_a_gpu_goes_through_the_host():
     """Mutants: a message that leaves from the GPU, or lands there; collectives of ours, made of
     messages, in the place of gloo's own."""
     axis, walked = Mesh(dp=2).dp, set()
-    xs = inputs(axis, shape=(4, 64, 128, 8))  # on a CPU, some would be messages
+    xs = numbers(axis, (4, 64, 128, 8))  # on a CPU, some would be messages
     x, peer = xs[axis.rank].as_subclass(OnGpu), 1 - axis.rank
     assert x.nbytes // 2 >= comm._LARGE
     with spied() as seen:
@@ -315,7 +303,9 @@ def test_over_nccl_all_meet_in_one_order(ranks):
         assert ranks(4).run(met, pairs, backend) == [[]] * 4
 
 
-def slices_beside_messages() -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_slices_of_a_collective_are_no_messages_of_the_caller():
+    """Mutant: one tag for both, and the early receive takes a slice."""
     axis = Mesh(dp=2).dp
     half = comm._LARGE // 8  # numbers of a slice that travels as a message
     peer, mine = 1 - axis.rank, (torch.arange(2.0) + 10 * axis.rank).repeat_interleave(half)
@@ -323,13 +313,8 @@ def slices_beside_messages() -> tuple[list[float], list[float]]:
     swapped = comm.all_to_all(mine, axis)
     gathered = comm.all_gather(mine, axis)
     comm.send(torch.full((half,), -1.0), axis, peer)
-    return [x.unique().tolist() for x in (swapped, gathered, early.wait())]
-
-
-def test_slices_of_a_collective_are_no_messages_of_the_caller(ranks):
-    """Mutant: one tag for both, and the early receive takes a slice."""
-    first, second = ranks(2).run(slices_beside_messages)
-    assert first == [[0, 10], [0, 1, 10, 11], [-1]] and second == [[1, 11], [0, 1, 10, 11], [-1]]
+    found = [x.unique().tolist() for x in (swapped, gathered, early.wait())]
+    assert found == [[axis.rank, axis.rank + 10], [0, 1, 10, 11], [-1]]
 
 
 def highest(call: Callable[[], Tensor]) -> int:
@@ -347,19 +332,14 @@ def highest(call: Callable[[], Tensor]) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the high-water mark")
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_large_all_gather_holds_the_whole_once(ranks, size):
+@on_ranks("size")
+def test_a_large_all_gather_holds_the_whole_once(size):
     """Mutant: gloo's own, which holds it twice, and takes two to three times as long."""
-    num_bytes = 96 * 10**6
-    for found in ranks(size).run(gather_largely, num_bytes):
-        assert num_bytes * 0.9 < found < num_bytes * 1.3
-
-
-def gather_largely(num_bytes: int) -> int:
-    axis = Mesh(dp=dist.get_world_size()).dp
-    mine = torch.full((num_bytes // 4 // axis.size,), float(axis.rank))
+    axis, num_bytes = Mesh(dp=size).dp, 96 * 10**6
+    mine = torch.full((num_bytes // 4 // size,), float(axis.rank))
     few = comm.all_gather(mine[: comm._LARGE], axis)  # the first call sets up what stays
-    assert few.unique().tolist() == list(range(axis.size))
-    return highest(lambda: comm.all_gather(mine, axis))
+    assert few.unique().tolist() == list(range(size))
+    assert num_bytes * 0.9 < highest(lambda: comm.all_gather(mine, axis)) < num_bytes * 1.3
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -369,10 +349,11 @@ def test_odd_shapes_uneven_counts_and_peers(ranks, size):
     ranks(size).run(check_peers)
 
 
-def check_out() -> None:
-    axis = Mesh(dp=dist.get_world_size()).dp
-    n, r = axis.size, axis.rank
-    xs = inputs(axis)
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks("n")
+def test_out_is_where_the_result_goes(n):
+    axis = Mesh(dp=n).dp
+    r, xs = axis.rank, numbers(axis, SHAPE)
     total = torch.stack(xs).sum(0)
     for how in range(3):  # in place, whatever the layout, and elsewhere
         x = laid_out(xs[r], how)
@@ -396,25 +377,16 @@ def check_out() -> None:
     assert weight.requires_grad and weight.grad_fn is None
 
 
-def test_out_is_where_the_result_goes(ranks):
-    ranks(2).run(check_out)
-    ranks(3).run(check_out)
-
-
-def test_results_carry_no_gradient(ranks):
+@on_ranks(2)
+def test_results_carry_no_gradient():
     """T14's neighbour: a verb that autograd sees through as a copy has a wrong gradient."""
-
-    def check() -> None:
-        axis = Mesh(dp=2).dp
-        for axis in Mesh(dp=2).dp, Mesh(dp=2).tp:
-            x = torch.ones(2, 2, requires_grad=True)
-            for verb in comm.all_reduce, comm.reduce, comm.broadcast, comm.scatter, comm.gather:
-                result = verb(x, axis)
-                assert result is None or not result.requires_grad, verb
-            for verb in comm.reduce_scatter, comm.all_gather, comm.all_to_all:
-                assert not verb(x, axis, 1).requires_grad, verb
-
-    ranks(2).run(check)
+    for axis in Mesh(dp=2).dp, Mesh(dp=2).tp:
+        x = torch.ones(2, 2, requires_grad=True)
+        for verb in comm.all_reduce, comm.reduce, comm.broadcast, comm.scatter, comm.gather:
+            result = verb(x, axis)
+            assert result is None or not result.requires_grad, verb
+        for verb in comm.reduce_scatter, comm.all_gather, comm.all_to_all:
+            assert not verb(x, axis, 1).requires_grad, verb
 
 
 def test_axes_of_a_mesh_talk_at_the_same_time(ranks):
@@ -447,7 +419,7 @@ def test_on_an_axis_of_size_1_nothing_is_sent():
     """And nothing else differs: copies, shapes, `out=`, `Pending`; no torch.distributed needed."""
     assert not dist.is_initialized()
     axis = Mesh().dp
-    x = laid_out(inputs(axis)[0], 1)
+    x = laid_out(numbers(axis, SHAPE)[0], 1)
     with timeline.record() as ledger:
         checked = 0
         for case in cases(x, [x.clone()], axis):
@@ -530,6 +502,7 @@ def test_wire_bytes_against_the_literature():
             assert wire_bytes(verb, whole, n) == whole
     assert wire_bytes("all_reduce", 8, 8) / 8 == 1.75
     assert wire_bytes("all_reduce", 10, 4) == 15 and wire_bytes("all_gather", 11, 3) == 7  # uneven
+    assert wire_bytes("all_gather", 10, 4) == 7 and wire_bytes("all_gather", 3, 4) == 2
     for verb in "all_reduce", "all_gather", "broadcast", "send", "barrier":
         assert wire_bytes(verb, whole, 1) == 0
     assert wire_bytes("recv", whole, 4) == wire_bytes("barrier", whole, 4) == 0
@@ -580,14 +553,12 @@ def test_a_span_ends_when_the_operation_ends(ranks):
             assert end >= joined, verb  # rank 0 cannot be done before rank 1 has begun
 
 
-def test_waiting_twice_records_once(ranks):
-    def check() -> int:
-        with timeline.record() as ledger:
-            pending = comm.all_reduce(torch.ones(3), Mesh(dp=2).dp, async_op=True)
-            assert pending.wait() is pending.wait()
-        return len(ledger.spans)
-
-    assert ranks(2).run(check) == [1, 1]
+@on_ranks(2)
+def test_waiting_twice_records_once():
+    with timeline.record() as ledger:
+        pending = comm.all_reduce(torch.ones(3), Mesh(dp=2).dp, async_op=True)
+        assert pending.wait() is pending.wait()
+    assert len(ledger.spans) == 1
 
 
 # ---------------------------------------------------------------------- errors
@@ -623,21 +594,18 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def test_what_cannot_work_raises_before_anything_is_sent(ranks):
-    def check() -> int:
-        axis = Mesh(dp=3).dp
-        bad = bad_calls(axis)
-        with timeline.record() as ledger:
-            for call, message in bad:
-                with pytest.raises(ValueError, match=message):
-                    call()
-        assert ledger.spans == []
-        # The group is as it was: had anybody sent anything, this would hang or be wrong.
-        total = comm.all_reduce(torch.tensor([1.0 + axis.rank]), axis)
-        assert total.item() == 6
-        return len(bad)
-
-    assert ranks(3).run(check) == [25] * 3
+@on_ranks(3)
+def test_what_cannot_work_raises_before_anything_is_sent():
+    axis = Mesh(dp=3).dp
+    bad = bad_calls(axis)
+    assert len(bad) == 25
+    with timeline.record() as ledger:
+        for call, message in bad:
+            with pytest.raises(ValueError, match=message):
+                call()
+    assert ledger.spans == []
+    # The group is as it was: had anybody sent anything, this would hang or be wrong.
+    assert comm.all_reduce(torch.tensor([1.0 + axis.rank]), axis).item() == 6
 
 
 def test_an_error_in_flight_is_raised_by_wait(ranks):

@@ -10,7 +10,7 @@ import torch
 from minipar.comm import memory, timeline
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.link import Link
-from tests.patience import busy
+from tests.patience import busy, until
 
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms
 
@@ -125,9 +125,7 @@ def test_no_thread_outlives_its_engine():
     assert lanes() == 1
     del copies
     gc.collect()
-    deadline = time.monotonic() + 5
-    while lanes() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not lanes(), 5)
     assert lanes() == 0
 
 

@@ -67,29 +67,13 @@ def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
 
 
 def _kernel(name, ts, dur, correlation, **args):
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": 0,
-        "tid": 7,
-        "ts": ts,
-        "dur": dur,
-        "args": {"device": 0, "stream": 7, "correlation": correlation, **args},
-    }
+    where = {"device": 0, "stream": 7, "correlation": correlation}
+    return _host(name, ts, dur, 7, "kernel", **where, **args) | {"pid": 0}
 
 
 def _host(name, ts, dur, tid, cat="cpu_op", **args):
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 99,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
+    event = {"ph": "X", "cat": cat, "name": name, "pid": 99, "tid": tid}
+    return event | {"ts": ts, "dur": dur, "args": args}
 
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -454,10 +438,8 @@ def test_a_trace_of_too_many_events_is_refused(tmp_path, monkeypatch):
     """Of a few bytes each, zipped to nothing: what is held of them is not small."""
     monkeypatch.setattr(spans, "MOST_EVENTS", 1000)
     for number in (1000, 1001):
-        event = {"ph": "X", "cat": "kernel", "name": "a", "pid": 0, "tid": 0, "ts": 1, "dur": 1}
-        text = json.dumps({"traceEvents": [event] * number})
         path = tmp_path / f"{number}.json.gz"
-        path.write_bytes(gzip.compress(text.encode()))
+        write(path, {"traceEvents": [_kernel("a", 1, 1, 1)] * number})
         if number == 1000:
             assert len(spans.read_json(path)["traceEvents"]) == number
         else:

@@ -10,11 +10,11 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +31,12 @@ from minipar.comm.launch import RankError, Ranks, spawn
 from minipar.comm.mesh import Mesh
 from minipar.comm.processes import Nursery
 from minipar.comm.worker import Failure
-from tests.patience import busy, is_alive, within
+from tests.patience import is_alive, until, within
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 
-ROOT = Path(__file__).parents[2]
+ALONE = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+"""What a script in an interpreter of its own needs."""
 RECOVERY = 5.0  # seconds in which a failed call must have returned, with the group mended
 
 
@@ -129,22 +130,14 @@ def test_dataloader_workers_inside_a_rank(pool):
 
 def test_threads_take_turns(pool):
     """Catches: answers without the number of their call (30 of 30 went to another thread)."""
-    wrong, failed = [], []
 
     def ask(thread: int) -> None:
-        try:
-            for i in range(25):
-                answer = pool.run(lambda mine: (time.sleep(0.001), mine)[1], (thread, i))
-                wrong.extend(each for each in answer if each != (thread, i))
-        except BaseException as error:
-            failed.append(error)
+        for i in range(25):
+            mine = thread, i
+            assert pool.run(lambda mine: (time.sleep(0.001), mine)[1], mine) == [mine] * 4
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == failed == []
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(ask, range(6)))
 
 
 def test_an_answer_to_another_call_is_dropped(pool):
@@ -222,9 +215,7 @@ def test_what_ranks_have_started_ends_with_them(pool, end):
         with pytest.raises(RankError):
             pool.run(killed)
     gone = children if end == "restart" else children[2:3]
-    deadline = time.monotonic() + 3 * busy()
-    while any(map(is_alive, gone)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not any(map(is_alive, gone)), 3)
     assert [is_alive(pid) for pid in children] == [pid not in gone for pid in children]
     assert_works(pool)
 
@@ -241,8 +232,7 @@ def test_ranks_join_again_after_destroy_process_group(pool):
 
     def joins_for_itself() -> None:
         dist.destroy_process_group()
-        where = {"rank": int(os.environ["RANK"]), "world_size": 1}
-        dist.init_process_group("gloo", store=dist.HashStore(), **where | {"rank": 0})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     pool.run(joins_for_itself)  # a group, but not ours
     assert_works(pool)
@@ -541,9 +531,7 @@ def test_what_gloo_ends_says_why(pool):
 
 def test_the_nursery_itself_may_die(pool):
     os.kill(pool._nursery._process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 3 * busy()
-    while any(map(is_alive, pool.pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not any(map(is_alive, pool.pids)), 3)
     with pytest.raises(RankError, match="ended by signal 9"):
         pool.run(total)
     assert_works(pool)
@@ -833,18 +821,11 @@ print("10 rounds")
 """
 
 
-def run_script(code: str, *args: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, *(args or ("-c", textwrap.dedent(code)))]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=100, encoding="utf-8"
-    )
-
-
 def test_trap_08_ranks_leave_in_order():
     """10 rounds of `joined`: no SIGABRT on the way out, no noise on stderr."""
-    done = run_script(LEAVE)
+    env = os.environ | ALONE | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    how = dict(capture_output=True, env=env, timeout=100, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", LEAVE], **how)
     assert (done.returncode, done.stdout, done.stderr) == (0, "10 rounds\n", "")
 
 
@@ -852,20 +833,15 @@ def test_trap_08_two_pools_at_once(pool, ranks):
     """Catches: a fixed port, or a meeting point with a fixed name."""
     other = ranks(2)
     assert pool._folder != other._folder
-    results = {}
 
-    def in_turn(name: str, of: Ranks) -> None:
-        results[name] = [
+    def in_turn(of: Ranks) -> list:
+        return [
             of.run(lambda: comm.all_reduce(torch.ones(1), Mesh(dp=dist.get_world_size()).dp).item())
             for _ in range(10)
         ]
 
-    threads = [threading.Thread(target=in_turn, args=each) for each in (("a", pool), ("b", other))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {"a": [[4] * 4] * 10, "b": [[2, 2]] * 10}
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(in_turn, (pool, other))) == [[[4] * 4] * 10, [[2, 2]] * 10]
 
 
 def test_closing(monkeypatch):
@@ -942,8 +918,7 @@ else:
 
 @pytest.fixture
 def parent(start, end):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | ALONE)
     parent = subprocess.Popen([sys.executable, "-c", PARENT, start, end], **pipes)
     yield parent
     parent.kill()
@@ -964,27 +939,24 @@ def parent(start, end):
 def test_nothing_survives_the_parent(parent, start, end):
     """With one rank in a collective, one asleep and one in a busy loop."""
     *pids, folder = parent.stdout.readline().decode().split()
+    pids = [int(pid) for pid in pids]
     assert len(pids) == (4 if start == "fork" else 3)
     if end == "SIGKILL":  # the others end by themselves, maybe already
-        assert all(is_alive(int(pid)) for pid in pids) and os.path.isdir(folder)
+        assert all(map(is_alive, pids)) and os.path.isdir(folder)
     assert parent.stdout.readline() == b"busy\n"
     children = []
-    if end.startswith("SIG"):  # else they may have ended by now
-        deadline = time.monotonic() + 10 * busy()
-        while len(children) < 3 and time.monotonic() < deadline:
-            ranks = [psutil.Process(int(pid)) for pid in pids[:3]]
-            children = [child.pid for rank in ranks for child in rank.children()]
+    if end == "SIGKILL":  # else they may have ended by now
+        ranks = [psutil.Process(pid) for pid in pids[:3]]
+        until(lambda: sum(len(rank.children()) for rank in ranks) == 3, 10)
+        children = [child.pid for rank in ranks for child in rank.children()]
         assert len(children) == 3
-    if end.startswith("SIG"):
-        parent.send_signal(signal.Signals[end])
+        parent.kill()
     parent.wait(20)
-    deadline = time.monotonic() + 3 * busy()
-    left = pids = [*pids, *map(str, children)]
-    while (left or os.path.exists(folder)) and time.monotonic() < deadline:
-        left = [pid for pid in left if is_alive(int(pid))]
-        time.sleep(0.02)
+    pids += children
+    until(lambda: not any(map(is_alive, pids)) and not os.path.exists(folder), 3)
+    left = [pid for pid in pids if is_alive(pid)]
     for pid in left:  # leave nothing behind even if this test fails
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     assert left == []
     assert not os.path.exists(folder)
 

@@ -23,7 +23,7 @@ from minipar.comm.link import LINKS, Link, Topology
 from minipar.comm.link_tables import Cards
 from minipar.comm.mesh import Axis
 from tests.on_ranks import on_ranks
-from tests.patience import busy
+from tests.patience import busy, until
 
 SLACK = 0.1  # seconds that a busy machine may add to an emulated time
 
@@ -43,6 +43,13 @@ def a_link_group(setting="none", checks=False, ranks=None):
         link.check_calls(True)
         if isinstance(group, link_group.LinkGroup):
             dist.destroy_process_group(group)
+
+
+def axis_of(name, *groups):
+    """Make a link group of each of these ranks; return the axis that this rank is on."""
+    made = {ranks: dist.new_group(list(ranks), backend="link") for ranks in groups}
+    mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return Axis(name, mine.index(dist.get_rank()), len(mine), mine, made[mine])
 
 
 def clock(fn, *args):
@@ -366,7 +373,10 @@ def equal(a, b):
     return a == b
 
 
-def compare_verbs(checks):
+@pytest.mark.parametrize("checks", [False, True])
+@on_ranks(4)
+def test_every_verb_gives_the_bits_of_gloo(checks):
+    """With the checks on it also catches a check that refuses a correct call."""
     gloo = dist.new_group(backend="gloo")
     n = dist.get_world_size()
     with a_link_group("none", checks=checks) as group:
@@ -383,13 +393,7 @@ def compare_verbs(checks):
         dist.reduce_scatter_single(single[: len(piece)], data(n * len(piece)))
         assert torch.equal(piece, single[: len(piece)])
     dist.destroy_process_group(gloo)
-    return wrong
-
-
-@pytest.mark.parametrize("checks", [False, True])
-def test_every_verb_gives_the_bits_of_gloo(ranks, checks):
-    """With the checks on it also catches a check that refuses a correct call."""
-    assert ranks(4).run(compare_verbs, checks) == [[]] * 4
+    assert wrong == []
 
 
 def train(wrap, group, steps=3):
@@ -419,7 +423,9 @@ def fsdp(model, group):
     return fully_shard(model, mesh=mesh)
 
 
-def compare_training(wrap):
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@on_ranks(2)
+def test_torchs_own_data_parallelism_trains_to_the_same_bits(wrap):
     gloo = dist.new_group(backend="gloo")
     seen = []
     with a_link_group(Link("test", 1e-3, 100e6)) as group:
@@ -429,21 +435,17 @@ def compare_training(wrap):
     truth, alone = train(wrap, gloo), train(lambda model, group: model, None)
     dist.destroy_process_group(gloo)
     assert not equal(alone, truth)  # the ranks did train on different data
-    return equal(ours, truth), sorted({work.verb for work in seen})
-
-
-def test_torch_ddp_trains_to_the_same_bits(ranks):
-    for same, verbs in ranks(2).run(compare_training, ddp):
-        assert same and "all_reduce" in verbs
-
-
-def test_torch_fully_shard_trains_to_the_same_bits(ranks):
-    for same, verbs in ranks(2).run(compare_training, fsdp):
-        assert same and {"all_gather", "reduce_scatter"} <= set(verbs)
+    assert equal(ours, truth)
+    verbs = {"all_reduce"} if wrap is ddp else {"all_gather", "reduce_scatter"}
+    assert verbs <= {work.verb for work in seen}
 
 
 # ---------------------------------------------------------------------- overlap, queues, lateness
-def overlap():
+@pytest.mark.slow
+@pytest.mark.timed
+@on_ranks(2)
+def test_communication_hides_behind_computing():
+    """Catches a work that only waits when waited for: it would take the sum, not the maximum."""
     with a_link_group(Link("test", 0.1, math.inf)) as group:  # 2 ranks: an all-reduce takes 0.2 s
 
         def step(hide):
@@ -453,19 +455,16 @@ def overlap():
             time.sleep(0.2)  # stands for computing
             work.wait()
 
-        return clock(step, False)[1], clock(step, True)[1]
+        exposed, hidden = clock(step, False)[1], clock(step, True)[1]
+    assert 0.4 <= exposed < 0.4 + SLACK
+    assert 0.2 <= hidden < 0.2 + SLACK
 
 
-@pytest.mark.slow
 @pytest.mark.timed
-def test_communication_hides_behind_computing(ranks):
-    """Catches a work that only waits when waited for: it would take the sum, not the maximum."""
-    for exposed, hidden in ranks(2).run(overlap):
-        assert 0.4 <= exposed < 0.4 + SLACK
-        assert 0.2 <= hidden < 0.2 + SLACK
-
-
-def queue():
+@on_ranks(2)
+def test_two_operations_queue_on_the_link():
+    """Catches a link without memory of when it is free: both would take 0.1 s."""
+    slack = SLACK * busy()
     with a_link_group(Link("test", 0, 40e6)) as group:
         tensors = [torch.ones(1_000_000) for _ in range(2)]  # 4 MB: 0.1 s each
         works, issue = clock(
@@ -474,21 +473,19 @@ def queue():
         for work in works:
             work.wait()
         (start_1, end_1), (start_2, end_2) = (work.times for work in works)
-        return issue, end_1 - start_1, start_2 - start_1, end_2 - start_1
+    assert issue < 0.02
+    assert 0.0999 <= end_1 - start_1 < 0.1 + slack
+    assert 0.0999 <= start_2 - start_1 < 0.1 + slack
+    assert 0.1999 <= end_2 - start_1 < 0.2 + slack
 
 
 @pytest.mark.timed
-def test_two_operations_queue_on_the_link(ranks):
-    """Catches a link without memory of when it is free: both would take 0.1 s."""
-    for issue, first, second_start, both in ranks(2).run(queue):
-        assert issue < 0.02
-        assert 0.0999 <= first < 0.1 + SLACK * busy()
-        assert 0.0999 <= second_start < 0.1 + SLACK * busy()
-        assert 0.1999 <= both < 0.2 + SLACK * busy()
+@on_ranks(2)
+def test_messages_pass_in_both_directions_and_in_a_row():
+    """0.2 s each way at once; the second message leaves while the first one still travels.
 
-
-def full_duplex():
-    """Least seconds of three tries: a message each way, two in a row, two waited for in turn."""
+    Mutant: it leaves when the first has arrived, which takes 0.4 s, as long as waiting in between.
+    """
     peer = 1 - dist.get_rank()
     with a_link_group(Link("test", 0.1, 40e6)) as group:
 
@@ -502,33 +499,24 @@ def full_duplex():
                 work.wait()
 
         calls = (lambda: swap(1)), (lambda: swap(2)), (lambda: [swap(1), swap(1)])
-        return [min(seconds) for seconds in zip(*([clock(call)[1] for call in calls]
-                                                  for _ in range(3)), strict=True)]  # fmt: skip
-
-
-@pytest.mark.timed
-def test_messages_pass_in_both_directions_and_in_a_row(ranks):
-    """0.2 s each way at once; the second message leaves while the first one still travels.
-
-    Mutant: it leaves when the first has arrived, which takes 0.4 s, as long as waiting in between.
-    """
-    for one, two, in_turn in ranks(2).run(full_duplex):
-        assert 0.2 <= one < 0.2 + SLACK
-        assert 0.3 <= two < in_turn - 0.04 and in_turn >= 0.4
+        tries = [[clock(call)[1] for call in calls] for _ in range(3)]
+        one, two, in_turn = map(min, zip(*tries, strict=True))
+    assert 0.2 <= one < 0.2 + SLACK
+    assert 0.3 <= two < in_turn - 0.04 and in_turn >= 0.4
 
 
 def late(verb, checks):
     """Return when this rank called, and when the wire began and ended. Rank 0 calls late."""
     rank = dist.get_rank()
     with a_link_group(Link("test", 0.05, math.inf), checks=checks) as group:
-        tensor, gathered = torch.ones(4), torch.empty(8)
+        tensor = torch.ones(4)
         dist.barrier()
         if rank == 0:
             time.sleep(0.2)
         if verb == "all_reduce":  # 0.1 s
             work = dist.all_reduce(tensor, group=group, async_op=True)
         elif verb == "all_gather":  # 0.05 s
-            work = dist.all_gather_single(gathered, tensor, group=group, async_op=True)
+            work = dist.all_gather_single(torch.empty(8), tensor, group=group, async_op=True)
         elif verb == "broadcast":
             work = dist.broadcast(tensor, 0, group=group, async_op=True)
         elif (verb == "send") == (rank == 0):
@@ -560,7 +548,10 @@ def test_time_runs_from_the_last_call(ranks, verb, duration, checks):
         assert duration <= end - issued < duration + SLACK
 
 
-def uneven():
+@pytest.mark.timed
+@on_ranks(2)
+def test_the_busiest_rank_rules_an_uneven_exchange():
+    """8 MB arrive at rank 0: 4 MB over the wire by the formula, 0.2 s, on both ranks."""
     rank = dist.get_rank()
     with a_link_group(Link("test", 0, 20e6)) as group:
         # Rank 0 is the popular expert: it keeps all of its rows and gets all of rank 1's.
@@ -568,14 +559,8 @@ def uneven():
         out = torch.empty(sum(received))
         rows = torch.ones(1_000_000)
         work = lambda: dist.all_to_all_single(out, rows, received, sent, group=group)  # noqa: E731
-        return clock(work)[1]
-
-
-@pytest.mark.timed
-def test_the_busiest_rank_rules_an_uneven_exchange(ranks):
-    """8 MB arrive at rank 0: 4 MB over the wire by the formula, 0.2 s, on both ranks."""
-    for took in ranks(2).run(uneven):
-        assert 0.2 <= took < 0.2 + SLACK
+        took = clock(work)[1]
+    assert 0.2 <= took < 0.2 + SLACK
 
 
 @pytest.mark.timed
@@ -601,18 +586,15 @@ def test_topology_times():
     fast, slow = Link("fast", 0.02, math.inf), Link("slow", 0.2, math.inf)
     took = {}
     with a_link_group(Topology(2, 2, fast, slow)) as world:
-        took["world"] = clock(lambda: dist.all_gather_single(torch.empty(4), torch.ones(1), world))[
-            1
-        ]
-        for name, pairs in {"intra": [[0, 1], [2, 3]], "inter": [[0, 2], [1, 3]]}.items():
-            made = [dist.new_group(pair, backend="link") for pair in pairs]
-            group = next(g for g, pair in zip(made, pairs, strict=True) if rank in pair)
-            took[name] = clock(lambda g=group: dist.all_reduce(torch.ones(1), group=g))[1]
-            me = group.rank()
-            hop = (dist.send, dist.recv)[me]
-            took[f"{name} hop"] = clock(hop, torch.ones(1), None, group, 0, 1 - me)[1]
+        gather = lambda: dist.all_gather_single(torch.empty(4), torch.ones(1), world)  # noqa: E731
+        took["world"] = clock(gather)[1]
+        for axis in axis_of("intra", (0, 1), (2, 3)), axis_of("inter", (0, 2), (1, 3)):
+            took[axis.name] = clock(lambda g=axis.group: dist.all_reduce(torch.ones(1), group=g))[1]
+            hop = (dist.send, dist.recv)[axis.rank]
+            peer = None, axis.group, 0, 1 - axis.rank
+            took[f"{axis.name} hop"] = clock(hop, torch.ones(1), *peer)[1]
             dist.barrier()
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(axis.group)
         for name, peer in {"next": rank ^ 1, "far": (rank + 2) % 4}.items():
 
             def swap(peer=peer):
@@ -635,13 +617,7 @@ def shared_cards():
     rank, took = dist.get_rank(), {}
     wires = Topology(2, 2, Link("fast", 0, math.inf), Link("slow", 0, 20e6), 1)
     with a_link_group(wires) as world:
-        pairs = {}
-        for name, groups in {"inside": [[0, 1], [2, 3]], "across": [[0, 2], [1, 3]]}.items():
-            made = [dist.new_group(pair, backend="link") for pair in groups]
-            mine = [pair.index(rank) if rank in pair else None for pair in groups]
-            at = next(i for i, place in enumerate(mine) if place is not None)
-            pairs[name] = Axis(name, mine[at], 2, tuple(groups[at]), made[at])
-        inside, across = pairs["inside"], pairs["across"]
+        inside, across = axis_of("inside", (0, 1), (2, 3)), axis_of("across", (0, 2), (1, 3))
         whole = Axis("all", rank, 4, (0, 1, 2, 3), world)
         tensor, half = torch.ones(1_000_000), torch.ones(500_000)
 
@@ -672,7 +648,7 @@ def shared_cards():
         link.use(Topology(2, 2, wires.intra, wires.inter))
         took["a card each"] = [clock(hop, 0)[1]]
         dist.barrier()
-        for axis in pairs.values():
+        for axis in inside, across:
             dist.destroy_process_group(axis.group)
     return took
 
@@ -712,19 +688,16 @@ def test_a_dead_rank_frees_the_cards():
     os.unlink(path)  # the other eight never came
 
 
-def idle():
+@pytest.mark.timed
+@pytest.mark.slow
+@on_ranks(2)
+def test_waiting_burns_no_cpu():
     with a_link_group(Link("test", 0.4, math.inf)) as group:
         dist.all_reduce(torch.ones(1), group=group)
         start = time.process_time()
         _, took = clock(lambda: dist.all_reduce(torch.ones(1), group=group))
-        return took, time.process_time() - start
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_waiting_burns_no_cpu(ranks):
-    for took, burnt in ranks(2).run(idle):
-        assert took >= 0.8 and burnt < 0.04
+        burnt = time.process_time() - start
+    assert took >= 0.8 and burnt < 0.04
 
 
 # ---------------------------------------------------------------------- when things go wrong
@@ -776,7 +749,9 @@ def test_abort_frees_a_blocked_rank(ranks, what):
     assert 0.29 < took < 1.0
 
 
-def abort_long_transfer():
+@pytest.mark.timed
+@on_ranks(2)
+def test_abort_ends_an_emulated_transfer():
     with a_link_group(Link("test", 3600, 1)) as group:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
         dist.barrier()
@@ -788,16 +763,12 @@ def abort_long_transfer():
         with pytest.raises(RuntimeError, match="enough"):
             failed.wait()
         assert work.is_completed() and not work.is_success() and work.exception() is not None
-        return time.monotonic() - start
+        assert time.monotonic() - start < 1.0
 
 
-@pytest.mark.timed
-def test_abort_ends_an_emulated_transfer(ranks):
-    assert max(ranks(2).run(abort_long_transfer)) < 1.0
-
-
-def reduce_scatter_of_ours():
-    """The verb that an observer sees, and what is said when ranks disagree."""
+@on_ranks(2)
+def test_a_reduce_scatter_made_of_slices_goes_by_its_name():
+    """Mutant: to observers, and in errors, it is the all-to-all that carries the slices."""
     rank, seen = dist.get_rank(), []
     note = lambda work: seen.append((work.verb, work.num_bytes))  # noqa: E731
     with a_link_group("none", checks=True) as group:
@@ -810,14 +781,8 @@ def reduce_scatter_of_ours():
         assert part.tolist() == [[0, 2], [4, 6]][rank]
         with pytest.raises(link_group.Mismatch) as error:
             collectives.reduce_scatter(torch.ones(4), axis, op="max" if rank else "sum")
-    return seen, str(error.value)
-
-
-def test_a_reduce_scatter_made_of_slices_goes_by_its_name(ranks):
-    """Mutant: to observers, and in errors, it is the all-to-all that carries the slices."""
-    for seen, error in ranks(2).run(reduce_scatter_of_ours):
-        assert seen == [("reduce_scatter", 8)]
-        assert "reduce_scatter(sum)" in error and "reduce_scatter(max)" in error
+    assert seen == [("reduce_scatter", 8)]
+    assert all(f"reduce_scatter({op})" in str(error.value) for op in ("sum", "max"))
 
 
 def disagree(what):
@@ -902,7 +867,8 @@ def test_messages_of_a_wrong_size_are_refused(ranks, what):
         assert second == [says] and "freed" in first[0]
 
 
-def tags():
+@on_ranks(2)
+def test_tags_are_kept_apart():
     """Messages of different tags are received in another order than they were sent in."""
     peer = 1 - dist.get_rank()
     with a_link_group("none", checks=True) as group:
@@ -912,26 +878,17 @@ def tags():
             dist.recv(buffer, peer, group=group, tag=n)
         for work in sent:
             work.wait()
-        return all(torch.equal(buffer, torch.ones(n)) for n, buffer in received.items())
+    assert all(torch.equal(buffer, torch.ones(n)) for n, buffer in received.items())
 
 
-def test_tags_are_kept_apart(ranks):
-    assert ranks(2).run(tags) == [True, True]
-
-
-def leftovers():
+@on_ranks(2)
+def test_threads_end_with_the_group():
     def lanes():
         return [t for t in threading.enumerate() if t.name.startswith(f"link {name} ")]
 
     with a_link_group("none") as group:
         name = group.group_name
         dist.all_reduce(torch.ones(1), group=group)
-        during = len(lanes())
-    deadline = time.monotonic() + 5
-    while lanes() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return during, len(lanes())
-
-
-def test_threads_end_with_the_group(ranks):
-    assert ranks(2).run(leftovers) == [(1, 0)] * 2
+        assert len(lanes()) == 1
+    until(lambda: not lanes(), 5)
+    assert not lanes()

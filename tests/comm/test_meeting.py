@@ -2,8 +2,9 @@
 
 import json
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -27,20 +28,15 @@ def card(rank: int, host: str, address: str, route: str, port: int = 9) -> Card:
 
 def meet_all(store, size: int, timeout: float = 20.0) -> list:
     """What `meet` returns or raises on each rank."""
-    found = [None] * size
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> object:
         try:
-            found[rank] = meet(store, rank, size, timeout)
+            return meet(store, rank, size, timeout)
         except (ValueError, TimeoutError) as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
 
 
 def test_all_agree_on_a_new_number_each_time():
@@ -72,6 +68,28 @@ def test_a_rank_that_cannot_come_is_heard_at_once_and_may_come_later():
     found = [f for f in meet_all(store, 2, timeout=1.0) if not isinstance(f, ValueError)]
     assert len(found) in (0, 1, 2)  # rank 0 may have looked before rank 1 was there
     assert not isinstance(meet_all(store, 2)[0], ValueError)
+
+
+def test_an_excuse_may_be_taken_back_while_others_read_it():
+    """Mutant: its key is deleted, and a rank that has just seen it waits for a timeout."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    meeting.excuse(store, 1, "no text at /data")
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            found = store.check(keys)
+            meeting._forget_absence(store, 1)  # before the answer has arrived
+            return found
+
+    with pytest.raises(TimeoutError, match="^ranks 1 of 2 did not come"):
+        meet(Slow(), 0, 2, 0.2)
+    meeting.excuse(store, 1, "still no text")
+    with pytest.raises(ValueError, match="still no text"):
+        meet(store, 0, 2, 20.0)
 
 
 # ---------------------------------------------------------------------- Debian's /etc/hosts

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from minipar.comm import mesh as mesh_module
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh, check_sizes, coordinates, groups_along, rank_at
+from minipar.parallel.vectors import with_own_group
+from tests.on_ranks import on_ranks
 
 SIZES = st.lists(st.integers(1, 4), max_size=4).map(
     lambda sizes: dict(zip(["pp", "dp", "cp", "tp"], sizes, strict=False))
@@ -185,9 +187,9 @@ def test_groups_of_real_ranks(ranks, sizes, joints):
         assert found["repr"].endswith(f"# {found['label']}")
 
 
-def test_joint_axis_is_named_in_the_order_of_the_mesh(ranks):
-    names = ranks(4).run(lambda: Mesh(dp=2, tp=2).joint("tp", "dp").name)
-    assert names == ["dp+tp"] * 4
+@on_ranks(4)
+def test_joint_axis_is_named_in_the_order_of_the_mesh():
+    assert Mesh(dp=2, tp=2).joint("tp", "dp").name == "dp+tp"
 
 
 def test_wrong_sizes_raise_on_every_rank(ranks):
@@ -205,27 +207,26 @@ def test_wrong_sizes_raise_on_every_rank(ranks):
     assert pool.remade == before  # nothing was sent, so nothing had to be mended
 
 
-def test_subgroups_have_the_timeout_of_the_world(ranks):
+@on_ranks(4)
+def test_subgroups_have_the_timeout_of_the_world():
     """`dist.new_group` alone would wait for its own default, 30 minutes."""
-
-    def timeouts() -> list[datetime.timedelta]:
-        mesh = Mesh(dp=2, tp=2)
-        groups = [dist.group.WORLD, mesh.dp.group, mesh.tp.group]
-        return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-
-    for found in ranks(4).run(timeouts):
-        assert found == [datetime.timedelta(seconds=20)] * 3
+    mesh = Mesh(dp=2, tp=2)
+    for group in dist.group.WORLD, mesh.dp.group, mesh.tp.group, with_own_group(mesh.dp).group:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        assert timeout == datetime.timedelta(seconds=20)
 
 
-def test_groups_are_called_like_their_axes(ranks):
-    """Which torch's flight recorder and the log of NCCL show. That of all ranks is torch's own."""
+@on_ranks(4)
+def test_groups_are_called_like_their_axes():
+    """Which torch's flight recorder and the log of NCCL show. That of all ranks is torch's own.
 
-    def called() -> list[str]:
-        mesh = Mesh(dp=2, cp=1, tp=2)
-        axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp")
-        return [axis.group.group_desc for axis in axes]
-
-    assert ranks(4).run(called) == [["dp", "tp", "dp+cp", "default_pg"]] * 4
+    Mutant: a group without a name, for what runs beside the step, or for axes of one rank.
+    """
+    mesh = Mesh(dp=2, cp=1, tp=2)
+    axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp"), with_own_group(mesh.dp)
+    called = [axis.group.group_desc for axis in axes]
+    assert called == ["dp", "tp", "dp+cp", "default_pg", "dp (own)"]
+    assert mesh.device_mesh().get_group("cp").group_desc == "one rank"
 
 
 def test_equal_axes_share_a_group_for_as_long_as_the_world_lives(ranks):

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from minipar.comm import timeline, watchdog
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.stalls import Call, State, explain
 from minipar.prove import hang
+from tests.on_ranks import on_ranks
 
 EVERYONE = (0, 1, 2, 3)
 
@@ -199,19 +201,15 @@ def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
     assert "in dawdle" in report
 
 
-def busy_meanwhile() -> list[str]:
-    """A collective is in flight for long, and nobody waits in it."""
+@on_ranks(2)
+def test_computing_while_a_collective_is_in_flight_is_no_stall():
+    """Nobody waits in it. Mutants: time counted from the call; a wait whose end is not noted."""
     mesh, told = Mesh(dp=2), []
     with watchdog.watch(BOUND, told.append):
         pending = comm.all_reduce(torch.ones(10), mesh.dp, async_op=True)
         dawdle(3 * BOUND)
         pending.wait()
-    return told
-
-
-def test_computing_while_a_collective_is_in_flight_is_no_stall(ranks):
-    """Mutants: time counted from the call; a wait whose end is not noted."""
-    assert ranks(2).run(busy_meanwhile) == [[], []]
+    assert told == []
 
 
 def stopped(folder: str) -> list[str]:
@@ -267,14 +265,13 @@ def on_two_machines(no_files: bool) -> list[str]:
             raise FileNotFoundError(path)
         usual(page, path)
 
-    watchdog._Page.__init__ = own_only
-    try:
-        with watchdog.watch(BOUND, told.append):
-            if mesh.rank == 0:
-                dawdle(5 * BOUND)
-            comm.barrier(mesh.dp)
-    finally:
-        watchdog._Page.__init__ = usual
+    with (
+        mock.patch.object(watchdog._Page, "__init__", own_only),
+        watchdog.watch(BOUND, told.append),
+    ):
+        if mesh.rank == 0:
+            dawdle(5 * BOUND)
+        comm.barrier(mesh.dp)
     return told
 
 

@@ -6,7 +6,6 @@ The links of `minipar.comm.link` stand for what is left for data: `namespaces.GO
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from minipar.comm import algorithms
 from minipar.comm import collectives as comm
 from minipar.comm.link import LINKS, Link, Topology, seconds
 from minipar.comm.mesh import Axis, Mesh
+from tests.comm.same import fastest
 from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, Hosts, two_hosts, why_not
 
 pytestmark = [
@@ -37,18 +37,6 @@ def hosts():
     known_as = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"
     with two_hosts(MEGABITS, known_as) as made:
         yield made
-
-
-def fastest(call: Callable[[], object], axis: Axis, turns: int = 3) -> float:
-    """Seconds of the best turn, by the slowest rank."""
-    times = []
-    for _ in range(turns):
-        comm.barrier(axis)
-        start = time.monotonic()
-        call()
-        took = torch.tensor(time.monotonic() - start, dtype=torch.float64)
-        times.append(comm.all_reduce(took, axis, "max").item())
-    return min(times)
 
 
 def one_way(tensor: torch.Tensor, axis: Axis) -> None:
@@ -75,7 +63,7 @@ def time_verbs(sizes: list[int]) -> dict[str, dict[str, float]]:
             "reduce_scatter": lambda t=tensor: comm.reduce_scatter(t, axis),
             "all_to_all": lambda t=tensor: comm.all_to_all(t, axis),
         }
-        took[str(num_bytes)] = {verb: fastest(call, axis) for verb, call in calls.items()}
+        took[str(num_bytes)] = {verb: fastest(call, axis, tries=3) for verb, call in calls.items()}
     return took
 
 
@@ -131,7 +119,7 @@ def time_ways(num_bytes: int) -> dict[str, float]:
             tensor, mesh.inside, mesh.across
         ),
     }
-    return {name: fastest(way, everybody, turns=2) for name, way in ways.items()}
+    return {name: fastest(way, everybody, tries=2) for name, way in ways.items()}
 
 
 @pytest.mark.timed

@@ -100,3 +100,10 @@ def test_a_row_takes_what_lies_between_its_headings():
     ]
     with pytest.raises(ValueError, match="no heading .'d'.; there are a-one, bs-two, c"):
         agenda.slides("Title", [agenda.Row(0, 5, "[01](01_x.ipynb#d)")], books)
+
+
+def test_an_agenda_of_another_section_is_none():
+    """Fails if all bold words behind the first table are taken for titles of agendas."""
+    table = "\n\n| 0:00 | 10 | words |\n\n"
+    page = f"## Two agendas\n\n**One.**{table}**Two.**{table}## After\n\n**Three.**{table}"
+    assert list(agenda.agendas(page)) == ["One", "Two"]

@@ -12,6 +12,7 @@ from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs, simulate
+from tests.lab.figures import words as texts
 
 
 def panels(figure):
@@ -29,11 +30,6 @@ def cells(ax):
             total[fill] = total.get(fill, 0) + x.max() - x.min()
     total.pop(draw.KIND["idle"], None)
     return {fill: round(float(time), 6) for fill, time in total.items()}
-
-
-def texts(figure):
-    own = [t.get_text() for t in figure.texts]
-    return own + [t.get_text() for ax in figure.axes for t in ax.texts]
 
 
 def test_cells_cover_the_work_of_every_rank():

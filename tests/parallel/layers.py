@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minipar.comm.mesh import Axis
+
 WIDTH = 6
 
 
@@ -51,6 +53,16 @@ class ReentrantFirst(Reentrant):
     """The same with layer 5, the last: its gradients are those that a strategy sends first."""
 
     shared, entry = 5, 0
+
+
+def on_paper(name: str, size: int, rank: int = 0) -> Axis:
+    """An axis without a process group: whoever tries to communicate along it fails."""
+    return Axis(name, rank, size, tuple(range(size)))
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def data(rank: int, step: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import blockwise, context
@@ -23,15 +23,11 @@ from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences
 from tests.comm.same import launched_over
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import on_paper, random
 from tests.parity import models
 
 ORDERS = list(context.ORDERS)
 SIZES = [1, 2, 3, 4, 8]
-
-
-def axis_of(rank: int, size: int) -> Axis:
-    """An axis without ranks behind it, for what sends nothing."""
-    return Axis("cp", rank, size, tuple(range(size)))
 
 
 # ---------------------------------------------------------------------- who holds which tokens
@@ -79,7 +75,9 @@ def test_the_blocks_of_a_step_joined_to_one_show_the_same(size, order):
         return counts
 
     for rank in range(size):
-        for blocks in context.blocks_of(None, torch.empty(1, 1, 16, 1), axis_of(rank, size), order):
+        for blocks in context.blocks_of(
+            None, torch.empty(1, 1, 16, 1), on_paper("cp", size, rank), order
+        ):
             joined = blockwise.joined(blocks)
             assert len(joined) == min(len(blocks), 1)
             assert torch.equal(shown(joined), shown(blocks))
@@ -88,14 +86,14 @@ def test_the_blocks_of_a_step_joined_to_one_show_the_same(size, order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_shards_hold_every_token_once(order):
     tokens = torch.arange(24).view(1, 24)
-    shards = [context.shard(tokens, axis_of(rank, 3), order) for rank in range(3)]
+    shards = [context.shard(tokens, on_paper("cp", 3, rank), order) for rank in range(3)]
     assert all(len(shard[0]) == 8 for shard in shards)
     assert sorted(torch.cat(shards, 1)[0].tolist()) == list(range(24))
-    assert torch.equal(context.shard(tokens.T, axis_of(1, 3), order, dim=0), shards[1].T)
+    assert torch.equal(context.shard(tokens.T, on_paper("cp", 3, 1), order, dim=0), shards[1].T)
     if order == "zigzag":
         assert shards[0][0].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
     batch = (tokens, tokens + 1, tokens, torch.arange(576).view(1, 1, 24, 24))
-    *rows, mask = context.shard_batch(batch, axis_of(1, 3), order)
+    *rows, mask = context.shard_batch(batch, on_paper("cp", 3, 1), order)
     assert all(torch.equal(row, shards[1] + i) for row, i in zip(rows, (0, 1, 0), strict=True))
     assert torch.equal(mask[0, 0, :, 0] // 24, shards[1][0])  # rows of its queries, all keys
     assert mask.shape == (1, 1, 8, 24)
@@ -110,7 +108,7 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut(order):
     follower = dict(zip(text.tolist(), text.tolist()[1:], strict=False))
     counted = 0
     for rank in range(3):
-        mine, wanted = context.shard_batch((inputs, targets), axis_of(rank, 3), order)
+        mine, wanted = context.shard_batch((inputs, targets), on_paper("cp", 3, rank), order)
         assert [follower[token] for token in mine.tolist()] == wanted.tolist()
         counted += len(wanted)
         assert wanted[-1] not in mine
@@ -121,16 +119,11 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut(order):
 ON_CPU = ["math", "fused"]
 
 
-def _random(*shape: int, dtype=torch.float64, seed=0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
-
-
 @pytest.mark.parametrize("cuts", [(12,), (5, 7), (1, 4, 3, 4), (7, 5)])
 @pytest.mark.parametrize("kernel", ON_CPU)
 def test_blocks_merge_to_the_softmax_over_all_keys(cuts, kernel):
     """Mutants: the old output not rescaled; the maximum of large scores not taken out."""
-    q, k, v = _random(2, 4, 6, 8), 30 * _random(2, 2, 12, 8, seed=1), _random(2, 2, 12, 8, seed=2)
+    q, k, v = random(2, 4, 6, 8), 30 * random(2, 2, 12, 8, seed=1), random(2, 2, 12, 8, seed=2)
     visible = torch.rand(2, 1, 6, 12, generator=torch.Generator().manual_seed(3)) < 0.4
     visible[:, :, 2] = False  # this one looks at nothing
     visible[:, :, 3, :] = False
@@ -152,7 +145,7 @@ def test_blocks_merge_to_the_softmax_over_all_keys(cuts, kernel):
 def _qkv(size, heads, kv_heads, tokens, dtype=torch.float64, width=8):
     """Queries, keys, values and a gradient of the output, of the whole sequence."""
     shapes = [(2, heads), (2, kv_heads), (2, kv_heads), (2, heads)]
-    return [_random(*s, tokens, width, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
+    return [random(*s, tokens, width, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
 
 
 def _reference(q, k, v, d_out, mask=None):
@@ -314,7 +307,7 @@ def test_blocks_in_which_nobody_looks_are_skipped(ranks):
     assert ranks(4).run(_products, halves, "plain") == [1, 2, 1, 2]
     assert ranks(4).run(_products, halves, "zigzag") == [1 + 4, 2 + 3, 3 + 2, 4 + 1]
     meta = context.blocks_of(halves.to("meta")[:, :, :8], torch.empty(2, 4, 8, 8, device="meta"),
-                             axis_of(3, 4), "plain")  # fmt: skip
+                             on_paper("cp", 4, 3), "plain")  # fmt: skip
     assert [len(step) for step in meta] == [1, 1, 1, 1]
 
 
@@ -407,8 +400,8 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks, order):
     cos, _ = rope_tables(config, torch.arange(24), torch.float32)
     restarting, _ = rope_tables(config, torch.arange(24) % 7, torch.float32)
     for rank, (counted, given, by_name) in enumerate(ranks(4).run(_positions, order)):
-        assert torch.equal(counted, context.shard(cos, axis_of(rank, 4), order, dim=0))
-        expected = context.shard(restarting, axis_of(rank, 4), order, dim=0)
+        assert torch.equal(counted, context.shard(cos, on_paper("cp", 4, rank), order, dim=0))
+        expected = context.shard(restarting, on_paper("cp", 4, rank), order, dim=0)
         assert torch.equal(given, expected) and torch.equal(by_name, expected)
 
 
@@ -434,7 +427,7 @@ def test_one_rank_needs_no_torch_distributed():
 
 # ---------------------------------------------------------------------- refusals
 def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
-    model, axis = models.llama(0), axis_of(1, 4)
+    model, axis = models.llama(0), on_paper("cp", 4, 1)
     with pytest.raises(ValueError, match="order='spiral' is unknown; use one of zigzag, plain"):
         context.apply(model, axis, order="spiral")
     with pytest.raises(ValueError, match="exchange='mail' is unknown; use one of ring, gather"):

@@ -157,19 +157,13 @@ def test_trap_16_no_sync_is_about_backward(version, forward_inside, backward_ins
         own = expected(model, lambda m, s=step: [loss_of(m, mesh.rank, s)])
         wanted = expected(model, lambda m, s=step: [loss_of(m, r, s) for r in range(2)])
         with timeline.record() as recorded:
-            if forward_inside:
-                with strategy.no_sync():
-                    loss = loss_of(model, mesh.rank, step)
-            else:
+            with strategy.no_sync() if forward_inside else nullcontext():
                 loss = loss_of(model, mesh.rank, step)
-            if backward_inside:
-                with strategy.no_sync():
-                    loss.backward()
-            else:
+            with strategy.no_sync() if backward_inside else nullcontext():
                 loss.backward()
-                for bucket in getattr(strategy, "buckets", []):
-                    if bucket.pending is not None:
-                        bucket.pending.wait()
+            for bucket in strategy.buckets:
+                if bucket.pending is not None:
+                    bucket.pending.wait()
         early = len(recorded.spans)
         if backward_inside:
             assert early == 0

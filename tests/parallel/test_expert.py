@@ -18,6 +18,7 @@ from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import on_paper
 from tests.parity import models
 from tests.parity.harness import make_optimizer
 
@@ -436,7 +437,7 @@ def _batches(num_sequences: int, rank: int, size: int) -> list:
 @pytest.mark.parametrize("num_sequences", [1, 3, 5])
 def test_trap_37_an_uneven_evaluation_keeps_ranks_in_step(ranks, num_sequences):
     alone = _batches(num_sequences, 0, 1)
-    axis = Axis("dp", 0, 1, (0,))
+    axis = on_paper("dp", 1)
     truth = evaluate(models.llama(0, moe=SIX).double(), alone, axis)
     assert ranks(2).run(_evaluate, num_sequences) == pytest.approx([truth] * 2, rel=1e-10)
 
@@ -473,7 +474,7 @@ def test_without_values_all_experts_are_used_alike():
 def test_one_rank_sends_nothing():
     layer, x = one_layer(), tokens_of(0)
     before = layer(x)
-    expert.apply(layer, Axis("ep", 0, 1, (0,)), dispatch="halves")
+    expert.apply(layer, on_paper("ep", 1), dispatch="halves")
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
 
 

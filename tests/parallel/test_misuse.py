@@ -31,10 +31,22 @@ from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, expert, fsdp, guard, local_sgd, offload, tensor, zero
+from minipar.parallel import (
+    compose,
+    ddp,
+    expert,
+    fsdp,
+    local_sgd,
+    offload,
+    same_order,
+    tensor,
+    zero,
+)
+from minipar.parallel.matrices import Border
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import on_paper
 from tests.parity import models
 
 README = Path(__file__).parents[2] / "README.md"
@@ -633,10 +645,16 @@ def test_idioms_that_fsdp_refuses():
     strategy = fsdp.apply(model, dp)
     with refuses("make the optimizer after fsdp.apply"):
         before.step()
-    with refuses("full_state_dict"):
-        model.state_dict()
-    with refuses("full_state_dict"):
-        model.blocks[0].state_dict()
+    whole = {name: value + 1 for name, value in Net().state_dict().items()}
+    for module in (model, model.blocks[0]):
+        with refuses("full_state_dict"):
+            module.state_dict()
+    for state in (whole, {"head.bias": whole["head.bias"]}):  # which one rank has, and may be alone
+        with refuses("load_full_state_dict"):
+            model.load_state_dict(state, strict=False)
+    assert_close(strategy.full_state_dict(), Net().state_dict())  # none of it was loaded
+    strategy.load_full_state_dict(whole)
+    assert_close(strategy.full_state_dict(), whole)
     assert {n for n, p in model.named_parameters() if p.ndim >= 2} == {
         n for n, p in Net().named_parameters() if p.ndim >= 2
     }
@@ -649,7 +667,8 @@ def test_idioms_that_fsdp_refuses():
 
 @on_ranks(SIZE)
 def test_the_state_of_one_ranks_pieces_is_for_that_rank():
-    """Mutants: moments of rank 0 on all ranks, as pieces have one shape; whole ones in pieces."""
+    """Mutants: moments of rank 0 on all ranks, as pieces have one shape; whole ones in pieces;
+    those of pieces in whole parameters; pieces that do not say so before the first step."""
     dp = Mesh(dp=SIZE).dp
 
     def made() -> tuple:
@@ -665,7 +684,9 @@ def test_the_state_of_one_ranks_pieces_is_for_that_rank():
     own = optimizer.state_dict()
     _, _, again = made()
     again.load_state_dict(copy.deepcopy(own))  # each rank its own: right
-    torch.testing.assert_close(again.state_dict()["state"], own["state"])
+    torch.testing.assert_close(again.state_dict(), own)
+    with refuses("not the state of whole parameters", ValueError):
+        adamw(nn.Linear(4, 4, bias=False).parameters()).load_state_dict(copy.deepcopy(own))
     told = copy.deepcopy(own)
     told["pieces"] = {n: [[1 - dp.rank, SIZE]] for n in told["pieces"]}  # as another rank told it
     whole = strategy.full_optimizer_state(optimizer)
@@ -675,6 +696,30 @@ def test_the_state_of_one_ranks_pieces_is_for_that_rank():
     _, other, fresh = made()
     other.load_full_optimizer_state(fresh, whole)
     torch.testing.assert_close(fresh.state_dict()["state"], own["state"])
+
+
+def test_state_dict_of_other_pieces_is_refused():
+    """Mutant: matrices and experts of one rank, saved as if they were the model."""
+    tp, ep = on_paper("tp", 2), on_paper("ep", 2)
+    cut = models.llama(0), models.llama(0, moe=MoEConfig(num_experts=4, top_k=2, expert_size=8))
+    tensor.TensorParallel(cut[0], Border(tp), overlap=False, z_loss=0.0)
+    expert.ExpertParallel(cut[1], ep, ep, "all_to_all", 1, (ep,), None)
+    for model in cut:
+        with refuses("full_state_dict"):
+            model.state_dict()
+        assert model.state_dict(keep_vars=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(SIZE)
+def test_other_tensors_in_the_place_of_parameters(kind):
+    """Mutant: they take it, and no optimizer steps them."""
+    model = Net()
+    strategy, _ = attach(model, kind)
+    state = {name: value + 1 for name, value in Net().state_dict().items()}
+    with refuses("load_full_state_dict|is trained by"):
+        model.load_state_dict(state, assign=True)
+    assert_close(strategy.full_state_dict(), Net().state_dict())
 
 
 @on_ranks(SIZE)
@@ -710,7 +755,7 @@ def test_a_gpu_tells_of_blocks_in_another_order_a_step_late(monkeypatch):
     strategy = fsdp.apply(model, Mesh().dp)
     optimizer, ledger = adamw(model.parameters()), strategy.options.ledger
     coming = lambda arrive, _: lambda: (asked.append("waited for"), arrive())[1]  # noqa: E731
-    monkeypatch.setattr(guard, "send_to_host", coming)
+    monkeypatch.setattr(same_order, "send_to_host", coming)
 
     def told(*greatest: int) -> SimpleNamespace:
         return SimpleNamespace(device=torch.device("cuda"), is_meta=False, tolist=lambda: greatest)

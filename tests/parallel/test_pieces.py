@@ -6,20 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pieces import Layout, Row, axes_of, full_shape, is_copy, mark
 from minipar.parallel.strategy import Strategy
 from minipar.train.step import computing_on
+from tests.parallel.layers import on_paper
 from tests.parity import models
 
 
-def axis_of(rank: int, size: int) -> Axis:
-    return Axis("dp", rank, size, tuple(range(size)))
-
-
 def test_the_layout_of_the_drawing():
-    layout = Layout([4, 5, 2], axis_of(1, 2))
+    layout = Layout([4, 5, 2], on_paper("dp", 2, 1))
     assert (layout.size, layout.total, layout.splits) == (6, 12, [4, 5, 2, 1])
     assert layout.spans == [slice(0, 0), slice(0, 3), slice(3, 5)]
     assert layout.cuts == [slice(0, 0), slice(2, 5), slice(0, 2)]
@@ -31,10 +28,10 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2), ())]
     found: list[list[Tensor]] = [[] for _ in parameters]
     for rank in range(size):
-        layout = Layout([p.numel() for p in parameters], axis_of(rank, size))
+        layout = Layout([p.numel() for p in parameters], on_paper("dp", size, rank))
         flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(size)])
         shard = flat[: layout.total].view(size, -1)[rank] if size > 1 else flat[: layout.total]
-        row = Row(parameters, layout, axis_of(rank, size), shard)
+        row = Row(parameters, layout, on_paper("dp", size, rank), shard)
         for p, piece, own in zip(parameters, row.pieces, found, strict=True):
             assert piece.ndim == max(p.ndim, 1) and full_shape(piece) == p.shape
             assert torch.equal(piece, row.part_of(piece, p))
@@ -44,7 +41,7 @@ def test_pieces_of_all_ranks_are_the_parameters(size):
 
 
 def test_a_piece_of_a_piece_knows_both_axes_and_the_first_shape():
-    p, tp, dp = nn.Parameter(torch.zeros(4, 6)), axis_of(0, 2), axis_of(0, 3)
+    p, tp, dp = nn.Parameter(torch.zeros(4, 6)), on_paper("dp", 2), on_paper("dp", 3)
     mark(p, tp, copy=True)
     p.data = p.data[:2]
     piece = nn.Parameter(torch.zeros(5))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.comm import calls, timeline
 from minipar.comm.launch import RankError
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.lab.bench import pipeline_idle
 from minipar.model.llama import PRESETS, loss_of
 from minipar.model.recompute import checkpoint_activations
@@ -27,6 +27,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import lower, simulate
 from minipar.parallel.strategy import Strategy
 from tests.comm.same import launched_over
+from tests.parallel.layers import on_paper
 from tests.parity import models
 from tests.parity.harness import Task
 
@@ -218,11 +219,6 @@ def test_layers_with_a_forward_of_their_own_stay_as_they_are():
 
 
 # ---------------------------------------------------------------------- refused, before all else
-def axis(size: int, rank: int = 0) -> Axis:
-    """An axis without a process group: whoever tries to communicate along it fails."""
-    return Axis("pp", rank, size, tuple(range(size)))
-
-
 def drop(schedule, action: str):
     rows = (tuple(a for a in row if str(a) != action) for row in schedule.actions)
     return replace(schedule, actions=tuple(rows))
@@ -241,21 +237,21 @@ def test_a_corrupted_schedule_is_refused_before_anybody_waits():
     for says, schedule in cases.items():
         model = models.llama(0)
         with pytest.raises(ValueError, match=says):
-            runtime.apply(model, axis(2), schedule)
+            runtime.apply(model, on_paper("pp", 2), schedule)
         assert all(layer is not None for layer in model.model.layers)
 
 
 def test_what_does_not_fit_is_refused_before_anybody_waits():
     model = models.llama(0)
     with pytest.raises(ValueError, match="1f1b is for 4 ranks, but pp=2; make it with p=2"):
-        runtime.apply(model, axis(2), make("1f1b", 4, 4))
+        runtime.apply(model, on_paper("pp", 2), make("1f1b", 4, 4))
     with pytest.raises(ValueError, match="4 stages do not fit 3 layers"):
-        runtime.apply(model, axis(2), make("zb_v", 2, 4))
+        runtime.apply(model, on_paper("pp", 2), make("zb_v", 2, 4))
     changed = models.llama(0)
     changed.forward = changed.forward
     for other in (models.Foreign(0), changed):
         with pytest.raises(ValueError, match="a pipeline cuts a Llama by its names"):
-            runtime.apply(other, axis(2), make("1f1b", 2, 4))
+            runtime.apply(other, on_paper("pp", 2), make("1f1b", 2, 4))
     pipeline = runtime.apply(model, Mesh().pp, make("1f1b", 1, 4))
     with pytest.raises(ValueError, match="3 microbatches, but the schedule 1f1b is for 4"):
         pipeline.run(model, [], microbatches(3))
@@ -597,7 +593,7 @@ def test_messages_in_flight_are_bounded():
     schedule = lower(make("gpipe", 2, 20))
     with mock.patch.object(messages, "send", lambda *_, **__: Sent()):
         row = [action for action in schedule.actions[0] if action.kind == "SF"]
-        mail = messages.Mail(axis(2), schedule, row, torch.empty, ahead=0)
+        mail = messages.Mail(on_paper("pp", 2), schedule, row, torch.empty, ahead=0)
         for action in row:
             mail.put(action, torch.empty(0))
             mail.turn(action)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from minipar.comm.mesh import Axis, Mesh
 from minipar.parallel.matrices import Border, RowLinear
 from minipar.parallel.random import fork_rng, seed
+from tests.parallel.layers import on_paper, random
 
 B, T, D, HIDDEN = 2, 8, 6, 12
 
@@ -53,23 +54,17 @@ class Block(nn.Module):
             return x + self.outside(out)
 
 
-def random(*shape: int, number: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-
 def weights() -> tuple[Tensor, Tensor]:
     """The whole matrices, [F, D] and [D, F]."""
-    return random(HIDDEN, D, number=1), random(D, HIDDEN, number=2)
+    return random(HIDDEN, D, seed=1), random(D, HIDDEN, seed=2)
 
 
 # ---------------------------------------------------------------------- streams
 def streams(number: int, size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """What `rank` draws before, in and after a fork."""
-    axis = Axis("tp", rank, size, tuple(range(size)))
     seed(number)
     before = torch.rand(50)
-    with fork_rng(axis):
+    with fork_rng(on_paper("tp", size, rank)):
         inside = torch.rand(50)
     return before, inside, torch.rand(50)
 
@@ -89,7 +84,7 @@ def test_inside_a_fork_all_differ_and_outside_none_does():
 
 
 def test_every_fork_is_another_and_errors_do_not_leak():
-    axis = Axis("tp", 1, 2, (0, 1))
+    axis = on_paper("tp", 2, 1)
     seed(0)
     with fork_rng(axis):
         first = torch.rand(9)
@@ -113,7 +108,7 @@ def _trained(sizes: dict[str, int], sequence: bool, recompute: bool):
     mesh = Mesh(**sizes)
     seed(7, *([mesh.dp] if "dp" in sizes else []))
     block = Block(mesh.tp, sequence)
-    whole = [random(B, T, D, number=3 + m) for m in range(2)]
+    whole = [random(B, T, D, seed=3 + m) for m in range(2)]
     pieces = [x.chunk(mesh.tp.size, 1)[mesh.tp.rank] if sequence else x for x in whole]
     inputs = [piece.clone().requires_grad_() for piece in pieces]
     run = partial(checkpoint, block, use_reentrant=False) if recompute else block
@@ -147,7 +142,7 @@ def test_trap_22_dropout_equals_one_device_that_drops_the_same(ranks, sequence):
     for m in range(2):
         inside = torch.cat([masks[m] for masks in insides], -1)
         outside = torch.cat([masks[m] for masks in outsides], 1) if sequence else outsides[0][m]
-        x = random(B, T, D, number=3 + m).requires_grad_()
+        x = random(B, T, D, seed=3 + m).requires_grad_()
         out = x + F.linear(F.linear(x, first) * inside, second) * outside
         out.sin().sum().backward()
         for rank, result in enumerate(results):
@@ -196,7 +191,7 @@ def test_ranks_apart_on_two_axes_draw_apart():
     """Mutant: ranks told apart by the sum of their places, where (0, 1) and (1, 0) draw alike."""
 
     def drawn(dp: int, cp: int) -> float:
-        seed(0, Axis("dp", dp, 3, (0, 1, 2)), Axis("cp", cp, 3, (0, 1, 2)))
+        seed(0, on_paper("dp", 3, dp), on_paper("cp", 3, cp))
         return torch.rand(()).item()
 
     assert len({drawn(dp, cp) for dp in range(3) for cp in range(3)}) == 9

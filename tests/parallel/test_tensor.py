@@ -23,6 +23,7 @@ from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.strategy import replicate
 from minipar.train.optim import make_optimizer
+from tests.parallel.layers import on_paper
 from tests.parity import models
 
 pytestmark = pytest.mark.trains
@@ -373,7 +374,7 @@ def test_parts_of_a_model_are_cut_as_the_whole(ranks, mode):
 @pytest.mark.parametrize("word", [-1, 61])
 def test_what_is_no_word_is_not_swallowed(rank, word):
     """One of the ranks looks it up, and fails; mutant: all ranks count it as another's."""
-    axis = Axis("tp", rank, 3, (0, 1, 2))
+    axis = on_paper("tp", 3, rank)
     start, stop = matrices.evenly(0, 61, 3).spans[rank]
     tokens = torch.tensor([5, 25, 45, word])
     rows, own = matrices.local_words(tokens, start, stop - start, axis)
@@ -489,29 +490,25 @@ def test_a_ring_sends_while_products_are_computed(ranks):
 
 
 # ---------------------------------------------------------------------- refusals
-def sizes_of(n: int) -> Axis:
-    return Axis("tp", 0, n, tuple(range(n)))
-
-
 def test_sizes_that_do_not_fit_are_refused_with_the_good_ones():
     llama = models.llama(0)
     with pytest.raises(ValueError, match="tp=3 does not divide num_heads=4; use one of 1, 2, 4"):
-        tensor.check(llama, sizes_of(3))
+        tensor.check(llama, on_paper("tp", 3))
     with pytest.raises(ValueError, match="tp=4 does not divide intermediate_size=22; use one of 1"):
-        tensor.check(models.llama(0, intermediate_size=22), sizes_of(4))
+        tensor.check(models.llama(0, intermediate_size=22), on_paper("tp", 4))
     twelve = models.llama(0, num_heads=12, num_kv_heads=4, head_dim=4)
     message = "tp=3 neither divides num_kv_heads=4 nor is a multiple of it; use one of 1, 2, 4, 12"
     with pytest.raises(ValueError, match=message):
-        tensor.check(twelve, sizes_of(3))
+        tensor.check(twelve, on_paper("tp", 3))
     with pytest.raises(ValueError, match="tp=4 ranks for vocab_size=3 words"):
-        tensor.check(models.llama(0, vocab_size=3), sizes_of(4))
+        tensor.check(models.llama(0, vocab_size=3), on_paper("tp", 4))
     with pytest.raises(ValueError, match="set both"):
-        tensor.check(llama, sizes_of(2), overlap=True)
+        tensor.check(llama, on_paper("tp", 2), overlap=True)
     with pytest.raises(ValueError, match="cuts a Llama"):
-        tensor.check(models.Foreign(0), sizes_of(2))
+        tensor.check(models.Foreign(0), on_paper("tp", 2))
     for n in (1, 2, 4):
-        tensor.check(llama, sizes_of(n))
-    tensor.check(twelve, sizes_of(12))
+        tensor.check(llama, on_paper("tp", n))
+    tensor.check(twelve, on_paper("tp", 12))
 
 
 def _refused(size: int):

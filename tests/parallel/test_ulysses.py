@@ -7,26 +7,16 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 from minipar.comm import timeline
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
 from minipar.parallel import ulysses
 from minipar.train.data import Sequences
 from tests.on_ranks import on_ranks
+from tests.parallel.layers import on_paper, random
 from tests.parity import models
-
-
-def axis_of(rank: int, size: int) -> Axis:
-    """An axis without ranks behind it, for what sends nothing."""
-    return Axis("cp", rank, size, tuple(range(size)))
-
-
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 # ---------------------------------------------------------------------- tokens <-> heads
@@ -36,7 +26,7 @@ def test_tokens_to_heads_and_back(size):
     """Mutants: heads of q, k and v mixed up in their message; tokens joined in another order."""
     axis = Mesh(cp=size).cp
     heads = (2 * size, size, 3 * size)
-    whole = [_random(2, h, 4 * size, 5, seed=h) for h in heads]
+    whole = [random(2, h, 4 * size, 5, seed=h) for h in heads]
     mine = [ulysses.shard(x, axis, dim=2) for x in whole]
     with timeline.record() as recorded:
         swapped = ulysses.heads_apart(tuple(mine), axis)
@@ -64,7 +54,7 @@ def _attention(heads, kv_heads, mask):
 
 def _qkv(heads, kv_heads):
     counts = (heads, kv_heads, kv_heads, heads)
-    return [_random(2, count, 12, 8, seed=i) for i, count in enumerate(counts)]
+    return [random(2, count, 12, 8, seed=i) for i, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +96,12 @@ def test_trap_21_targets_are_shifted_before_the_sequence_is_cut():
     """Mutant: targets shifted within each shard."""
     text = torch.randperm(49)
     inputs, targets = Sequences(text, 24)[0]
-    shards = [ulysses.shard_batch((inputs, targets), axis_of(rank, 3)) for rank in range(3)]
+    shards = [ulysses.shard_batch((inputs, targets), on_paper("cp", 3, rank)) for rank in range(3)]
     assert torch.equal(torch.cat([x for x, _ in shards]), text[:24])
     assert torch.equal(torch.cat([y for _, y in shards]), text[1:25])
     assert shards[0][1][-1] == shards[1][0][0]
     mask = torch.ones(1, 1, 24, 24, dtype=torch.bool)
-    *_, same = ulysses.shard_batch((inputs, targets, inputs, mask), axis_of(1, 3))
+    *_, same = ulysses.shard_batch((inputs, targets, inputs, mask), on_paper("cp", 3, 1))
     assert same is mask
 
 
@@ -146,15 +136,15 @@ def test_one_rank_needs_no_torch_distributed():
 def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
     """Before anything is sent: these axes have no ranks behind them that could."""
     with pytest.raises(ValueError, match="cp=3 does not divide num_heads=4.*use 1, 2 or 4"):
-        ulysses.apply(models.llama(0), axis_of(1, 3))
+        ulysses.apply(models.llama(0), on_paper("cp", 3, 1))
     with pytest.raises(ValueError, match="cp=2 does not divide num_heads=1.*use 1$"):
-        ulysses.check_heads(1, axis_of(1, 2))
+        ulysses.check_heads(1, on_paper("cp", 2, 1))
     with pytest.raises(ValueError, match="Linear has no Attention"):
-        ulysses.apply(torch.nn.Linear(2, 2), axis_of(0, 2))
+        ulysses.apply(torch.nn.Linear(2, 2), on_paper("cp", 2))
     with pytest.raises(ValueError, match="cp=4 does not divide 27 tokens; pad them to 28 or .* 24"):
-        ulysses.shard(torch.zeros(2, 27), axis_of(1, 4))
+        ulysses.shard(torch.zeros(2, 27), on_paper("cp", 4, 1))
     model, tokens = models.llama(0, max_seq_len=6), torch.zeros(1, 4, dtype=torch.int64)
-    ulysses.apply(model, axis_of(0, 2))
+    ulysses.apply(model, on_paper("cp", 2))
     with pytest.raises(ValueError, match="8 tokens is longer than max_seq_len=6"):
         model(tokens)
     model.config = model.model.config = models.llama(0).config

@@ -6,6 +6,7 @@ model and of the optimizer computes on every rank what all ranks together should
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -125,9 +126,7 @@ def _optimizes(name: str, size: int) -> None:
     mesh, cls, options = Mesh(dp=size), getattr(torch.optim, name), ELEMENTWISE[name]
     model = Layers(seed=0)
     twin = copy.deepcopy(model)
-    plain_groups = _groups(twin)
-    plain_groups[0]["params"].pop()  # torch warns of doubles
-    plain = cls(plain_groups, **options)
+    plain = cls(_plain_groups(twin), **options)
     ours = ShardedOptimizer(_groups(model), cls, mesh.dp, bucket_mb=4e-4, **options)
     assert isinstance(ours, torch.optim.Optimizer) and len(ours.buckets) >= 4
     halve = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (ours, plain)]
@@ -168,7 +167,7 @@ def _optimizes(name: str, size: int) -> None:
 
 def _plain_groups(model: nn.Module) -> list[dict]:
     groups = _groups(model)
-    groups[0]["params"].pop()
+    groups[0]["params"].pop()  # torch warns of doubles
     return groups
 
 
@@ -313,13 +312,12 @@ def _trains(
             losses = [loss_of(twin, rank, seed, uses(step, rank, m)) for rank in range(size)]
             (sum(losses) / (size if average else 1)).backward()
             loss = loss_of(model, mesh.rank, seed, uses(step, mesh.rank, m))
-            if m < microbatches - 1:
-                with strategy.no_sync():
-                    loss.backward()
+            is_last = m == microbatches - 1
+            with nullcontext() if is_last else strategy.no_sync():
+                loss.backward()
+            if not is_last:
                 whole = sum(bucket.whole is not None for bucket in optimizer.buckets)
                 assert whole == 0 if stage == 2 else whole > 0
-            else:
-                loss.backward()
         strategy.finish_backward()
         unused = [p.grad is None for p in twin.parameters()]
         for (p, piece), is_unused in zip(optimizer.pieces.items(), unused, strict=True):
@@ -365,10 +363,8 @@ def test_ranks_may_have_different_numbers_of_microbatches(stage):
             for m in range(count):
                 loss_of(twin, rank, 3 * step + m).backward()
         for m in range(counts[mesh.rank]):
-            if m < counts[mesh.rank] - 1:
-                with strategy.no_sync():
-                    loss_of(model, mesh.rank, 3 * step + m).backward()
-            else:
+            is_last = m == counts[mesh.rank] - 1
+            with nullcontext() if is_last else strategy.no_sync():
                 loss_of(model, mesh.rank, 3 * step + m).backward()
         strategy.finish_backward()
         optimizer.step()

@@ -11,6 +11,7 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import compose, zero
 from minipar.parallel.compose import Composed
+from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.plan import Plan
 from minipar.parallel.zero import ShardedOptimizer
 from tests.parity import models
@@ -105,3 +106,21 @@ def gradients_of_plan(model: Llama) -> dict[str, Tensor | None]:
     whole = model.composed.full_gradients()
     named = dict.fromkeys(itertools.chain(*model.composed.names))  # a tied head, buffers are not
     return {name: gradient for name, gradient in whole.items() if name in named}
+
+
+# ---------------------------------------------------------------------- mutants of a pipeline
+def own_alone(pipeline: Pipeline, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Instead of `_add_twins`: a rank keeps the part of the sum that is its own."""
+    for p, stand_in in stand_ins.items():
+        p.grad = stand_in.grad
+
+
+def no_copies(pipeline: Pipeline) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Instead of `_mark_parameters`: what several stages have counts several times."""
+    twins = _mark(pipeline)
+    for p in pipeline.model.parameters():
+        p.is_copy = False
+    return twins
+
+
+_mark = Pipeline._mark_parameters

@@ -25,7 +25,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
-from tests.parity.tasks import Case, attach_plan, gradients_of_plan
+from tests.parity.tasks import Case, attach_plan, gradients_of_plan, no_copies, own_alone
 
 # ---------------------------------------------------------------------- what there is
 
@@ -202,21 +202,6 @@ def _no_sums(self) -> None:
     """Instead of `TensorParallel.finish_backward`."""
 
 
-def _own_alone(pipeline, stand_ins) -> None:
-    for p, stand_in in stand_ins.items():
-        p.grad = stand_in.grad
-
-
-_mark = runtime.Pipeline._mark_parameters
-
-
-def _no_copies(pipeline) -> dict:
-    twins = _mark(pipeline)
-    for p in pipeline.model.parameters():
-        p.is_copy = False
-    return twins
-
-
 _cut = tensor.TensorParallel._cut
 
 
@@ -250,7 +235,7 @@ def _without_positions(self, microbatch):
 MUTANTS = {
     "test_trap_09_copies_over_pp": (
         "dp=2,pp=2,zero=1",
-        (runtime.Pipeline, "_mark_parameters", _no_copies),
+        (runtime.Pipeline, "_mark_parameters", no_copies),
         "gradient of step 0",
     ),
     "test_trap_09_copies_over_tp": (
@@ -275,7 +260,7 @@ MUTANTS = {
     ),
     "test_trap_15_tied_embeddings_apart": (
         "dp=2,pp=2,zero=2",
-        (runtime.Pipeline, "_add_twins", _own_alone),
+        (runtime.Pipeline, "_add_twins", own_alone),
         "gradient of step 0",
     ),
     "test_trap_19_positions_of_a_shard": (

@@ -30,6 +30,7 @@ from tests.parity.harness import (
     parallel,
     reference,
 )
+from tests.parity.tasks import no_copies, own_alone
 
 
 def deep(seed: int, num_layers: int = 4, **changes):
@@ -315,19 +316,6 @@ def _mutant(task: Task, schedule, target, attribute: str, replacement) -> Outcom
         setattr(target, attribute, original)
 
 
-def _own_alone(pipeline, stand_ins) -> None:
-    for p, stand_in in stand_ins.items():
-        p.grad = stand_in.grad
-
-
-def _no_copies(pipeline) -> dict:
-    twins = _mark(pipeline)
-    for p in pipeline.model.parameters():
-        p.is_copy = False
-    return twins
-
-
-_mark = runtime.Pipeline._mark_parameters
 _last_input: list[Tensor] = []
 
 
@@ -342,17 +330,17 @@ MUTANTS = {
         "1f1b",
         runtime.Pipeline,
         "_add_twins",
-        _own_alone,
+        own_alone,
         "gradient of step 0",
     ),
     "test_trap_09": (
         "1f1b",
         runtime.Pipeline,
         "_mark_parameters",
-        _no_copies,
+        no_copies,
         "gradient of step 0",
     ),
-    "copies": ("dualpipe", runtime.Pipeline, "_add_twins", _own_alone, "gradient of step 0"),
+    "copies": ("dualpipe", runtime.Pipeline, "_add_twins", own_alone, "gradient of step 0"),
     "test_trap_25": ("zb_h1", split_backward, "split_linear", _other_input, "gradient of step 0"),
 }
 

@@ -1,7 +1,6 @@
 """A second gallery: mistakes in dividing, sending, cutting and updating that are in no list.
 
-Each is a `Job` with the sizes of its mesh, and what is to be said of it: stage, module, step, ranks
-and cause.
+Each is a `Job` with the sizes of its mesh, and what is to be said of it, see `told`.
 """
 
 from dataclasses import replace
@@ -284,108 +283,98 @@ def wrong(change):
     return job(partial(by_hand, change=change))
 
 
+def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
+    """A mistake with what is to be said of it; `where` is "stage of module", or a stage alone."""
+    stage, _, module = where.partition(" of ")
+    return job(parallelize, **changes), sizes, (stage, module, step, list(ranks), cause)
+
+
 RIGHT = {
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
     "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
 }
-ALL = [0, 1]
 WRONG = {
-    "each rank clips": (
-        job(clips_first),
-        DP,
-        ("gradient", "head", 1, ALL, "shares weighed wrongly"),
+    "each rank clips": told(clips_first, DP, "gradient of head", "shares weighed wrongly"),
+    "gradients of rank 0": told(
+        partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
     ),
-    "gradients of rank 0": (
-        wrong(sends_one),
-        DP,
-        ("gradient", "head", 1, ALL, "broadcast, not reduced"),
+    "maximum": told(
+        partial(by_hand, change=largest), DP, "gradient of head", "largest, not summed"
     ),
-    "maximum": (wrong(largest), DP, ("gradient", "head", 1, ALL, "largest, not summed")),
-    "bfloat16": (wrong(in_bfloat16), DP, ("gradient", "head", 1, ALL, "rounding")),
-    "filled once": (job(fills_once), DP, ("gradient", "head", 2, ALL, "of the step before")),
-    "summed again": (
-        job(sums_again),
-        DP,
-        ("gradient", "head", 1, ALL, "accumulated gradients reduced again"),
+    "bfloat16": told(partial(by_hand, change=in_bfloat16), DP, "gradient of head", "rounding"),
+    "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
+    "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
+    "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
+    "one module summed": told(one_module_summed, DP, "gradient of up", "summed, not averaged"),
+    "pieces averaged": told(
+        over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
     ),
-    "divided again": (
-        job(divides_again),
-        DP,
-        ("gradient", "head", 1, ALL, "divided by microbatches twice"),
-    ),
-    "one module summed": (
-        job(one_module_summed),
-        DP,
-        ("gradient", "up", 1, ALL, "summed, not averaged"),
-    ),
-    "pieces averaged": (
-        job(over_the_world),
+    "averaged over tp": told(
+        partial(over_the_world, group=lambda mesh: mesh.tp.group, parts=2),
         BOTH,
-        ("gradient", "down", 1, [0, 1, 2, 3], "pieces were mixed"),
+        "gradient of head",
+        "not reduced",
+        ranks=[0, 1, 2, 3],
     ),
-    "averaged over tp": (
-        job(partial(over_the_world, group=lambda mesh: mesh.tp.group, parts=2)),
-        BOTH,
-        ("gradient", "head", 1, [0, 1, 2, 3], "not reduced"),
+    "tokens of all, and ranks": told(
+        torch_ddp, DP, "gradient of head", "divided once too often", loss=global_denominator
     ),
-    "tokens of all, and ranks": (
-        job(torch_ddp, loss=global_denominator),
+    "nothing sent": told(
+        torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
+    ),
+    "sent by another": told(
+        torch_ddp,
         DP,
-        ("gradient", "head", 1, ALL, "divided once too often"),
+        "weights of embed",
+        "not in the optimizer",
+        optimizer=partial(owned, kind=SentByTheNext),
     ),
-    "nothing sent": (
-        job(torch_ddp, optimizer=owned),
+    "rate times ranks": told(
+        torch_ddp,
         DP,
-        ("weights", "embed", 1, [1], "updated on some ranks only"),
+        "weights of embed",
+        "another learning rate",
+        optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks),
     ),
-    "sent by another": (
-        job(torch_ddp, optimizer=partial(owned, kind=SentByTheNext)),
+    "no decay": told(
+        torch_ddp,
         DP,
-        ("weights", "embed", 1, ALL, "not in the optimizer"),
+        "weights of embed",
+        "another weight decay",
+        optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
     ),
-    "rate times ranks": (
-        job(torch_ddp, optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks)),
-        DP,
-        ("weights", "embed", 1, ALL, "another learning rate"),
-    ),
-    "no decay": (
-        job(torch_ddp, optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1))),
-        DP,
-        ("weights", "embed", 1, ALL, "another weight decay"),
-    ),
-    "positions from 0": (
-        job(partial(local_attention, starts=False), build=PositionNet, shares=gallery.tokens_apart),
+    "positions from 0": told(
+        partial(local_attention, starts=False),
         CP,
-        ("output", "positions", 1, ALL, "first piece everywhere"),
+        "output of positions",
+        "first piece everywhere",
+        build=PositionNet,
+        shares=gallery.tokens_apart,
     ),
-    "local attention": (
-        job(local_attention, build=PositionNet, shares=gallery.tokens_apart),
+    "local attention": told(
+        local_attention,
         CP,
-        ("output", "attention", 1, ALL, "pieces kept apart"),
+        "output of attention",
+        "pieces kept apart",
+        build=PositionNet,
+        shares=gallery.tokens_apart,
     ),
-    "averaged": (
-        job(partial(megatron, row={"leave": averaged})),
+    "averaged": told(
+        partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
+    ),
+    "no bias": told(forgets_bias, TP, "output of down", "bias left out"),
+    "summed in backward": told(
+        partial(megatron, row={"leave": twice_reduced}),
         TP,
-        ("output", "down", 1, ALL, "averaged, not summed"),
+        "gradient of down",
+        "counted on every rank",
     ),
-    "no bias": (job(forgets_bias), TP, ("output", "down", 1, ALL, "bias left out")),
-    "summed in backward": (
-        job(partial(megatron, row={"leave": twice_reduced})),
-        TP,
-        ("gradient", "down", 1, ALL, "counted on every rank"),
+    "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
+    "renamed": told(renamed, DP, "initial weights of head", "not there"),
+    "words of others": told(vocabulary, TP, "output of embed", "in this module"),
+    "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
+    "the same rows": told(
+        torch_ddp, DP, "output of embed", "first piece everywhere", shares=first_rows
     ),
-    "drawn again": (job(drawn_again), TP, ("initial weights", "up", 1, ALL, "made anew")),
-    "renamed": (job(renamed), DP, ("initial weights", "head", 1, ALL, "not there")),
-    "words of others": (job(vocabulary), TP, ("output", "embed", 1, ALL, "in this module")),
-    "softmax of pieces": (job(megatron, loss=words_apart), TP, ("loss", "", 1, ALL, "in the loss")),
-    "the same rows": (
-        job(torch_ddp, shares=first_rows),
-        DP,
-        ("output", "embed", 1, ALL, "first piece everywhere"),
-    ),
-    "rows twice": (
-        job(torch_ddp, shares=overlapping_rows),
-        DP,
-        ("output", "embed", 1, ALL, "another input"),
-    ),
+    "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }

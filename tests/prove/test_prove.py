@@ -1,6 +1,5 @@
 """`minipar prove` names each mistake of a gallery, and lets what is right pass."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,13 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.prove.prove import prove
 from tests.prove import gallery, mistakes
-from tests.prove.gallery import plain
+from tests.prove.mistakes import job, told
 
 DP, TP = {"dp": 2}, {"tp": 2}
-
-
-def job(parallelize, **changes):
-    return replace(plain, parallelize=parallelize, **changes)
 
 
 RIGHT = {
@@ -57,147 +52,125 @@ def test_what_is_right_passes(ranks, name):
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
 
 
-# Who made it; where it parts: stage, module, step, ranks; and why.
+# Who made it; where it parts, and why.
 WRONG = {
-    "weights never sent": (
-        job(gallery.unequal_weights),
-        DP,
-        ("initial weights", "embed", 1, [1], "never broadcast"),
+    "weights never sent": told(
+        gallery.unequal_weights, DP, "initial weights of embed", "never broadcast", ranks=[1]
     ),
-    "fully_shard without a seed": (
-        job(gallery.torch_fsdp),
-        DP,
-        ("initial weights", "embed", 1, [0, 1], "never broadcast"),
+    "fully_shard without a seed": told(
+        gallery.torch_fsdp, DP, "initial weights of embed", "never broadcast"
     ),
-    "T1 pieces drawn under one seed": (
-        job(gallery.one_seed),
+    "T1 pieces drawn under one seed": told(
+        gallery.one_seed, TP, "initial weights of up", "one seed"
+    ),
+    "T3 a hook that averages weights": told(
+        gallery.averages_weights, DP, "gradient of head", "not reduced"
+    ),
+    "T4 the first piece on every rank": told(
+        partial(gallery.megatron, column={"piece": 0}),
         TP,
-        ("initial weights", "up", 1, [0, 1], "one seed"),
+        "initial weights of up",
+        "first piece everywhere",
     ),
-    "T3 a hook that averages weights": (
-        job(gallery.averages_weights),
+    "pieces swapped": told(
+        gallery.swapped_pieces, TP, "initial weights of up", "pieces in another order"
+    ),
+    "T15 tie lost": told(
+        gallery.unties, DP, "gradient of embed", "tie lost", build=partial(gallery.Net, tied=True)
+    ),
+    "summed": told(
+        partial(gallery.reduced, factor=1.0), DP, "gradient of head", "summed, not averaged"
+    ),
+    "averaged twice": told(
+        gallery.averages_twice, DP, "gradient of head", "divided once too often"
+    ),
+    "one parameter forgotten": told(
+        partial(gallery.reduced, skip=("norm.bias",)), DP, "gradient of norm", "not reduced"
+    ),
+    "reduced to rank 0": told(
+        gallery.to_the_root, DP, "gradient of head", "not reduced", ranks=[1]
+    ),
+    "T29 a rank without gradient": told(
+        gallery.forgotten_rank, DP, "gradient of norm", "no gradient", ranks=[1]
+    ),
+    "T5 increments under accumulation": told(
+        gallery.sends_increments,
         DP,
-        ("gradient", "head", 1, [0, 1], "not reduced"),
+        "gradient of head",
+        "accumulated gradients are not reduced",
+        no_sync=gallery.no_sync,
     ),
-    "T4 the first piece on every rank": (
-        job(partial(gallery.megatron, column={"piece": 0})),
+    "T18 a bucket that is overwritten": told(
+        gallery.forgets_microbatches, DP, "gradient of head", "last microbatch only"
+    ),
+    "a bucket that is never zeroed": told(
+        gallery.keeps_its_bucket, DP, "gradient of head", "kept between steps", step=2
+    ),
+    "T10 mean of means": told(
+        gallery.torch_ddp, DP, "gradient of head", "mean of means", uneven=gallery.uneven
+    ),
+    "batch norm of a share": told(
+        gallery.torch_ddp, DP, "gradient of 3", "mean of means", build=gallery.with_batch_norm
+    ),
+    "T12 a norm under sequence parallelism": told(
+        partial(gallery.sequence_parallel, reduces=False),
         TP,
-        ("initial weights", "up", 1, [0, 1], "first piece everywhere"),
+        "gradient of norm",
+        "missing all-reduce",
     ),
-    "pieces swapped": (
-        job(gallery.swapped_pieces),
+    "Megatron's f left out": told(
+        partial(gallery.megatron, column={"enter": gallery.untouched}),
         TP,
-        ("initial weights", "up", 1, [0, 1], "pieces in another order"),
+        "gradient of norm",
+        "missing all-reduce",
     ),
-    "T15 tie lost": (
-        job(gallery.unties, build=partial(gallery.Net, tied=True)),
-        DP,
-        ("gradient", "embed", 1, [0, 1], "tie lost"),
-    ),
-    "summed": (
-        job(partial(gallery.reduced, factor=1.0)),
-        DP,
-        ("gradient", "head", 1, [0, 1], "summed, not averaged"),
-    ),
-    "averaged twice": (
-        job(gallery.averages_twice),
-        DP,
-        ("gradient", "head", 1, [0, 1], "divided once too often"),
-    ),
-    "one parameter forgotten": (
-        job(partial(gallery.reduced, skip=("norm.bias",))),
-        DP,
-        ("gradient", "norm", 1, [0, 1], "not reduced"),
-    ),
-    "reduced to rank 0": (
-        job(gallery.to_the_root),
-        DP,
-        ("gradient", "head", 1, [1], "not reduced"),
-    ),
-    "T29 a rank without gradient": (
-        job(gallery.forgotten_rank),
-        DP,
-        ("gradient", "norm", 1, [1], "no gradient"),
-    ),
-    "T5 increments under accumulation": (
-        job(gallery.sends_increments, no_sync=gallery.no_sync),
-        DP,
-        ("gradient", "head", 1, [0, 1], "accumulated gradients are not reduced"),
-    ),
-    "T18 a bucket that is overwritten": (
-        job(gallery.forgets_microbatches),
-        DP,
-        ("gradient", "head", 1, [0, 1], "last microbatch only"),
-    ),
-    "a bucket that is never zeroed": (
-        job(gallery.keeps_its_bucket),
-        DP,
-        ("gradient", "head", 2, [0, 1], "kept between steps"),
-    ),
-    "T10 mean of means": (
-        job(gallery.torch_ddp, uneven=gallery.uneven),
-        DP,
-        ("gradient", "head", 1, [0, 1], "mean of means"),
-    ),
-    "batch norm of a share": (
-        job(gallery.torch_ddp, build=gallery.with_batch_norm),
-        DP,
-        ("gradient", "3", 1, [0, 1], "mean of means"),
-    ),
-    "T12 a norm under sequence parallelism": (
-        job(partial(gallery.sequence_parallel, reduces=False)),
+    "Megatron's g left out": told(
+        partial(gallery.megatron, row={"leave": gallery.untouched}),
         TP,
-        ("gradient", "norm", 1, [0, 1], "missing all-reduce"),
+        "output of down",
+        "unfinished sum",
     ),
-    "Megatron's f left out": (
-        job(partial(gallery.megatron, column={"enter": gallery.untouched})),
+    "T14 a bias on every rank": told(
+        partial(gallery.megatron, row={"early": True}), TP, "output of down", "bias on every rank"
+    ),
+    "T14 whole logits in a loss of pieces": told(
+        gallery.megatron, TP, "loss", "logits counted on every rank", loss=gallery.loss_of_pieces
+    ),
+    "summed though whole": told(
+        gallery.sums_what_is_whole, TP, "gradient of head", "counted on every rank"
+    ),
+    "T9 a norm that counts twice": told(
+        gallery.megatron,
         TP,
-        ("gradient", "norm", 1, [0, 1], "missing all-reduce"),
+        "gradient norm",
+        "norm: replicated parameters counted",
+        clip=gallery.clip_counting_all,
     ),
-    "Megatron's g left out": (
-        job(partial(gallery.megatron, row={"leave": gallery.untouched})),
+    "T9 a norm of own pieces": told(
+        gallery.megatron, TP, "gradient norm", "norm of own pieces", clip=gallery.clip_of_own
+    ),
+    "an optimizer made too early": told(
+        gallery.optimizer_too_early,
         TP,
-        ("output", "down", 1, [0, 1], "unfinished sum"),
+        "weights of up",
+        "not in the optimizer",
+        optimizer=gallery.early_or_not,
     ),
-    "T14 a bias on every rank": (
-        job(partial(gallery.megatron, row={"early": True})),
-        TP,
-        ("output", "down", 1, [0, 1], "bias on every rank"),
-    ),
-    "T14 whole logits in a loss of pieces": (
-        job(gallery.megatron, loss=gallery.loss_of_pieces),
-        TP,
-        ("loss", "", 1, [0, 1], "logits counted on every rank"),
-    ),
-    "summed though whole": (
-        job(gallery.sums_what_is_whole),
-        TP,
-        ("gradient", "head", 1, [0, 1], "counted on every rank"),
-    ),
-    "T9 a norm that counts twice": (
-        job(gallery.megatron, clip=gallery.clip_counting_all),
-        TP,
-        ("gradient norm", "", 1, [0, 1], "norm: replicated parameters counted"),
-    ),
-    "T9 a norm of own pieces": (
-        job(gallery.megatron, clip=gallery.clip_of_own),
-        TP,
-        ("gradient norm", "", 1, [0, 1], "norm of own pieces"),
-    ),
-    "an optimizer made too early": (
-        job(gallery.optimizer_too_early, optimizer=gallery.early_or_not),
-        TP,
-        ("weights", "up", 1, [0, 1], "not in the optimizer"),
-    ),
-    "an optimizer without memory": (
-        job(gallery.torch_ddp, optimizer=gallery.forgetful),
+    "an optimizer without memory": told(
+        gallery.torch_ddp,
         DP,
-        ("weights", "embed", 2, [0, 1], "optimizer state"),
+        "weights of embed",
+        "optimizer state",
+        step=2,
+        optimizer=gallery.forgetful,
     ),
-    "summed over one of two axes": (
-        job(gallery.both_wrong, build=gallery.seeded),
+    "summed over one of two axes": told(
+        gallery.both_wrong,
         {"dp": 2, "tp": 2},
-        ("gradient", "head", 1, [0, 1, 2, 3], "summed, not averaged"),
+        "gradient of head",
+        "summed, not averaged",
+        ranks=[0, 1, 2, 3],
+        build=gallery.seeded,
     ),
 } | mistakes.WRONG
 

@@ -12,6 +12,7 @@ from minipar.parallel.pipeline import schedules, simulate, stages
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
 from minipar.sim.asked import model_config
+from minipar.sim.job import _cut
 
 H100 = hardware.load("h100-ndr")
 ANY = hardware.software("any")
@@ -178,7 +179,7 @@ def test_stages_are_cut_where_a_real_pipeline_cuts(parts):
     for name in ("llama-3.2-1b", "llama-3-8b"):
         costs = stages.estimate_costs(PRESETS[name])
         slowest = []
-        for cut in (cost._cut(PRESETS[name], parts), stages.balance(costs, parts)):
+        for cut in (_cut(PRESETS[name], parts), stages.balance(costs, parts)):
             assert sum(cut) == PRESETS[name].num_layers and len(cut) == parts
             slowest.append(
                 max(n * costs[1] + costs[-1] * (i == parts - 1) for i, n in enumerate(cut))

@@ -229,6 +229,17 @@ def test_the_fit_finds_the_constants_that_made_the_times():
     assert found == pytest.approx(made, rel=0.05)
 
 
+def test_no_fit_has_more_than_all_of_the_bandwidth():
+    """Of messages that a network cannot have carried so fast, and slowly for no reason between."""
+    network = load("a100").inside
+    points = [
+        fit.Point("", "a100", "all_reduce", size, 2, 1, bus * network.bandwidth)
+        for size, bus in ((2**12, 0.1), (2**20, 0.01), (2**24, 0.3), (2**28, 3.0), (2**30, 5.0))
+    ]
+    found = fit.fit(points, "inside", ["launch", "share", "ramp"])
+    assert found["share"] <= 1 and found["ramp"] <= 2
+
+
 def test_the_fit_prints_errors_and_constants(capsys):
     fit.main(str(TABLE))
     printed = capsys.readouterr().out

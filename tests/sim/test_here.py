@@ -1,11 +1,17 @@
 """This computer's steps beside their predictions: errors of medians, and beside a control."""
 
+import os
+from unittest import mock
+
 import pytest
 
 from minipar.comm import device as devices
 from minipar.comm import link
+from minipar.parallel.plan import Plan
 from minipar.sim import hardware, here
 from minipar.sim.here import Row
+from minipar.sim.replay import replay
+from minipar.sim.trace import trace
 
 
 def test_errors_are_those_of_the_medians():
@@ -52,3 +58,17 @@ def test_a_link_is_no_faster_than_the_processes_behind_it():
         wire = link.seconds("all_reduce", 4_000_000, 2, link.LINKS[name])
         assert there.seconds_of_collective("all_reduce", 4e6, 2) == max(wire, moving)
     assert wire > moving
+
+
+def test_a_core_that_moves_bytes_computes_nothing_meanwhile():
+    """Mutants: bytes that move by themselves; cores that are always too few."""
+    machine = hardware.load("this-cpu")
+    there = here.Here(devices.Device(machine.device), link.LINKS["none"], machine)
+    traces = trace(here.CONFIG, Plan.parse("dp=2"), seq_len=16)
+
+    def computing(cores: int) -> float:
+        with mock.patch.object(os, "cpu_count", return_value=cores):
+            return replay(traces, there).computing
+
+    moving = sum(traces.ranks[0].sent().values()) / machine.inside.bus(2)
+    assert moving > 0.001 and computing(2) - computing(8) == pytest.approx(moving)

@@ -223,6 +223,11 @@ def test_words_that_no_search_varies_can_be_fixed(fix):
         )
 
 
+def test_words_to_fix_are_read_as_those_of_a_plan():
+    """Mutant: a name with a hyphen, or a blank behind it, is looked up as it was typed."""
+    assert asked.fixed("tp = 2,sequence-parallel") == {"tp": 2, "sequence_parallel": True}
+
+
 @pytest.mark.parametrize("fix", ["dp=3", "microbatch=3", "precision=fp16", "ep=2"])
 def test_words_that_no_candidate_has_are_said(fix):
     """Mutant: it is the batch that no dp divides."""

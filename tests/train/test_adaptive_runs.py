@@ -11,6 +11,7 @@ from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.precision import LossScaler, Precision
+from tests.train.runs import assert_same_run
 
 PLAIN = TrainConfig(
     steps=6,
@@ -29,11 +30,6 @@ PLAIN = TrainConfig(
 
 def column(folder, key: str) -> list:
     return [line[key] for line in read(folder / "metrics.jsonl")]
-
-
-def assert_same_run(found, expected) -> None:
-    for key in ("step", "loss", "grad_norm", "tokens", "lr"):
-        assert column(found, key) == pytest.approx(column(expected, key), rel=1e-10), key
 
 
 @pytest.mark.slow

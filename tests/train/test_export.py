@@ -28,13 +28,6 @@ CONFIG = TrainConfig(
 SHAPE = LlamaConfig(256, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "a.txt"
-    path.write_text("".join(f"word {i * i % 97} of many, " for i in range(400)), encoding="utf-8")
-    return str(path)
-
-
 def test_an_export_spares_runs_and_may_be_to_where_one_is(tmp_path, monkeypatch):
     """Mutants: config.json of the run becomes that of the model; a folder "." has no name."""
     run, state = tmp_path / "run", {"step": 1, "model": asdict(SHAPE)}
@@ -91,7 +84,7 @@ def test_a_run_goes_on_from_an_exported_one(tmp_path, text):
     """
     torch.set_num_threads(1)
     hf.save(Llama(SHAPE, seed=3), tmp_path / "hf")
-    config = replace(CONFIG, data=text, init=str(tmp_path / "hf"), lr=1e-2)
+    config = replace(CONFIG, data=str(text), init=str(tmp_path / "hf"), lr=1e-2)
     config.check()
     trainer.train(config, str(tmp_path / "one"))
     start = tmp_path / "one/checkpoints/step_000003"
@@ -113,7 +106,7 @@ def test_a_run_goes_on_from_an_exported_one(tmp_path, text):
 
 def test_what_init_cannot_start_from_is_refused(tmp_path, text):
     hf.save(Llama(SHAPE), tmp_path)
-    config = replace(CONFIG, data=text, init=str(tmp_path))
+    config = replace(CONFIG, data=str(text), init=str(tmp_path))
     config.check()
     with pytest.raises(ValueError, match=r"--seq-len 65 is longer than .* can see; use up to 64"):
         replace(config, seq_len=65).check()

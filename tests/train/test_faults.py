@@ -293,14 +293,6 @@ def attempts(faults: Sequence[Fault]) -> Iterator[list[Fault]]:
     yield together
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    words = ["one ", "rank ", "talks, ", "the ", "others ", "wait, ", "then ", "they ", "add. "]
-    path = tmp_path / "a.txt"
-    path.write_text("".join(words[i * i % 9] for i in range(1500)), encoding="utf-8")
-    return path
-
-
 def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run:
     """Let `faults` happen to a run; check that its steps are those of an undisturbed one."""
     # More than are done before the last fault.

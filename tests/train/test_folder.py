@@ -47,16 +47,16 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path):
     assert type(raised.value).__name__ in failures._SAY_IT_ALL
 
 
+def no_locks(*_):
+    raise OSError(38, "Function not implemented")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeypatch, has_locks):
     """Also where the file system has no locks. Mutants: no lock; a file that outlives kill -9."""
     if not has_locks:
-
-        def refuse(*_):
-            raise OSError(38, "Function not implemented")
-
-        monkeypatch.setattr(folders.fcntl, "flock", refuse)
+        monkeypatch.setattr(folders.fcntl, "flock", no_locks)
     environment = {**os.environ, "PYTHONPATH": str(Path(minipar.__file__).parents[1])}
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -75,11 +75,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path, monkeyp
 
 def test_where_nothing_is_locked_one_is_told_what_to_remove(tmp_path, monkeypatch):
     """A run that was killed on another host, which cannot be asked."""
-
-    def refuse(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
     (tmp_path / RUNNING).write_text('{"host": "elsewhere", "pid": 7}', encoding="utf-8")
     says = f"process 7 on host elsewhere; wait .*; if it has ended, remove {tmp_path / RUNNING}$"
     with pytest.raises(ValueError, match=says), held(tmp_path, ALONE):

@@ -31,13 +31,6 @@ CONFIG = TrainConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "a.txt"
-    path.write_text("".join(f"step {i * i % 97} of many, " for i in range(400)), encoding="utf-8")
-    return path
-
-
 # ---------------------------------------------------------------------- one process
 @pytest.mark.parametrize("number", stop.SIGNALS)
 def test_a_signal_is_noted_and_nothing_else(number):

@@ -25,6 +25,7 @@ from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
 from minipar.train.report import StepRecorder
 from minipar.train.trainer import Trainer
+from tests.train.runs import SAME, assert_same_run, lines_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -38,22 +39,6 @@ PLAIN = TrainConfig(
     save_every=3,
     record_every=100,
 )
-SAME = "step", "loss", "lr", "grad_norm", "tokens"
-
-
-def lines_of(folder: Path, *keys: str) -> list[tuple]:
-    return [tuple(line[key] for key in keys) for line in read(folder / "metrics.jsonl")]
-
-
-def saved(folder: Path, step: int) -> tuple[dict, dict]:
-    return checkpoint.load(folder / f"checkpoints/step_{step:06d}")
-
-
-def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1e-10) -> None:
-    ours, theirs = lines_of(found, *SAME), lines_of(expected, *SAME)[first:]
-    assert len(ours) == len(theirs) > 0
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(other, rel=rtol), mine[0]
 
 
 def report_of(folder: Path) -> dict:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from minipar.train import checkpoint, metrics, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.data import on_device
-from minipar.train.metrics import MEASURED, Stopwatch, Telling, read
+from minipar.train.metrics import MEASURED, Stopwatch, Telling, read, say
 
 pytestmark = pytest.mark.trains
 
@@ -181,6 +182,19 @@ def test_a_failure_leaves_the_steps_before_it_told(run, tmp_path, gpu, monkeypat
     with pytest.raises(ArithmeticError, match="in step 4"):
         run(1, "fails")
     assert [line["step"] for line in told(tmp_path / "fails")] == [1, 2] + [3] * (not hangs)
+
+
+def test_a_reader_that_has_gone_ends_no_run(monkeypatch, capsys):
+    """And one rank speaks for all."""
+    for rank in range(2):
+        say(SimpleNamespace(rank=rank), "all start anew")
+    assert capsys.readouterr().out == "all start anew\n"
+
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    say(SimpleNamespace(rank=0), "all start anew")
 
 
 # ---------------------------------------------------------------------- batches

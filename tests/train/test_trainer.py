@@ -34,6 +34,7 @@ from minipar.train.metrics import Metrics, read
 from minipar.train.report import MOST_PICTURES, StepRecorder, training_figures
 from minipar.train.step import StepResult, train_step
 from minipar.train.tokenizer import ByteTokenizer
+from tests.train.runs import SAME, assert_same_run, lines_of, saved
 
 PLAIN = TrainConfig(
     steps=6,
@@ -58,20 +59,8 @@ def text(tmp_path_factory):
     return path
 
 
-def lines_of(folder, *keys: str) -> list[tuple]:
-    return [tuple(line[key] for key in keys) for line in read(folder / "metrics.jsonl")]
-
-
 def weights_of(folder, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(folder / f"checkpoints/step_{step:06d}")[0]
-
-
-def assert_same_run(found, expected, rtol: float = 1e-10) -> None:
-    ours = lines_of(found, "step", "loss", "lr", "grad_norm", "tokens")
-    theirs = lines_of(expected, "step", "loss", "lr", "grad_norm", "tokens")
-    assert len(ours) == len(theirs) > 0
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(other, rel=rtol), mine[0]
+    return saved(folder, step)[0]
 
 
 # ---------------------------------------------------------------------- any number of ranks
@@ -141,9 +130,8 @@ def test_resumes_to_the_bit(run, size):
     changes = dict(steps=12, dtype="float32", save_every=6, microbatches=2, eval_every=4)
     whole = run(size, "whole", **changes)
     rest = run(size, "rest", start=whole / "checkpoints/step_000006", **changes)
-    keys = "step", "loss", "lr", "grad_norm", "tokens"
     assert [step for (step,) in lines_of(rest, "step")] == [*range(7, 13)]
-    assert lines_of(rest, *keys) == lines_of(whole, *keys)[6:]
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[6:]
     validated = [line["validation_loss"] for line in read(whole / "metrics.jsonl")[7::4]]
     assert validated == [line["validation_loss"] for line in read(rest / "metrics.jsonl")[1::4]]
     ours, theirs = weights_of(rest, 12), weights_of(whole, 12)
@@ -179,8 +167,7 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
     for name, kept in saved[0]["residues"].items():
         assert kept.any() and not kept.equal(saved[1]["residues"][name])
     rest = run(2, "rest", start=start, **changes)
-    keys = "step", "loss", "lr", "grad_norm", "tokens"
-    assert lines_of(rest, *keys) == lines_of(whole, *keys)[3:]
+    assert lines_of(rest, *SAME) == lines_of(whole, *SAME)[3:]
     ours, theirs = weights_of(rest, 6), weights_of(whole, 6)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert "nothing kept back" not in capfd.readouterr().out

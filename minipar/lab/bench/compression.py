@@ -19,14 +19,14 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minipar.comm import backends, link, timeline
+from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
@@ -37,11 +37,8 @@ from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import local_sgd
 from minipar.train.config import SMALLEST
-from minipar.train.corpus import Corpus, load_corpus
-from minipar.train.data import Batches, Sequences
-from minipar.train.optim import make_optimizer, warmup_cosine
+from minipar.train.optim import make_optimizer
 from minipar.train.step import evaluate, train_step
-from minipar.train.tokenizer import ByteTokenizer
 
 
 @dataclass(frozen=True)
@@ -111,23 +108,16 @@ class Contender:
 
     def __init__(self, config: CompressionConfig, mesh: Mesh, name: str, seed: int, steps: int):
         self.config, self.mesh, self.steps, self.step_number = config, mesh, steps, 0
-        self.device = backends.compute_device()
-        self.model = Llama(PRESETS[config.preset], seed=seed).to(self.device)
+        self.model = Llama(PRESETS[config.preset], seed=seed)
         self.optimizer = make_optimizer(self.model, lr=config.lr, weight_decay=0.1)
         self.strategy = METHODS[name].attach(self.model, mesh.dp, self.optimizer, steps)
-        self.batches = self._batches("train", seed).forever()
+        self.batches = config.text("train", mesh.dp, seed).forever()
 
     def step(self) -> float:
         """Take a training step; return its loss in nats per token, over all ranks."""
-        lr = warmup_cosine(
-            min(self.step_number, self.steps - 1),
-            peak=self.config.lr,
-            warmup_steps=min(10, self.steps),
-            total_steps=self.steps,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        batch, axis = self._here(next(self.batches)), self.mesh.dp
+        schedule = dict(peak=self.config.lr, warmup=min(10, self.steps))
+        race.anneal(self.optimizer, self.step_number, self.steps, **schedule)
+        batch, axis = next(self.batches), self.mesh.dp
         result = train_step(self.model, [self.strategy], self.optimizer, batch, axis, max_norm=1.0)
         self.step_number += 1
         return result.loss.item()
@@ -136,25 +126,10 @@ class Contender:
         """End the training; return the loss of the model that ranks agree on, on other text."""
         if isinstance(self.strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
             self.strategy.finish()  # takes in what is still under way
-        model = Llama(PRESETS[self.config.preset]).to(self.device)
+        model = Llama(PRESETS[self.config.preset])
         model.load_state_dict(self.strategy.full_state_dict())
-        batches = zip(range(32), self._batches("validation", seed=0), strict=False)
-        return evaluate(model, (self._here(batch) for _, batch in batches), self.mesh.dp)
-
-    def _batches(self, part: str, seed: int) -> Batches:
-        sequences = Sequences(getattr(_corpus(), part), self.config.seq_len)
-        axis = self.mesh.dp
-        return Batches(
-            sequences, self.config.batch_size * axis.size, axis.rank, axis.size, seed=seed
-        )
-
-    def _here(self, batch: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        return [(x.to(self.device), y.to(self.device)) for x, y in batch]
-
-
-@cache
-def _corpus() -> Corpus:
-    return load_corpus("stdlib", ByteTokenizer())
+        batches = self.config.text("validation", self.mesh.dp, seed=0)
+        return evaluate(model, islice(batches, 32), self.mesh.dp)
 
 
 @dataclass

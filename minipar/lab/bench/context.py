@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.race import StepConfig
+from minipar.lab.bench.race import ADAMW, Attached, StepConfig
 from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig
 from minipar.parallel import context, ddp, ulysses
 from minipar.parallel.sequences import CutSequences
@@ -74,15 +73,15 @@ class ContextConfig(StepConfig):
             )
         if self.balance_ranks == 1:
             raise ValueError(f"--balance-ranks {self.balance_ranks}: use 0, or 2 and more")
-        for prefix in ("", "balance-"):
-            ranks, length = (
-                getattr(self, (prefix + name).replace("-", "_")) for name in ("ranks", "seq_len")
-            )
+        for prefix, ranks, length in (
+            ("", self.ranks, self.seq_len),
+            ("balance-", self.balance_ranks, self.balance_seq_len),
+        ):
             chunks = 2 * ranks
-            if ranks and (length < 1 or length % chunks):
+            if ranks and length % chunks:
                 raise ValueError(
                     f"--{prefix}seq-len {length} is cut into {chunks} chunks for --{prefix}ranks "
-                    f"{ranks}; use {max(chunks, length + -length % chunks)}"
+                    f"{ranks}; use {length + -length % chunks}"
                 )
 
 
@@ -174,8 +173,7 @@ def attention(
 
     q [B, H, T, K], k and v [B, G, T, K] and the gradient of the output are those of one device.
     """
-    device = backends.compute_device()
-    model = Llama(shape, seed=0).to(device)
+    model = Llama(shape, seed=0)
     strategy = attach(model, axis, name)
     core: Core = model.model.layers[0].self_attn.core
     stream = torch.Generator().manual_seed(0)
@@ -184,7 +182,7 @@ def attention(
         whole = torch.randn(
             config.batch_size, heads, shape.head_dim, config.seq_len, generator=stream
         )
-        own.append(strategy.own_tokens(whole).mT.contiguous().to(device))
+        own.append(strategy.own_tokens(whole).mT.contiguous())
     *inputs, d_out = own
     inputs = [x.requires_grad_() for x in inputs]
 
@@ -198,13 +196,14 @@ def attention(
 def training(
     config: ContextConfig, axis: Axis, name: str, shape: LlamaConfig
 ) -> Callable[[], Tensor]:
-    """A training step: it returns the loss of this rank's tokens, in nats, over all tokens."""
-    device = backends.compute_device()
-    model = Llama(shape, seed=0).to(device)
+    """A training step: it returns the loss of this rank's tokens, in nats per token."""
+    model = Llama(shape, seed=0)
     strategy = attach(model, axis, name)
     data = ddp.apply(model, axis, average=False)
-    inputs, targets = (strategy.own_tokens(x).contiguous() for x in config.tokens(shape, device))
-    return race.training(model, [strategy, data], inputs, targets, targets.numel() * axis.size)
+    inputs, targets = (strategy.own_tokens(x).contiguous() for x in config.tokens(shape))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    attached = Attached(model, optimizer, data.finish_backward, axis.size)
+    return race.training(attached, inputs, targets)
 
 
 WHAT: dict[str, Callable[..., Callable[[], Any]]] = {"attention": attention, "step": training}

@@ -18,19 +18,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import backends
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.race import StepConfig
-from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
+from minipar.lab.bench.race import ADAMW, Attached, StepConfig
+from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import ddp
 from minipar.train.config import SMALLEST
 from minipar.train.report import peak_memory
 
-ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
 TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=True)
 
 COLUMNS: race.Columns = (
@@ -83,17 +80,7 @@ def _row(
     }
 
 
-# ---------------------------------------------------------------------- a training step
-@dataclass
-class Attached:
-    """A model under some method: call `forward`, backward, `finish`, and step the optimizer."""
-
-    forward: nn.Module
-    optimizer: torch.optim.Optimizer
-    finish: Callable[[], None] = lambda: None
-    shares: int = 1  # by how many the loss is to be divided, where gradients are summed
-
-
+# ---------------------------------------------------------------------- training steps
 Attach = Callable[[Llama, Mesh], Attached]
 
 
@@ -112,19 +99,8 @@ class Contender:
     """A model that takes training steps by the method `attach`, on tokens of this rank."""
 
     def __init__(self, config: StepConfig, mesh: Mesh, attach: Attach, shape: LlamaConfig) -> None:
-        device = backends.compute_device()
-        self.inputs, self.targets = config.tokens(shape, device, seed=mesh.rank)
-        self.attached = attach(Llama(shape).to(device), mesh)
-
-    def step(self) -> Tensor:
-        """Take a training step; return the loss of this rank, in nats per token."""
-        attached = self.attached
-        attached.optimizer.zero_grad(set_to_none=True)
-        loss = token_loss(attached.forward(self.inputs), self.targets) / self.targets.numel()
-        (loss / attached.shares).backward()
-        attached.finish()
-        attached.optimizer.step()
-        return loss.detach()
+        tokens = config.tokens(shape, seed=mesh.rank)
+        self.step = race.training(attach(Llama(shape), mesh), *tokens)
 
 
 def measure(
@@ -152,7 +128,7 @@ def _growth(config: StepConfig, attach: Attach) -> int:
         contender = Contender(config, mesh, attach, shape)
         for _ in range(3):
             contender.step()
-        peaks.append(peak_memory(backends.compute_device()))
+        peaks.append(peak_memory(torch.device("cpu")))
         del contender
         gc.collect()
     return peaks[1] - peaks[0]

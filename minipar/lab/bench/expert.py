@@ -27,16 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import expert_overlap, race
-from minipar.lab.bench.race import StepConfig
+from minipar.lab.bench.race import ADAMW, Attached, StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoE, MoEConfig, Routing, mixtures
 from minipar.parallel import ddp, expert
 
 OURS = ("gather", "all_to_all", "halves")
-THEIRS = ("all_to_all_single by hand", "all_gather by hand")
 TITAN = "torchtitan's dispatcher"
 COLUMNS = (
     ("imbalance", "{imbalance:g}"),
@@ -126,27 +124,26 @@ def measure(config: ExpertConfig, link_name: str, imbalance: int) -> dict[str, r
 
 def rivals() -> tuple[str, ...]:
     """Whom ours are compared with here."""
-    found = all(find_spec(name) for name in ("torchtitan", "triton"))
-    return (*THEIRS, TITAN) if found else THEIRS
+    has_titan = all(find_spec(name) for name in ("torchtitan", "triton"))
+    return tuple(name for name in BY_OTHERS if has_titan or name != TITAN)
 
 
 def contender(
     config: ExpertConfig, mesh: Mesh, name: str, shape: LlamaConfig, imbalance: int
 ) -> Callable[[], Tensor]:
     """The training step of the contender called `name`; it returns the loss in nats per token."""
-    device = backends.compute_device()
     # A router that is forced learns no balance.
-    model = Llama(replace(shape, moe=replace(shape.moe, balance="none")), seed=0).to(device)
+    model = Llama(replace(shape, moe=replace(shape.moe, balance="none")), seed=0)
     expert.apply(model, mesh.ep, dispatch=name if name in OURS else "all_to_all")
     for _, moe in mixtures(model):
         moe.gate._choose = partial(skewed, shape.moe.num_experts, shape.moe.top_k, imbalance)
         if name not in OURS:
-            forms = dict(zip((*THEIRS, TITAN), BY_OTHERS, strict=True))
-            moe.core = partial(forms[name], moe, mesh.ep)
+            moe.core = partial(BY_OTHERS[name], moe, mesh.ep)
     strategy = ddp.apply(model, mesh.joint("dp", "ep"), average=False)
-    inputs, targets = config.tokens(shape, device, seed=mesh.rank)
-    step = race.training(model, [strategy], inputs, targets, targets.numel() * config.ranks)
-    return lambda: step() * config.ranks
+    inputs, targets = config.tokens(shape, seed=mesh.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    attached = Attached(model, optimizer, strategy.finish_backward, config.ranks)
+    return race.training(attached, inputs, targets)
 
 
 def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:
@@ -161,20 +158,29 @@ def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tens
 
 
 # ---------------------------------------------------------------------- what others write
-class _Swap(torch.autograd.Function):
-    """`all_to_all_single` of rows; its backward sends gradients the other way."""
+class _Linear(torch.autograd.Function):
+    """A linear map of rows `there`; `back` is the one that gradients take."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
-        ctx.lengths, ctx.group = (there, here), group
-        arrived = rows.new_empty(sum(here), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), here, there, group)
+    def forward(ctx: Any, rows: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.there, ctx.back = there, back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Linear.apply(grad, ctx.back, ctx.there), None, None
+
+
+def _swap(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """`all_to_all_single` of rows, so many to and from each rank."""
+
+    def swap(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, axis.group)
         return arrived
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        there, here = ctx.lengths
-        return _Swap.apply(grad, here, there, ctx.group), None, None, None
+    there = partial(swap, sent=sent, received=received)
+    return _Linear.apply(rows, there, partial(swap, sent=received, received=sent))
 
 
 def exchange_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
@@ -185,58 +191,43 @@ def exchange_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tenso
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=axis.group)
     there, here = (c.view(axis.size, -1).sum(1).tolist() for c in (counts, theirs))
-    arrived = _Swap.apply(x[order // top_k], there, here, axis.group)
+    arrived = _swap(x[order // top_k], there, here, axis)
     local = torch.arange(len(theirs) // axis.size).repeat(axis.size).repeat_interleave(theirs)
     by_expert = local.argsort(stable=True)
     computed = moe.experts(arrived[by_expert], theirs.view(axis.size, -1).sum(0))
     unsorted = torch.empty_like(computed).index_copy(0, by_expert, computed)
-    back = _Swap.apply(unsorted, here, there, axis.group)
+    back = _swap(unsorted, here, there, axis)
     weighed = back * routing.weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // top_k, weighed.to(x.dtype))
 
 
-class _Gather(torch.autograd.Function):
-    """`all_gather_single` along the first dim; its backward is `_Scatter`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        whole = x.new_empty(axis.size * len(x), *x.shape[1:])
-        dist.all_gather_single(whole, x.contiguous(), axis.group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(grad, ctx.axis), None
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    """`all_gather_single` along the first dim."""
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+    dist.all_gather_single(whole, x.contiguous(), axis.group)
+    return whole
 
 
-class _Scatter(torch.autograd.Function):
-    """`reduce_scatter_single` along the first dim; its backward is `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        own = x.new_empty(len(x) // axis.size, *x.shape[1:])
-        dist.reduce_scatter_single(own, x.contiguous(), group=axis.group)
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(grad, ctx.axis), None
+def _scatter(x: Tensor, axis: Axis) -> Tensor:
+    """`reduce_scatter_single` along the first dim."""
+    own = x.new_empty(len(x) // axis.size, *x.shape[1:])
+    dist.reduce_scatter_single(own, x.contiguous(), group=axis.group)
+    return own
 
 
 def gather_by_hand(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Gather tokens, choices and weights; compute the own experts; reduce-scatter the results."""
     per_rank = moe.config.num_experts // axis.size
-    tokens, weights = _Gather.apply(x, axis), _Gather.apply(routing.weights, axis)
-    experts = _Gather.apply(routing.experts, axis).flatten() - axis.rank * per_rank
+    gather, scatter = partial(_gather, axis=axis), partial(_scatter, axis=axis)
+    tokens, weights = (_Linear.apply(t, gather, scatter) for t in (x, routing.weights))
+    experts = gather(routing.experts).flatten() - axis.rank * per_rank
     slots = torch.nonzero((experts >= 0) & (experts < per_rank))[:, 0]
     order = slots[experts[slots].argsort(stable=True)]
     counts = experts[slots].bincount(minlength=per_rank)
     computed = moe.experts(tokens[order // moe.config.top_k], counts)
     weighed = (computed * weights.flatten()[order, None]).to(x.dtype)
     sums = torch.zeros_like(tokens).index_add(0, order // moe.config.top_k, weighed)
-    return _Scatter.apply(sums, axis)
+    return _Linear.apply(sums, scatter, gather)
 
 
 @cache
@@ -248,9 +239,7 @@ def _titan(num_experts: int, top_k: int, axis: Axis) -> Any:
     set_spmd_backend("default")
     config = AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=top_k)
     dispatcher = AllToAllTokenDispatcher(config)
-    dispatcher.wire_meshes(
-        ep_mesh=DeviceMesh.from_group(axis.group, backends.compute_device().type)
-    )
+    dispatcher.wire_meshes(ep_mesh=DeviceMesh.from_group(axis.group, "cpu"))
     return dispatcher
 
 
@@ -262,5 +251,8 @@ def exchange_by_titan(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tens
     return dispatcher.combine(moe.experts(rows, own), known, x)
 
 
-BY_OTHERS = (exchange_by_hand, gather_by_hand, exchange_by_titan)
-"""In the order of `THEIRS`, `TITAN`."""
+BY_OTHERS = {
+    "all_to_all_single by hand": exchange_by_hand,
+    "all_gather by hand": gather_by_hand,
+    TITAN: exchange_by_titan,
+}

@@ -122,25 +122,30 @@ def _use(wire: link.Link | str) -> None:
 
 def rows(num_ranks: int) -> list[dict[str, Any]]:
     """A row for each way, on as many ranks."""
-    chosen = emulate.device(DEVICE, MAGNIFY)
-    with race.pool(num_ranks, "none", device=chosen) as ranks:
+    with race.pool(num_ranks, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
         found = ranks.run(_on_rank, num_ranks)[0]
     return [
-        {
-            "bench": "expert overlap",
-            "ranks": num_ranks,
-            "way": WAYS[way],
-            "ms": 1e3 * timeline.duration,
-            "hidden": found.hidden(way),
-            "ratio": timeline.duration / found.ideal,
-            "link": timeline.label,
-        }
+        _row("expert overlap", num_ranks, way, timeline, timeline.duration, found.ideal)
         for way, timeline in found.timelines.items()
     ]
 
 
 def _on_rank(num_ranks: int) -> Overlaps:
     return compare(Mesh(dp=1, ep=num_ranks).ep)
+
+
+def _row(
+    bench: str, num_ranks: int, way: str, timeline: Timeline, seconds: float, ideal: float
+) -> dict[str, Any]:
+    return {
+        "bench": bench,
+        "ranks": num_ranks,
+        "way": WAYS[way],
+        "ms": 1e3 * seconds,
+        "hidden": _journeys(timeline).hidden_fraction,
+        "ratio": seconds / ideal,
+        "link": timeline.label,
+    }
 
 
 def plan_of(way: str, microbatches: int) -> Plan:
@@ -165,14 +170,6 @@ def whole_steps(microbatches: int) -> list[dict[str, Any]]:
         ranks.run(_use, slow)
         found = {way: ran(way) for way in WAYS}
     return [
-        {
-            "bench": "expert overlap, whole steps",
-            "ranks": 4,
-            "way": WAYS[way],
-            "ms": 1e3 * step.seconds,
-            "hidden": _journeys(step.timeline).hidden_fraction,
-            "ratio": step.seconds / computing,
-            "link": step.timeline.label,
-        }
+        _row("expert overlap, whole steps", 4, way, step.timeline, step.seconds, computing)
         for way, step in found.items()
     ]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.ddp import ADAMW, Attach, Attached, alone, measure, memory, torch_ddp
-from minipar.lab.bench.race import ALONE
+from minipar.lab.bench.ddp import Attach, alone, measure, memory, torch_ddp
+from minipar.lab.bench.race import ADAMW, ALONE, Attached
 from minipar.model.llama import Llama
 from minipar.parallel import fsdp, zero
 
@@ -110,8 +110,7 @@ def torch_sharded(
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    device_type = next(model.parameters()).device.type
-    grid = DeviceMesh.from_group(mesh.dp.group, device_type, mesh_dim_names=("dp",))
+    grid = DeviceMesh.from_group(mesh.dp.group, "cpu", mesh_dim_names=("dp",))
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, mesh=grid, reshard_after_forward=reshard)

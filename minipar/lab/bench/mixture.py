@@ -22,11 +22,9 @@ Source of the comparison: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.0
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
-from minipar.comm import backends
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import race
@@ -35,12 +33,8 @@ from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan
 from minipar.train.config import SMALLEST
-from minipar.train.corpus import load_corpus
-from minipar.train.data import Batches, Sequences
-from minipar.train.optim import make_optimizer, warmup_cosine
-from minipar.train.peak import synchronise
+from minipar.train.optim import make_optimizer
 from minipar.train.step import evaluate, train_step
-from minipar.train.tokenizer import ByteTokenizer
 
 COLUMNS = (
     ("GFLOP", "{gflop:,.0f}"),
@@ -68,7 +62,7 @@ class MixtureConfig(race.ModelConfig):
     seed: int = 0
     """Of the weights, and of the order of the text."""
 
-    least = {"lr": SMALLEST, "seed": 0}
+    least = {"lr": SMALLEST}
 
     def check(self) -> None:
         super().check()
@@ -100,46 +94,36 @@ def dense_like(shape: LlamaConfig) -> LlamaConfig:
 
 
 class Learner:
-    """A model in training, and the FLOPs and seconds that it has used."""
+    """A model in training, for as many steps as `flops` allow; those done, and their seconds."""
 
     def __init__(self, config: MixtureConfig, mesh: Mesh, plan: Plan, shape: LlamaConfig, flops):
-        self.config, self.mesh, self.total = config, mesh, flops
-        model = Llama(shape, seed=config.seed).to(backends.compute_device())
+        self.config = config
+        model = Llama(shape, seed=config.seed)
         optimizer = partial(make_optimizer, lr=config.lr, weight_decay=0.1)
         self.strategy = compose.apply(model, mesh, plan, optimizer)
-        self.batches = self._batches("train").forever()
+        self.batches = config.text("train", self.strategy.axis, config.seed).forever()
         num_tokens = config.ranks * config.batch_size * config.seq_len
         self.flops_per_step = shape.flops_per_token(config.seq_len) * num_tokens
-        self.flops = self.seconds = 0.0
+        self.steps = max(1, int(flops / self.flops_per_step))
+        self.done, self.seconds = 0, 0.0
 
     def train(self, flops: float) -> None:
         """Go on for as long as a whole step remains within `flops`."""
-        barrier(self.strategy.axis)
+        strategy, schedule = self.strategy, dict(peak=self.config.lr, warmup=self.steps // 10)
+        barrier(strategy.axis)
         start = time.monotonic()
-        while self.flops + self.flops_per_step <= flops * (1 + 1e-9):
-            done = round(self.flops / self.flops_per_step)
-            steps = max(1, int(self.total / self.flops_per_step))
-            options = dict(peak=self.config.lr, warmup_steps=steps // 10, total_steps=steps)
-            for group in self.strategy.optimizer.param_groups:
-                group["lr"] = warmup_cosine(min(done, steps - 1), **options)
-            step = self.strategy.model, [self.strategy], self.strategy.optimizer
-            train_step(*step, next(self.batches), self.strategy.axis, max_norm=1.0)
-            self.flops += self.flops_per_step
-        synchronise(self.strategy.device)
-        barrier(self.strategy.axis)
+        while (self.done + 1) * self.flops_per_step <= flops * (1 + 1e-9):
+            race.anneal(strategy.optimizer, self.done, self.steps, **schedule)
+            step = strategy.model, [strategy], strategy.optimizer
+            train_step(*step, next(self.batches), strategy.axis, max_norm=1.0)
+            self.done += 1
+        barrier(strategy.axis)
         self.seconds += time.monotonic() - start
 
     def validate(self) -> float:
         """Loss on other text, nats per token."""
-        batches = (batch for _, batch in zip(range(16), self._batches("validation"), strict=False))
-        return evaluate(self.strategy.model, batches, self.strategy.axis)
-
-    def _batches(self, part: str) -> Batches:
-        axis, device = self.strategy.axis, backends.compute_device()
-        text: Tensor = getattr(load_corpus("stdlib", ByteTokenizer()), part).to(device)
-        size = self.config.batch_size * axis.size
-        sequences = Sequences(text, self.config.seq_len)
-        return Batches(sequences, size, axis.rank, axis.size, seed=self.config.seed)
+        batches = self.config.text("validation", self.strategy.axis, self.config.seed)
+        return evaluate(self.strategy.model, islice(batches, 16), self.strategy.axis)
 
 
 def measure(config: MixtureConfig, _: str) -> list[dict[str, float]]:
@@ -147,13 +131,10 @@ def measure(config: MixtureConfig, _: str) -> list[dict[str, float]]:
     sparse = PRESETS[config.preset]
     num_tokens = config.ranks * config.batch_size * config.seq_len
     flops = config.steps * sparse.flops_per_token(config.seq_len) * num_tokens
+    n = config.ranks
     learners = {
-        "mixture": Learner(
-            config, Mesh(dp=1, ep=config.ranks), Plan(ep=config.ranks), sparse, flops
-        ),
-        "dense": Learner(
-            config, Mesh(dp=config.ranks), Plan(dp=config.ranks), dense_like(sparse), flops
-        ),
+        "mixture": Learner(config, Mesh(dp=1, ep=n), Plan(ep=n), sparse, flops),
+        "dense": Learner(config, Mesh(dp=n), Plan(dp=n), dense_like(sparse), flops),
     }
     rows = []
     for point in range(1, config.points + 1):

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
-from minipar.lab.bench import pipeline_idle
-from minipar.lab.bench.race import Measured, StepConfig, announce, pool, race, row, save, table
+from minipar.lab.bench import pipeline_idle, race
+from minipar.lab.bench.race import ADAMW, StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.parallel.pipeline import runtime, stages
 from minipar.parallel.pipeline.actions import Schedule
@@ -90,22 +89,21 @@ def run(config: PipelineConfig) -> list[dict[str, Any]]:
     config.check()
     rows = []
     for name in config.links:
-        with pool(config.ranks, name) as ranks:
+        with race.pool(config.ranks, name) as ranks:
             for schedule in config.schedules:
                 measured = ranks.run(measure, config, name, schedule)[0]
-                rows.append(
-                    row(config, "pipeline", name, schedule, [RIVALS[schedule]], measured)
-                    | {"layers": config.layers, "microbatches": config.microbatches}
-                )
-                announce(rows[-1:])
-    print("\n" + table(rows))
+                row = race.row(config, "pipeline", name, schedule, [RIVALS[schedule]], measured)
+                row |= {"layers": config.layers, "microbatches": config.microbatches}
+                rows.append(row)
+                race.announce([row])
+    print("\n" + race.table(rows))
     idle = []
     if config.idle_ranks:
         idle = pipeline_idle.measure(
             config.idle_ranks, config.microbatches, config.idle_runs, config.out
         )
-        print("\n" + table(idle, pipeline_idle.COLUMNS))
-    save(rows + idle, config.json)
+        print("\n" + race.table(idle, pipeline_idle.COLUMNS))
+    race.save(rows + idle, config.json)
     return rows + idle
 
 
@@ -123,12 +121,12 @@ class Contender:
     def __init__(
         self, config: PipelineConfig, axis: Axis, name: str, who: str, shape: LlamaConfig
     ) -> None:
-        self.model = Llama(shape, seed=0).to(backends.compute_device())
+        self.model = Llama(shape, seed=0)
         inputs, targets = batch(config, shape)
         attach = {"ours": ours, "torch": theirs}[who]
         schedule = make(name, axis.size, config.microbatches)
         self.play = attach(self.model, axis, schedule, inputs, targets)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
 
     def step(self) -> Tensor:
         """Take a training step; return the mean loss on a rank that knows it, else 0."""
@@ -141,7 +139,7 @@ class Contender:
 def batch(config: PipelineConfig, shape: LlamaConfig) -> list[Tensor]:
     """Inputs and targets [M B, T] of a step, the same on all ranks."""
     whole = replace(config, batch_size=config.microbatches * config.batch_size)
-    return whole.tokens(shape, backends.compute_device())
+    return whole.tokens(shape)
 
 
 def ours(model: Llama, axis: Axis, schedule: Schedule, inputs: Tensor, targets: Tensor) -> Play:
@@ -195,12 +193,12 @@ def theirs(model: Llama, axis: Axis, schedule: Schedule, inputs: Tensor, targets
 
 
 # ---------------------------------------------------------------------- on the ranks
-def measure(config: PipelineConfig, link_name: str, name: str) -> dict[str, Measured]:
+def measure(config: PipelineConfig, link_name: str, name: str) -> dict[str, race.Measured]:
     """Let ours, called by its schedule's `name`, and its rival take turns; called on every rank."""
     axis, shape = Mesh(pp=config.ranks).pp, shape_of(config)
     field = {name: "ours", RIVALS[name]: "torch"}
     steps = {key: Contender(config, axis, name, who, shape).step for key, who in field.items()}
-    return race(steps, axis, link_name, config.rounds)
+    return race.race(steps, axis, link_name, config.rounds)
 
 
 def shape_of(config: PipelineConfig) -> LlamaConfig:

@@ -19,28 +19,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minipar.comm import backends, link
+from minipar.comm import link
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis
 from minipar.comm.spans import aligned
-from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
-from minipar.parallel.strategy import Strategy
+from minipar.model.llama import PRESETS, LlamaConfig, loss_of
 from minipar.train.config import check_numbers
-from minipar.train.peak import synchronise
+from minipar.train.corpus import Corpus, load_corpus
+from minipar.train.data import Batches, Sequences
+from minipar.train.optim import warmup_cosine
+from minipar.train.tokenizer import ByteTokenizer
+
+ADAMW: dict[str, Any] = dict(lr=1e-4, fused=True)
+"""The optimizer of all contenders that are timed."""
 
 
 # ---------------------------------------------------------------------- what a bench can be told
 @dataclass(frozen=True)
 class BenchConfig:
-    """What every bench can be told. Its check goes by what a field is called, and holds."""
+    """What every bench can be told. `check` goes by the names of the fields."""
 
     ranks: int = 2
     """Number of ranks."""
@@ -86,12 +92,22 @@ class ModelConfig(BenchConfig):
                 f"--seq-len {self.seq_len} is longer than {self.preset} sees; use up to {longest}"
             )
 
-    def tokens(self, shape: LlamaConfig, device: torch.device, seed: int = 0) -> list[Tensor]:
+    def tokens(self, shape: LlamaConfig, seed: int = 0) -> list[Tensor]:
         """Return random inputs and targets [B, T]; ranks that pass the same seed have the same."""
         stream = torch.Generator().manual_seed(seed)
         size = (self.batch_size, self.seq_len + 1)
-        tokens = torch.randint(shape.vocab_size, size, generator=stream).to(device)
+        tokens = torch.randint(shape.vocab_size, size, generator=stream)
         return [tokens[:, :-1], tokens[:, 1:].contiguous()]
+
+    def text(self, part: str, axis: Axis, seed: int) -> Batches:
+        """Return this rank's batches of real text, of the "train" or the "validation" part."""
+        sequences = Sequences(getattr(_corpus(), part), self.seq_len)
+        return Batches(sequences, self.batch_size * axis.size, axis.rank, axis.size, seed=seed)
+
+
+@cache
+def _corpus() -> Corpus:
+    return load_corpus("stdlib", ByteTokenizer())
 
 
 @dataclass(frozen=True)
@@ -110,25 +126,39 @@ def label(link_name: str) -> str:
     return "gloo, this machine" if link_name == "gloo" else link.parse(link_name).label
 
 
-def training(
-    model: Llama, strategies: Sequence[Strategy], inputs: Tensor, targets: Tensor, num_tokens: int
-) -> Callable[[], Tensor]:
-    """A training step of ours, with AdamW; it returns the loss of these tokens over `num_tokens`.
+@dataclass
+class Attached:
+    """A model under some method: what is called, its optimizer, and what follows backward."""
 
-    Gradients are summed over the ranks, not averaged.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], None] = lambda: None
+    shares: int = 1  # by how many the loss is to be divided, where gradients are summed
+
+
+def training(attached: Attached, inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    """A training step on these tokens; it returns their loss, in nats per token."""
 
     def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)(model(inputs), targets) / num_tokens
-        loss.backward()
-        for strategy in strategies:
-            strategy.finish_backward()
-        optimizer.step()
+        attached.optimizer.zero_grad(set_to_none=True)
+        outputs = attached.forward(inputs)
+        loss = loss_of(attached.forward)(outputs, targets) / targets.numel()
+        (loss / attached.shares).backward()
+        attached.finish()
+        attached.optimizer.step()
         return loss.detach()
 
     return step
+
+
+def anneal(
+    optimizer: torch.optim.Optimizer, step: int, steps: int, *, peak: float, warmup: int
+) -> None:
+    """Set the learning rate of a step: a warm-up, then a cosine; behind the last step it stays."""
+    last = min(step, steps - 1)
+    lr = warmup_cosine(last, peak=peak, warmup_steps=warmup, total_steps=steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 # ---------------------------------------------------------------------- the race
@@ -207,7 +237,6 @@ def race(
     def note(work: Any) -> None:  # figures only: its tensors are to be freed, and used again
         sent.append(Sent(work.t_issue, *work.times, work.num_bytes))
 
-    device = backends.compute_device()
     for step in (lead or steps).values():
         for _ in range(3):  # the first steps allocate, fill buckets anew and learn who sends what
             step()
@@ -220,10 +249,8 @@ def race(
             barrier(axis)
             if lead:
                 lead[name]()
-            synchronise(device)
             start, busy = time.monotonic(), time.process_time()
             steps[name]()
-            synchronise(device)
             turns.append((name, start, time.monotonic(), time.process_time() - busy))
             barrier(axis)  # what is on its way arrives before anything else takes time
             gc.collect(0)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import backends
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.bench import race
-from minipar.lab.bench.race import StepConfig
+from minipar.lab.bench.race import ADAMW, Attached, StepConfig
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, loss_of
 from minipar.parallel import tensor
 
@@ -101,17 +100,17 @@ class Contender:
 
 def contender(config: TensorConfig, axis: Axis, name: str, shape: LlamaConfig) -> Contender:
     """The contender called `name`, on a model of that shape and a batch that all ranks have."""
-    device = backends.compute_device()
-    model = Llama(replace(shape, tie_embeddings=False), seed=0).to(device)
+    model = Llama(replace(shape, tie_embeddings=False), seed=0)
     attach, options = (ours, OURS[name]) if name in OURS else (theirs, THEIRS[name])
-    return attach(model, axis, *config.tokens(shape, device), **options)
+    return attach(model, axis, *config.tokens(shape), **options)
 
 
 def ours(model: Llama, axis: Axis, inputs: Tensor, targets: Tensor, **options: bool) -> Contender:
     """`minipar.parallel.tensor`."""
     strategy = tensor.apply(model, axis, **options)
-    step = race.training(model, [strategy], inputs, targets, targets.numel())
-    return Contender(model, step)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    attached = Attached(model, optimizer, strategy.finish_backward)
+    return Contender(model, race.training(attached, inputs, targets))
 
 
 def theirs(
@@ -123,14 +122,14 @@ def theirs(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-    grid = DeviceMesh.from_group(axis.group, inputs.device.type, mesh_dim_names=("tp",))
+    grid = DeviceMesh.from_group(axis.group, "cpu", mesh_dim_names=("tp",))
     parallelize_module(model, grid, plan(len(model.model.layers), sequence, once))
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in model.parameters():
         kinds[isinstance(parameter, DTensor)].append(parameter)
     # In groups of their own: a fused step takes no mixture of the two kinds.
     groups = [dict(params=params) for params in kinds.values() if params]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)

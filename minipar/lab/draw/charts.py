@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, FuncFormatter, LogLocator
 
@@ -47,7 +48,7 @@ def curves(
     names = [name for name in lines if not name.startswith("_") and not key]
     longest = max(map(len, names), default=0)
     width, height = 7.2, 3.9
-    figure = pen.figure(width, height)
+    figure = pen.figure(width, height, title, note)
     right = min(2.6, 0.085 * longest + 0.3)
     ax = pen.panel(figure, 0.75, 0.72, width - 0.75 - right, height - 1.3)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
@@ -57,19 +58,14 @@ def curves(
     if logy:
         ax.set_yscale("log")
     ax.minorticks_off()
-    for logarithmic, axis in ((logx, ax.xaxis), (logy, ax.yaxis)):
-        values = [v for xy in lines.values() for v in xy[axis is ax.yaxis]]
-        if axis is ax.yaxis and ylim:
-            ax.set_ylim(ylim)
-            values = ylim
-        if logarithmic and min(values, default=0) > 0 and max(values) < 200 * min(values):
-            doubles = all(math.log2(v).is_integer() for v in values)
-            # Powers of ten are too few.
-            ticks = FixedLocator(sorted(set(values))) if doubles else LogLocator(subs=(1, 2, 5))
-            axis.set_major_locator(ticks)
-            axis.set_major_formatter(FormatStrFormatter("%g"))
-            if doubles and max(values) >= 1e6:  # which %g writes as 1.04858e+06
-                axis.set_major_formatter(FuncFormatter(lambda v, _: f"$2^{{{math.log2(v):.0f}}}$"))
+    xs, ys = ([v for xy in lines.values() for v in xy[i]] for i in (0, 1))
+    if ylim:
+        ax.set_ylim(ylim)
+        ys = ylim
+    if logx:
+        _log_ticks(ax.xaxis, xs)
+    if logy:
+        _log_ticks(ax.yaxis, ys)
     seen = {name: xy for name, xy in lines.items() if name not in points}
     if logy and all(v > 0 for _, y in seen.values() for v in y):
         # Near is what lies together in the picture.
@@ -87,15 +83,24 @@ def curves(
         if not name.startswith("_"):
             ends.append((x[-1], y[-1], name, ink))
     if key:
-        pen.key(figure, pen.flow((ink, name) for *_, name, ink in ends), 0.75, 0.12)
+        pen.key(figure, [(ink, name) for *_, name, ink in ends], 0.75, 0.12)
     else:
         _end_labels(ax, ends)
-    ax.set_xlabel(xlabel, color=MUTED, fontsize=9, loc="right")
-    ax.text(0, 1.04, ylabel, color=MUTED, size=9, transform=ax.transAxes)
-    ax.tick_params(axis="both", colors=MUTED, labelsize=9, labelleft=True)
-    pen.title(figure, title)
-    pen.footnote(figure, note, height)
+    pen.label(ax, xlabel, ylabel)
     return figure
+
+
+def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
+    """More ticks than powers of ten, for values that are not far apart: if powers of two, these."""
+    if not min(values, default=0) > 0 or max(values) >= 200 * min(values):
+        return
+    doubles = all(math.log2(v).is_integer() for v in values)
+    axis.set_major_locator(
+        FixedLocator(sorted(set(values))) if doubles else LogLocator(subs=(1, 2, 5))
+    )
+    axis.set_major_formatter(FormatStrFormatter("%g"))
+    if doubles and max(values) >= 1e6:  # which %g writes as 1.04858e+06
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"$2^{{{math.log2(v):.0f}}}$"))
 
 
 def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, float]:
@@ -239,7 +244,7 @@ def bars(
     width, row = 7.2, 0.36
     foot = 0.3 + (0.3 if names else 0) + (0.2 if mark is not None else 0)
     height = 0.55 + row * len(stacked) + foot
-    figure = pen.figure(width, height)
+    figure = pen.figure(width, height, title, note)
     wide = width - left - 0.2
     ax = pen.panel(figure, left, foot, wide, row * len(stacked))
     most = max((sum(parts.values()) for parts in stacked.values()), default=1.0)
@@ -271,9 +276,7 @@ def bars(
     if mark is not None:
         ax.axvline(mark, color=INK, lw=1.5, zorder=4)
         ax.set_xticks([mark], [f"{pen.number(mark)} {unit}".strip()], color=INK, fontsize=9)
-    pen.title(figure, title)
     if names:
-        parts = [(inks[n], n.replace("_", " ")) for n in names]
-        pen.key(figure, pen.flow(parts, width - left), left, 0.3)
-    pen.footnote(figure, note, height)
+        legend = [(inks[n], n.replace("_", " ")) for n in names]
+        pen.key(figure, legend, left, 0.3, width - left)
     return figure

@@ -53,7 +53,10 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     if not rows:
         raise ValueError("there is no row to draw; run `minipar bench compression` first")
     width, height = 9.6, 5.6
-    figure = pen.figure(width, height)
+    first = rows[0]
+    note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
+    note += f" tokens, {first['ranks']} ranks; hollow: no error feedback"
+    figure = pen.figure(width, height, finding(rows), note)
     ax = pen.panel(figure, 0.85, 1.0, width - 1.1, height - 1.75)
     ax.spines["bottom"].set(visible=True, color=MUTED, lw=0.8)
     ax.set_xscale("log")
@@ -73,17 +76,11 @@ def accuracy(rows: Sequence[Row]) -> Figure:
     dots = [(row["num_bytes"] / 1e6, row["gap"]) for row in rows]
     inks = [FAMILY[row["family"]] for row in rows]
     label_points(ax, dots, [row["method"] for row in rows], inks)
-    ax.set_xlabel("megabytes that a rank sends per step", color=MUTED, fontsize=9, loc="right")
     what = "loss minus that of fp32, nats per token (lower is better)"
-    ax.text(0, 1.03, what, color=MUTED, size=9, transform=ax.transAxes)
-    pen.title(figure, finding(rows))
+    pen.label(ax, "megabytes that a rank sends per step", what, above=1.03)
     families = {row["family"] for row in rows}
-    key = [(ink, family) for family, ink in FAMILY.items() if family in families]
-    pen.key(figure, pen.flow(key), 0.85, 0.32)
-    first = rows[0]
-    note = f"{first['preset']} Llama after {first['steps']} steps of {first['tokens_per_step']}"
-    note += f" tokens, {first['ranks']} ranks; hollow: no error feedback"
-    pen.footnote(figure, note, height)
+    legend = [(ink, family) for family, ink in FAMILY.items() if family in families]
+    pen.key(figure, legend, 0.85, 0.32)
     return figure
 
 

@@ -75,7 +75,7 @@ def mask(
     seen.
     """
     visible = _checked(size, visible)
-    width, height = max(LEFT + SIDE + 0.3, 0.4 + 0.105 * len(title), 6.5), SIDE + 1.5
+    width, height = max(LEFT + SIDE + 0.3, pen.title_width(title), 6.5), SIDE + 1.5
     figure, ax = pen.sheet(width, height, title, note)
     _triangle(ax, (width - SIDE) / 2, 0.62, size, order, visible)
     _legend(figure, size, width - 0.3)
@@ -118,7 +118,7 @@ def steps(
     ranks = max((len(rows) for rows in work.values()), default=0)
     if not 1 <= ranks <= len(RANK):
         raise ValueError(f"{ranks} ranks make no picture that can be read; use 1 to {len(RANK)}")
-    width, panel = max(7.2, 0.4 + 0.105 * len(title)), ROW * ranks + 0.44
+    width, panel = max(7.2, pen.title_width(title)), ROW * ranks + 0.44
     height = 0.98 + panel * len(work)
     figure, ax = pen.sheet(width, height, title, note)
     scale = (width - LEFT - 0.3) / max(map(_duration, work.values()))
@@ -222,4 +222,4 @@ def _legend(
         entries.append((_pale(RANK[0]), "multiplied, then masked"))
     if waiting:
         entries.append((KIND["idle"], "waits"))
-    pen.key(figure, pen.flow(entries, room), 0.2, 0.26)
+    pen.key(figure, entries, 0.2, 0.26, room)

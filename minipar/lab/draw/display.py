@@ -22,10 +22,8 @@ def register(kind: type | None = None, function: Callable[[Any], Figure] | None 
     """
     if kind is not None and function is not None:
         DRAWN[kind] = function
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return
+    from IPython import get_ipython  # here: drawing takes no notebook
+
     shell = get_ipython()
     if shell is None:
         return

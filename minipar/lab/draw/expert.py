@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import matplotlib.colors as colors
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, INK, MUTED, PAPER
@@ -35,12 +34,10 @@ def heat(
     shade = colors.LinearSegmentedColormap.from_list("load", [PAPER, AXIS["ep"]])
     left, side = 0.25 + 0.075 * max(map(len, rows)), WIDE * len(columns)
     across = min(across or len(panels), len(panels))
-    width = max(left + (side + 0.3) * across, 0.4 + 0.105 * len(title))
+    width = max(left + (side + 0.3) * across, pen.title_width(title))
     high = TALL * len(rows) + 0.65  # of a panel with its heading
     height = high * -(-len(panels) // across) + 0.7
-    figure = pen.figure(width, height)
-    ax = pen.canvas(figure, width, height)
-    pen.title(figure, title)
+    figure, ax = pen.sheet(width, height, title, note)
     for number, (name, table) in enumerate(panels.items()):
         x, top = left + number % across * (side + 0.3), height - 0.95 - number // across * high
         for i, row in enumerate(rows if not number % across else ()):
@@ -51,9 +48,8 @@ def heat(
             for i, line in enumerate(table):
                 fill = colors.to_hex(shade(line[j] / most))
                 at = x + WIDE * j, top - TALL * (i + 1)
-                ax.add_patch(Rectangle(at, WIDE, TALL, fc=fill, ec=INK, lw=0.4))
+                pen.rectangle(ax, *at, WIDE, TALL, fc=fill, ec=INK, lw=0.4)
                 where = at[0] + WIDE / 2, at[1] + TALL / 2
                 ink = pen.ink_on(fill)
                 pen.text(ax, *where, form.format(line[j]), ha="center", size=8, color=ink)
-    pen.footnote(figure, note, height)
     return figure

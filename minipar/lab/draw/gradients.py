@@ -31,7 +31,8 @@ def kept(
         raise ValueError(f"numbers {start} to {start + count} of {first!r} show nothing")
     left, right, row, width = 1.15, 1.35, 0.74, 9.6  # inches
     height = 0.62 + row * len(flat) + 0.3
-    figure = pen.figure(width, height)
+    note = f"pale: the truth; red: became zero; {len(there)} numbers in a row, error over all"
+    figure = pen.figure(width, height, title, note)
     ax = pen.panel(figure, left, 0.3, width - left - right, row * len(flat))
     ax.set_xlim(-1, len(there))
     ax.set_ylim(0, len(flat))
@@ -56,7 +57,4 @@ def kept(
         ax.bar(places, shown, 0.45, bottom=middle, color=KIND["backward"], zorder=4)
         error = ((values - flat[first]).norm() / flat[first].norm()).item()
         pen.text(ax, 1.015, middle, f"{100 * error:.2g} % off", **style)
-    pen.title(figure, title)
-    note = f"pale: the truth; red: became zero; {len(there)} numbers in a row, error over all"
-    pen.footnote(figure, note, height)
     return figure

@@ -10,7 +10,12 @@ from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, MUTED, PAPER, W
 from minipar.prove.hang import Group, Report
 
 COLUMNS, ROWS, ROW = 10, 40, 0.27  # the last calls, and the first ranks, of a group; inches
-_LEGEND = [(KIND["forward"], "ended"), (EXPOSED, "waits"), (AXIS["dp"], "waits, unlike the others")]
+LEGEND = [
+    (KIND["forward"], "ended"),
+    (EXPOSED, "waits"),
+    (AXIS["dp"], "waits, unlike the others"),
+    (GRID, "has not come"),
+]
 
 
 def hang(report: Report) -> Figure:
@@ -33,7 +38,7 @@ def hang(report: Report) -> Figure:
     for group, height in zip(shown, heights, strict=True):
         _panel(ax, group, report, top)
         top -= height
-    pen.key(figure, pen.flow([*_LEGEND, (GRID, "has not come")]), 1.5, 0.32)
+    pen.key(figure, LEGEND, 1.5, 0.32)
     return figure
 
 

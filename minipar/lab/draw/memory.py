@@ -79,9 +79,10 @@ def ladder(
 
     head, area, row, gap = 0.44, 1.9 if len(histories) == 1 else 1.25, 0.42, 0.12  # inches
     key = _key({c: inks[c] for c in reversed(seen)}, [t.shifted() for t in mine.values()])
-    foot = 0.62 + 0.22 * len(key)
+    foot = 0.62 + 0.22 * len(pen.flow(key))
     total = foot + len(histories) * (head + area) + sum(row + gap for _ in mine)
-    figure = pen.figure(WIDTH, total)
+    labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
+    figure = pen.figure(WIDTH, total, note=note or "; ".join(labels))
     right = 1.1 if closed_forms else 0.0  # room for the bars
     wide = WIDTH - LEFT - RIGHT - right
     y = total
@@ -104,21 +105,17 @@ def ladder(
         if name in closed_forms:
             beside = pen.panel(figure, LEFT + wide + 0.12, y, right - 0.12, area)
             _bar(beside, closed_forms[name], top, inks)
-    ax.set_xlabel("milliseconds", color=MUTED, fontsize=9, loc="right", labelpad=1)
+    pen.label(ax, "milliseconds", labelpad=1)
     pen.key(figure, key, LEFT, 0.32)
-    labels = dict.fromkeys(t.label for t in timelines.values() if t.label)
-    pen.footnote(figure, note or "; ".join(labels), total)
     return figure
 
 
-def _key(inks: dict[str, str], shown: list[Timeline]) -> list[list[tuple[float, str, str]]]:
+def _key(inks: dict[str, str], shown: list[Timeline]) -> list[tuple[str, str]]:
     """A legend of what is held and of the work above it: what shares a colour, in one entry."""
     work = dict(legend(shown, (0.0, math.inf)))
     held = {ink: NAMES.get(category, category) for category, ink in inks.items()}
     both = {ink: f"{work[ink]}: {name}" if ink in work else name for ink, name in held.items()}
-    return pen.flow(
-        [*both.items(), *((ink, name) for ink, name in work.items() if ink not in held)]
-    )
+    return [*both.items(), *((ink, name) for ink, name in work.items() if ink not in held)]
 
 
 def _of_rank(timeline: Timeline, rank: int) -> Timeline:

@@ -27,18 +27,12 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
         raise ValueError(f"mesh {dict(given)} cannot be read; at most 4 axes and 256 ranks")
     names = [*reversed(sizes), "", "", "", ""][:4]  # right, down, panels right, panels down
     right, down = (sizes.get(name, 1) + 0.7 for name in names[:2])
-    where = {}  # rank -> units of the grid from the upper left corner
-    for rank in range(math.prod(sizes.values())):
-        at = coordinates(rank, sizes)
-        i = [at.get(name, 0) for name in names]
-        where[rank] = i[0] + right * i[2], i[1] + down * i[3]
+    ranks = [coordinates(rank, sizes) for rank in range(math.prod(sizes.values()))]
+    places = [[at.get(name, 0) for name in names] for at in ranks]
+    # Units of the grid from the upper left corner, by rank.
+    where = [(i + right * k, j + down * m) for i, j, k, m in places]
     crowded = math.prod(sizes.get(name, 1) for name in names[:2]) > 8
-
-    def near(rank: int) -> list[int]:
-        at = coordinates(rank, sizes)
-        return [at.get(name, 0) for name in names[:2]]
-
-    columns, lines = (max(axis) + 1 for axis in zip(*where.values(), strict=True))
+    columns, lines = (max(axis) + 1 for axis in zip(*where, strict=True))
     cell = min(0.8, (WIDTH - 0.5) / columns)  # inches
     groups = {name: groups_along([name], sizes) for name in sizes}
     legend = {name: _group_text(name, listed) for name, listed in groups.items()}
@@ -46,22 +40,20 @@ def mesh(mesh: Mesh | Mapping[str, int]) -> Figure:
     height = lines * cell + 0.75 + 0.24 * len(sizes)
     shape = " × ".join(f"{name} {size}" for name, size in sizes.items())
     figure, ax = pen.sheet(width, height, f"{len(where)} ranks: {shape}" if sizes else "one device")
-    xy = {
-        r: (0.2 + (x + 0.5) * cell, height - 0.5 - (y + 0.5) * cell) for r, (x, y) in where.items()
-    }
+    xy = [(0.2 + (x + 0.5) * cell, height - 0.5 - (y + 0.5) * cell) for x, y in where]
     for name, listed in groups.items():
         far = names.index(name) >= 2  # in a bow, past the ranks between
         line = {"arrowstyle": "-", "color": colour(name), "lw": 1.8 if far else 3.5, "zorder": 1}
         bow = -min(0.22, 0.6 / (right if names.index(name) == 2 else down)) if far else 0
         line |= {"connectionstyle": f"arc3,rad={bow}", "shrinkA": 0, "shrinkB": 0}
         if far and crowded:  # one bow from panel to panel; the other ranks' would look the same
-            listed = [g for g in listed if all(at == 0 for at in near(g[0]))]
+            listed = [group for group in listed if places[group[0]][:2] == [0, 0]]
             legend[name] += "  (only the first are drawn)"
         for group in listed:
             for a, b in zip(group, group[1:], strict=False):
                 ax.add_patch(FancyArrowPatch(xy[a], xy[b], **line))
     side, box = 0.52 * cell, {"fc": PAPER, "ec": INK, "lw": 1.1, "zorder": 2}
-    for rank, (x, y) in xy.items():
+    for rank, (x, y) in enumerate(xy):
         pen.rounded(ax, x - side / 2, y - side / 2, side, side, 0.14 * cell, **box)
         pen.text(ax, x, y - 0.01, rank, size=13 * cell, ha="center", zorder=3)
     for i, (name, text) in enumerate(reversed(legend.items())):
@@ -225,5 +217,5 @@ def shares(order: Sequence[int], size: int, batch_size: int) -> Figure:
         pen.text(ax, x + cell / 2, y + cell / 2 - 0.01, int(sample), **centred)
         if column == 0:
             pen.text(ax, left - 0.12, y + cell / 2, f"step {row}", color=MUTED, ha="right")
-    pen.key(figure, pen.flow(pen.of_ranks(size)), left + 0.03, 0.16)
+    pen.key(figure, pen.of_ranks(size), left + 0.03, 0.16)
     return figure

@@ -47,7 +47,7 @@ def schedules(
         pen.text(ax, x, top + 0.31, caption, color=MUTED, size=8)
         _panel(ax, plans[name], numel, x, top)
         x += wide[name] + GAP
-    pen.key(figure, pen.flow([(ADDED, "added"), (PASSED, "passed on")]), LEFT, 0.2)
+    pen.key(figure, [(ADDED, "added"), (PASSED, "passed on")], LEFT, 0.2)
     return figure
 
 

@@ -58,7 +58,7 @@ def bits(value: float, *, title: str = "") -> Figure:
         stored = torch.tensor(value).to(dtype).double().item()
         x = left + cell * len(word) + 0.1
         pen.text(ax, x, y + 0.145, f"= {stored:.10g}", color=MUTED)
-    pen.key(figure, pen.flow([(ink, part) for part, ink in _PARTS.items()]), left, 0.2)
+    pen.key(figure, [(ink, part) for part, ink in _PARTS.items()], left, 0.2)
     return figure
 
 
@@ -90,7 +90,7 @@ def magnitudes(
     first, last = exponents
     width, row, left, right = 8.4, 0.78, 1.55, 1.3
     height = 0.8 + row * len(sizes) + 0.68
-    figure = pen.figure(width, height)
+    figure = pen.figure(width, height, title, note)
     ax = pen.panel(figure, left, 0.68, width - left - right, row * len(sizes))
     ax.set_xlim(first, last + 1)
     ax.set_ylim(0, len(sizes))
@@ -119,9 +119,7 @@ def magnitudes(
     step = 10 if last - first > 24 else 5
     ticks = [k for k in range(first, last + 2) if k % step == 0]
     ax.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])
-    ax.set_xlabel("absolute value", color=MUTED, fontsize=9, loc="right")
-    pen.title(figure, title)
-    pen.footnote(figure, note, height)
+    pen.label(ax, "absolute value")
     return figure
 
 

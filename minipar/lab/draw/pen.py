@@ -82,20 +82,35 @@ def flow(
     return lines
 
 
-def key(figure: Figure, lines: list[list[tuple[float, str, str]]], left: float, y: float) -> None:
-    """Draw a legend whose last line is `y` inches above the lower edge."""
+def key(
+    figure: Figure,
+    entries: Iterable[tuple[str, str]],
+    left: float,
+    y: float,
+    width: float = WIDTH - LEFT - RIGHT,
+) -> None:
+    """Draw a legend of (colour, text), `width` wide; its last line is `y` above the lower edge."""
     ax = canvas(figure, *figure.get_size_inches())
-    for i, line in enumerate(reversed(lines)):
+    for i, line in enumerate(reversed(flow(entries, width))):
         for x, ink, name in line:
             rectangle(ax, left + x, y + 0.22 * i, 0.16, 0.12, fc=ink)
             text(ax, left + x + 0.24, y + 0.22 * i + 0.055, name)
 
 
-def figure(width: float, height: float) -> Figure:
-    """Paper of so many inches."""
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    return figure
+def figure(width: float, height: float, title: str = "", note: str = "") -> Figure:
+    """Paper of so many inches: the finding on top, at the bottom where its numbers are from."""
+    paper = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(paper)
+    style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
+    paper.text(0.15 / width, 1 - 0.13 / height, title, **style)
+    style = {"size": 8, "color": MUTED, "ha": "right", "va": "bottom"}
+    paper.text(1 - RIGHT / width, 0.07 / height, note, **style)
+    return paper
+
+
+def title_width(title: str) -> float:
+    """Inches of paper that a title takes, with its margins."""
+    return 0.4 + 0.105 * len(title)
 
 
 def canvas(figure: Figure, width: float, height: float) -> Axes:
@@ -107,13 +122,10 @@ def canvas(figure: Figure, width: float, height: float) -> Axes:
     return ax
 
 
-def sheet(width: float, height: float, heading: str = "", note: str = "") -> tuple[Figure, Axes]:
-    """Paper of so many inches, with axes over all of it whose unit is the inch."""
-    paper = figure(width, height)
-    ax = canvas(paper, width, height)
-    title(paper, heading)
-    footnote(paper, note, height)
-    return paper, ax
+def sheet(width: float, height: float, title: str = "", note: str = "") -> tuple[Figure, Axes]:
+    """A `figure` with axes over all of it whose unit is the inch."""
+    paper = figure(width, height, title, note)
+    return paper, canvas(paper, width, height)
 
 
 def panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -125,24 +137,23 @@ def panel(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 
 def stack(
-    heights: Sequence[float], legend: Iterable[tuple[str, str]], xlabel: str, sources: Iterable[str]
+    heights: Sequence[float], legend: Sequence[tuple[str, str]], xlabel: str, sources: Iterable[str]
 ) -> tuple[Figure, list[Axes]]:
     """Panels of so many inches one below the other, each with room for a headline.
 
     Below them the one axis of all, the legend, and where the numbers are from.
     """
-    lines = flow(legend)
-    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(lines)
+    head, gap, foot = 0.42, 0.14, 0.62 + 0.22 * len(flow(legend))
     top = total = sum(heights) + (head + gap) * len(heights) - gap + foot
-    paper, axes = figure(WIDTH, total), []
+    note = "; ".join(dict.fromkeys(filter(None, sources)))
+    paper, axes = figure(WIDTH, total, note=note), []
     for height in heights:
         top -= head + height
         axes.append(panel(paper, LEFT, top, WIDTH - LEFT - RIGHT, height))
         axes[-1].tick_params(labelbottom=len(axes) == len(heights))
         top -= gap
-    axes[-1].set_xlabel(xlabel, color=MUTED, fontsize=9, loc="right", labelpad=1)
-    key(paper, lines, LEFT, 0.32)
-    footnote(paper, "; ".join(dict.fromkeys(filter(None, sources))), total)
+    label(axes[-1], xlabel, labelpad=1)
+    key(paper, legend, LEFT, 0.32)
     return paper, axes
 
 
@@ -182,11 +193,10 @@ def text(ax: Axes, x: float, y: float, text: Any, **style: Any) -> None:
     ax.text(x, y, str(text), **{"size": 9, "color": INK, "va": "center", **style})
 
 
-def title(figure: Figure, text: str) -> None:
-    """The finding, in the upper left corner."""
-    width, height = figure.get_size_inches()
-    style = {"size": 12, "weight": "bold", "color": INK, "va": "top"}
-    figure.text(0.15 / width, 1 - 0.13 / height, text, **style)
+def label(ax: Axes, x: str, y: str = "", above: float = 1.04, **style: Any) -> None:
+    """Say what the axes count: `x` below on the right, `y` above on the left."""
+    ax.set_xlabel(x, color=MUTED, fontsize=9, loc="right", **style)
+    ax.text(0, above, y, color=MUTED, size=9, transform=ax.transAxes)
 
 
 def quiet(ax: Axes) -> None:
@@ -196,13 +206,6 @@ def quiet(ax: Axes) -> None:
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.tick_params(length=0, colors=MUTED, labelsize=9)
-
-
-def footnote(figure: Figure, text: str, height: float) -> None:
-    """Where the numbers are from, in the lower right corner."""
-    width = figure.get_figwidth()
-    x, y = 1 - RIGHT / width, 0.07 / height
-    figure.text(x, y, text, size=8, color=MUTED, ha="right", va="bottom")
 
 
 def _luminance(ink: str) -> float:

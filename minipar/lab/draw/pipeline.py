@@ -114,7 +114,7 @@ def memory_against_bubble(
         t = simulate(plan, Costs().per_rank(plan))
         points.setdefault((_held(plan), round(100 * bubble(t), 6)), []).append(name)
     width, height = 7.2, 4.4
-    figure = pen.figure(width, height)
+    figure = pen.figure(width, height, title)
     ax = pen.panel(figure, 0.75, 0.62, width - 1.0, height - 1.3)
     ax.grid(color=GRID, lw=0.8)
     ax.set_xlim(0, 1.32 * max(x for x, _ in points))
@@ -124,10 +124,8 @@ def memory_against_bubble(
     label_points(
         ax, [*points], [", ".join(names) for names in points.values()], [INK] * len(points)
     )
-    label = "activations held, in microbatches of a rank's share of the model"
-    ax.set_xlabel(label, color=MUTED, fontsize=9, loc="right")
-    ax.text(0, 1.03, "bubble, % of computing", color=MUTED, size=9, transform=ax.transAxes)
-    pen.title(figure, title)
+    held = "activations held, in microbatches of a rank's share of the model"
+    pen.label(ax, held, "bubble, % of computing", above=1.03)
     return figure
 
 

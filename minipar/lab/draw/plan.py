@@ -67,7 +67,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
     kinds = families(explained)
     columns = _columns(explained)
     left, wide, row = 2.95, 1.62, 0.46  # inches
-    width = max(left + wide * len(columns) + 0.2, 0.4 + 0.105 * len(title), 5.2)
+    width = max(left + wide * len(columns) + 0.2, pen.title_width(title), 5.2)
     height = 1.22 + row * len(kinds) + (0.12 if note else 0)
     figure, ax = pen.sheet(width, height, title, note)
     top = height - 0.82
@@ -82,7 +82,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
         for j, axis in enumerate(columns):
             _box(ax, family, axis, left + wide * j, y + 0.06, wide - 0.12, row - 0.12)
     legend = [(PIECE, "what a rank has, before dp and cp cut it")]
-    pen.key(figure, pen.flow(legend, width - 0.4), 0.15, 0.14 + (0.12 if note else 0))
+    pen.key(figure, legend, 0.15, 0.14 + (0.12 if note else 0), width - 0.4)
     return figure
 
 
@@ -154,7 +154,7 @@ def placement(sizes: Mapping[str, int], topology: Topology, *, title: str = "") 
         raise ValueError(f"{ranks} ranks make no picture that can be read; use at most 32")
     left, cell, gap = 0.75, min(0.62, 6.6 / ranks), 0.24
     right = left + cell * ranks + gap * topology.nodes
-    width, row = max(right + 1.5, 0.4 + 0.105 * len(title)), 0.92
+    width, row = max(right + 1.5, pen.title_width(title)), 0.92
     height = 0.72 + row * len(sizes) + 0.3
     figure, ax = pen.sheet(width, height, title)
     centre = [left + cell * (r + 0.5) + gap * (r // node) for r in range(ranks)]

@@ -25,7 +25,8 @@ def proof(verdict: Verdict) -> Figure:
     if parting is not None:
         cause = f"{parting.cause}, in the {parting.stage}"
         who = f"ranks {', '.join(map(str, parting.ranks))}: {parting.words}"
-    wide = 0.5 + max(0.075 * len(name) + 0.2 * name.count(".") for name, *_ in [*rows, ("x" * 9,)])
+    names = ["the model", *(name for name, *_ in rows)]
+    wide = 0.5 + max(0.075 * len(name) + 0.2 * name.count(".") for name in names)
     beside = 0.2 + wide + 0.2 + 0.075 * max((len(kind) for _, kind, _ in rows), default=0)
     width = max(beside + 0.3 + max(0.085 * len(cause), 0.068 * len(who)), 7.2)
     height = 1.3 + row * len(rows)
@@ -44,5 +45,5 @@ def proof(verdict: Verdict) -> Figure:
             pen.text(ax, beside, y, cause, color=EXPOSED, weight="bold")
             pen.text(ax, beside, y - 0.17, who, color=INK, size=8)
     legend = [(ink, name) for name, ink in FILL.items() if name in states]
-    pen.key(figure, pen.flow(legend, width - 0.4), 0.2, 0.3)
+    pen.key(figure, legend, 0.2, 0.3, width - 0.4)
     return figure

@@ -70,7 +70,7 @@ def formula(
             raise ValueError(f"{part.label}: give `lengths` for its letters; known: {set(inches)}")
     wide = [_width(part, size, inches) for part in parts]
     tall = max(inches[part.rows] for part in parts if isinstance(part, Matrix))
-    width = max(0.3 + sum(wide), 0.4 + 0.105 * len(title), 5.2)
+    width = max(0.3 + sum(wide), pen.title_width(title), 5.2)
     height = tall + SHEET * (size - 1) + 1.42
     figure, ax = pen.sheet(width, height, title, note)
     x, middle = 0.15 + (width - 0.3 - sum(wide)) / 2, 0.74 + tall / 2
@@ -86,7 +86,7 @@ def formula(
     legend = pen.of_ranks(size)
     if any(isinstance(part, Matrix) and not part.cut and not part.pending for part in parts):
         legend.append((SAME, "the same on every rank"))
-    pen.key(figure, pen.flow(legend, width - 0.4), 0.2, 0.2)
+    pen.key(figure, legend, 0.2, 0.2, width - 0.4)
     return figure
 
 
@@ -130,7 +130,7 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
         raise ValueError(f"sizes={list(sizes)}: at least one, and at most {len(RANK)} ranks")
     rows = {"queries": config.num_heads, "keys, values": config.num_kv_heads}
     cell, left, panel = 0.42, 1.15, 1.28
-    width = max(left + cell * config.num_heads + 1.3, 0.4 + 0.105 * len(title), 6.0)
+    width = max(left + cell * config.num_heads + 1.3, pen.title_width(title), 6.0)
     height = 0.95 + panel * len(sizes)
     figure, ax = pen.sheet(width, height, title)
     for i, size in enumerate(sizes):
@@ -150,7 +150,7 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
                 box = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none", "alpha": 0.88}
                 style = {"ha": "center", "weight": "bold", "bbox": box}
                 pen.text(ax, left + wide * (head + 0.5), y + 0.175, head, **style)
-    pen.key(figure, pen.flow(pen.of_ranks(max(sizes))), left, 0.16)
+    pen.key(figure, pen.of_ranks(max(sizes)), left, 0.16)
     return figure
 
 
@@ -169,9 +169,11 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
         raise ValueError(
             f"size={size} for {config.num_heads} heads; use a divisor from 2 to {len(RANK)}"
         )
-    apart = {name: _tokens_apart(*counts, size) for name, counts in _head_counts(config, size)}
-    whole = {name: _heads_apart(counts[1], size) for name, counts in _head_counts(config, size)}
-    out = [[(row, "") for _ in range(config.num_heads)] for row in range(size)]
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    sent = math.lcm(kv_heads, size)  # key/value heads, repeated so that each rank gets as many
+    apart = {"q": _tokens_apart(heads, heads, size), "k, v": _tokens_apart(kv_heads, sent, size)}
+    whole = {"q": _heads_apart(heads, size), "k, v": _heads_apart(sent, size)}
+    out = [[(row, "") for _ in range(heads)] for row in range(size)]
     parts: list[tuple[str, dict[str, Grid]] | str] = [
         ("tokens apart", apart),
         "all-to-all\n→",
@@ -184,7 +186,7 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
         arrow if isinstance(part, str) else sum(cell * len(g[0]) + gap for g in part[1].values())
         for part in parts
     ]
-    width, height = max(0.5 + sum(wide), 0.4 + 0.105 * len(title)), 1.75 + cell * size
+    width, height = max(0.5 + sum(wide), pen.title_width(title)), 1.75 + cell * size
     figure, ax = pen.sheet(width, height, title, note)
     x, top = 0.25 + gap / 2, 0.8 + cell * size
     for part, room in zip(parts, wide, strict=True):
@@ -199,17 +201,12 @@ def swap(config: LlamaConfig, size: int, *, title: str = "", note: str = "") -> 
                 pen.text(ax, centre, top - cell * size - 0.16, name, ha="center")
                 left += cell * len(grid[0]) + gap
         x += room
-    pen.key(figure, pen.flow(pen.of_ranks(size), width - 0.4), 0.25, 0.2)
+    pen.key(figure, pen.of_ranks(size), 0.25, 0.2, width - 0.4)
     return figure
 
 
-def _head_counts(config: LlamaConfig, size: int) -> list[tuple[str, tuple[int, int]]]:
-    """Heads of q, and of k and v: how many there are, and how many go through the all-to-all."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    return [("q", (heads, heads)), ("k, v", (kv_heads, math.lcm(kv_heads, size)))]
-
-
 def _tokens_apart(count: int, sent: int, size: int) -> Grid:
+    """Before the all-to-all: `count` heads, of which `sent` copies go out in equal shares."""
     per_rank, copies = sent // size, sent // count
     goes_to = [
         sorted({copy // per_rank for copy in range(head * copies, (head + 1) * copies)})
@@ -222,6 +219,7 @@ def _tokens_apart(count: int, sent: int, size: int) -> Grid:
 
 
 def _heads_apart(sent: int, size: int) -> Grid:
+    """Behind it: each rank has its share of the `sent` heads, and the tokens of all."""
     owners = [head * size // sent for head in range(sent)]
     return [[(own, str(row) if row != own else "") for own in owners] for row in range(size)]
 

@@ -29,40 +29,42 @@ def timeline(
     of communication hidden", which is the title, or stands opposite of `title`. Raises ValueError
     when there are no spans.
     """
-    return _panels({title: timeline}, xlim, unit)
+    return before_after({title: timeline}, xlim=xlim, unit=unit)
 
 
-def before_after(timelines: Mapping[str, Timeline], *, unit: str = "a step") -> Figure:
-    """Timelines one below the other on one time axis: `{"After backward": a, "Overlapped": b}`."""
-    return _panels(timelines, None, unit)
-
-
-def finding(timeline: Timeline, unit: str = "a step") -> str:
-    """The one sentence that a timeline says: "308 ms a step, 87 % of communication hidden"."""
-    time = f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip()
-    hidden = timeline.hidden_fraction
-    if math.isnan(hidden):
-        return f"{time}, no communication"
-    if hidden < 0.005:
-        return f"{time}, nothing hidden"
-    return f"{time}, {100 * hidden:.0f} % of communication hidden"
-
-
-def _panels(
-    timelines: Mapping[str, Timeline], xlim: tuple[float, float] | None, unit: str
+def before_after(
+    timelines: Mapping[str, Timeline],
+    *,
+    xlim: tuple[float, float] | None = None,
+    unit: str = "a step",
 ) -> Figure:
+    """Timelines one below the other on one time axis: `{"After backward": a, "Overlapped": b}`.
+
+    Arguments and errors are those of `timeline`.
+    """
     _check_spans(timelines)
     shown = [t.shifted() for t in timelines.values()]
     xlim = xlim or (0.0, 1.005e3 * max(t.duration for t in shown))
     most = max(len(t.ranks) for t in shown)
     row = min(0.42, max(0.09, 6.5 / (len(shown) * most)))  # inches
     heights = [row * len(t.ranks) + 0.08 for t in shown]
-    labels = [t.label for t in timelines.values()]
+    labels = [t.label for t in shown]
     figure, panels = pen.stack(heights, legend(shown, xlim), "milliseconds", labels)
     for ax, title, t in zip(panels, timelines, shown, strict=True):
         lanes(ax, t, xlim)
         _heading(ax, title, t, xlim, unit)
     return figure
+
+
+def finding(timeline: Timeline, unit: str = "a step") -> str:
+    """The one sentence that a timeline says: "308 ms a step, 87 % of communication hidden"."""
+    hidden = timeline.hidden_fraction
+    said = f"{100 * hidden:.0f} % of communication hidden"
+    if math.isnan(hidden):
+        said = "no communication"
+    elif hidden < 0.005:
+        said = "nothing hidden"
+    return f"{pen.milliseconds(1e3 * timeline.duration)} {unit}".strip() + f", {said}"
 
 
 def _check_spans(timelines: Mapping[str, Timeline]) -> None:
@@ -171,33 +173,22 @@ def _message(span: Span) -> str:
 
 
 def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit: str) -> None:
-    said = finding(t, unit)
-    hidden = t.hidden_fraction
+    said, start = finding(t, unit), xlim[0]
     top = ax.get_ylim()[1] + 0.1 * ax.get_ylim()[1] / pen.inches_of(ax)
-    loud = not math.isnan(hidden) and hidden < 0.5
-    ink = EXPOSED if loud else INK
+    ink = EXPOSED if t.hidden_fraction < 0.5 else INK  # nan, without communication, is not loud
     place = {"va": "bottom", "clip_on": False}
     if not title:
-        ax.text(xlim[0], top, said, size=12, weight="bold", color=ink, **place)
+        ax.text(start, top, said, size=12, weight="bold", color=ink, **place)
         return
-    ax.text(xlim[0], top, title, size=12, weight="bold", color=INK, **place)
+    ax.text(start, top, title, size=12, weight="bold", color=INK, **place)
+    place |= {"gid": pen.FINDING, "size": 10, "color": ink}
     # The finding ends where the step ends, unless it would run into the title.
     end = min(1e3 * t.duration, xlim[1])
-    inches = WIDTH - LEFT - RIGHT
-    room = (end - xlim[0]) / (xlim[1] - xlim[0]) * inches
-    if room < (0.62 * 12 * len(title) + 0.56 * 10 * len(said)) / 72 + 0.2:
-        x = (0.66 * 12 * len(title) / 72 + 0.25) / inches
-        ax.text(
-            xlim[0] + x * (xlim[1] - xlim[0]),
-            top,
-            said,
-            gid=pen.FINDING,
-            size=10,
-            color=ink,
-            **place,
-        )
+    inch = (xlim[1] - start) / (WIDTH - LEFT - RIGHT)  # milliseconds
+    if end - start < inch * ((0.62 * 12 * len(title) + 0.56 * 10 * len(said)) / 72 + 0.2):
+        ax.text(start + inch * (0.66 * 12 * len(title) / 72 + 0.25), top, said, **place)
     else:
-        ax.text(end, top, said, gid=pen.FINDING, size=10, color=ink, ha="right", **place)
+        ax.text(end, top, said, ha="right", **place)
 
 
 def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:

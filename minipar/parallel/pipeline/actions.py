@@ -166,18 +166,13 @@ class Schedule:
 
 def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action, ...]]:
     """What a rank does at a time: `paired`, an F with the B right after it, of another stage."""
-    before: Action | None = None
-    for action in row:
-        if before is not None:
-            fits = paired and (before.kind, action.kind) == ("F", "B")
-            if fits and before.stage != action.stage:
-                yield before, action
-                before = None
-                continue
-            yield (before,)
-        before = action
-    if before is not None:
-        yield (before,)
+    row, at = list(row), 0
+    while at < len(row):
+        slot = tuple(row[at : at + 2])
+        if not paired or [a.kind for a in slot] != ["F", "B"] or slot[0].stage == slot[1].stage:
+            slot = slot[:1]
+        yield slot
+        at += len(slot)
 
 
 def _numbers(values: Iterable[object]) -> str:

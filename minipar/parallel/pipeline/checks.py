@@ -144,7 +144,7 @@ def _check_progress(schedule: Schedule) -> None:
         wanted = needs(schedule, action) if action.computes else []
         return [n for n in wanted if n in exists and n not in done]
 
-    def ready(rank: int, action: Action, heads: list[Action | None]) -> bool:
+    def ready(action: Action, heads: list[Action | None]) -> bool:
         if missing(action):
             return False
         done.add(action)
@@ -199,37 +199,40 @@ def _messages(schedule: Schedule) -> dict[Action, tuple[Action, Action]]:
 def _check_blocking(schedule: Schedule) -> None:
     """Blocking messages: both ends of a message have to be next on their ranks."""
 
-    def ready(rank: int, action: Action, heads: list[Action | None]) -> bool:
+    met: set[Action] = set()  # messages of which the other end has been there
+
+    def ready(action: Action, heads: list[Action | None]) -> bool:
         if action.computes:
             return True
-        return heads[schedule.peer(action)] == action.twin or action in met
+        if action not in met and heads[schedule.peer(action)] != action.twin:
+            return False
+        met.add(action.twin)
+        return True
 
     def waits(rank: int, action: Action) -> str:
         return f"rank {rank} at {action} for rank {schedule.peer(action)}"
 
-    met: set[Action] = set()
-    _run(schedule, ready, waits, "deadlock with blocking messages", met)
+    _run(schedule, ready, waits, "deadlock with blocking messages")
 
 
 def _run(
     schedule: Schedule,
-    ready: Callable[[int, Action, list[Action | None]], bool],
+    ready: Callable[[Action, list[Action | None]], bool],
     waits: Callable[[int, Action], str],
     what: str,
-    met: set[Action] | None = None,
 ) -> None:
-    """Advance every rank as far as it gets, again and again; raise when none gets any further."""
-    at = [0] * schedule.num_ranks
-    heads = [row[0] if row else None for row in schedule.actions]
+    """Advance every rank as far as it gets, again and again; raise when none gets any further.
+
+    `ready(action, heads)` is asked of the next action of a rank, and knows the next of all.
+    """
+    rows = [iter(row) for row in schedule.actions]
+    heads = [next(row, None) for row in rows]
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(schedule.actions):
-            while (action := heads[rank]) is not None and ready(rank, action, heads):
-                if met is not None and not action.computes:
-                    met.add(action.twin)
-                at[rank] += 1
-                heads[rank] = row[at[rank]] if at[rank] < len(row) else None
+        for rank, row in enumerate(rows):
+            while (action := heads[rank]) is not None and ready(action, heads):
+                heads[rank] = next(row, None)
                 moved = True
     stuck = [waits(rank, head) for rank, head in enumerate(heads) if head is not None]
     if stuck:

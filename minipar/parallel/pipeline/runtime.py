@@ -154,9 +154,9 @@ class Pipeline(Strategy):
             part = schedule.part(stage)
             module = part_of(model, layers_of(cut, part), part == 0, part == len(cut) - 1)
             self.stages[stage] = Stage(module, self.put_off)
-        self.names, self.weights = list(model.state_dict()), homes_of(model, schedule, cut)
+        self.names = list(model.state_dict(keep_vars=True))
+        self.weights = homes_of(model, schedule, cut)
         keep_only(model, {schedule.part(stage) for stage in self.stages}, cut)
-        self.own_names = list(model.state_dict())  # fsdp, which comes later, hides them
         self._shares = any(len(weight.ranks) > 1 for weight in self.weights)
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
         self._adding: Pending | None = None
@@ -431,7 +431,7 @@ class Pipeline(Strategy):
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take what is of this rank's stages out of what `join` returned."""
-        return {name: tensors[name] for name in self.own_names}
+        return {name: tensors[name] for name in self.model.state_dict(keep_vars=True)}
 
     def full_state_dict(self, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """As of the serial model, on all ranks. `own`: whole weights of this rank's layers, from a

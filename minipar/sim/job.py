@@ -1,0 +1,158 @@
+"""A plan for a model on a machine, and what follows for sizes: who computes how much of what.
+
+`cost.py` turns it into seconds and bytes.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from minipar.model.llama import LlamaConfig
+from minipar.parallel.pipeline import stages
+from minipar.parallel.pipeline.schedules import PAIRED
+from minipar.parallel.plan import Plan
+from minipar.sim import load
+from minipar.sim.hardware import Machine, Software
+from minipar.sim.load import Load
+
+BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3}
+"""Share of 1F1B's bubble that other schedules leave, before stages per rank divide it."""
+V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan for a model on a machine; `microbatch` sequences of `seq_len` tokens at a time."""
+
+    config: LlamaConfig
+    plan: Plan
+    machine: Machine
+    software: Software
+    seq_len: int
+    microbatch: int = 1
+    dtype: str = "bf16"
+    gated: bool = True  # two matrices into the hidden layer, as in a Llama; or one, as in GPT
+    flash: bool = True  # attention in one kernel
+    ep: int = 1  # ranks of dp, cp and tp that share the experts, where no axis of the plan does
+    experts: Load = ()  # tokens of each
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on a rank."""
+        return self.microbatch * self.seq_len / self.plan.cp
+
+    @property
+    def dp(self) -> int:
+        """Ranks with sequences of their own: those of an axis of experts have, too."""
+        return self.plan.dp * self.plan.ep
+
+    @property
+    def wide(self) -> str:
+        """The type of all but a layer's products, which alone may have 8 bits or fewer."""
+        return "bf16" if self.dtype in ("fp8", "fp4") else self.dtype
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Tokens of a step, of all ranks."""
+        return self.dp * self.plan.microbatches * self.microbatch * self.seq_len
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks among which experts are shared out."""
+        return max(self.ep, self.plan.ep)
+
+    @property
+    def experts_apart(self) -> int:
+        """The distance between two of those ranks: tp, or 1 where ranks of tp are among them."""
+        return 1 if self.dp * self.plan.cp % self.experts_over else self.plan.tp
+
+    @property
+    def experts_copies(self) -> int:
+        """Ranks that have the same experts as this one, and sequences of their own."""
+        ranks = self.dp * self.plan.cp * self.plan.tp // self.experts_apart
+        return max(1, ranks // self.experts_over)
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the rank with the most, for which all others wait, as a multiple of the mean."""
+        even = self.plan.dispatch == "padded"  # to what the fullest expert may have
+        return 1.0 if even else load.busiest(self.experts, self.experts_over)[1]
+
+    @property
+    def experts_cut(self) -> int:
+        """Into how many pieces tensor parallelism cuts an expert; 1: ranks have whole ones."""
+        return self.plan.tp if self.plan.expert_tensor_parallel else 1
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank of the pipeline."""
+        looped = self.plan.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb")
+        default = 2 if looped or self.plan.schedule in V_SHAPED else 1
+        return self.plan.stages_per_rank or default
+
+    def layers(self) -> list[float]:
+        """Return for each rank of the pipeline how many layers a microbatch goes through there.
+
+        Those of dualpipe are a mean: there are two copies, each for half of the microbatches.
+        """
+        p, v = self.plan.pp, self.chunks
+        if self.plan.schedule == "dualpipe":
+            cut = _cut(self.config, p)
+            return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
+        counts = [0.0] * p
+        for part, count in enumerate(_cut(self.config, min(p * v, self.config.num_layers))):
+            back = self.plan.schedule in V_SHAPED and part // p % 2
+            counts[p - 1 - part % p if back else part % p] += count
+        return counts
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of a pipeline in units of 1F1B's, for F = I = W.
+
+        DualPipe leaves (p/2 - 1)(F&B + B - 3W) (DeepSeek-V3, arXiv 2412.19437, table 2), and
+        DualPipeV, two stages per rank of half the size, as much on twice as many ranks: where a
+        forward and a backward run side by side, F&B; half of it where they need not wait for each
+        other. naive leaves M: its ranks compute one after the other, for each microbatch anew.
+        """
+        p, name = self.plan.pp, self.plan.schedule
+        if name == "naive":
+            return self.plan.microbatches
+        if name in PAIRED:
+            share = (p - 2) / max(1, p - 1) if name == "dualpipe" else 1
+            return share / (3 if self.plan.dispatch == "paired" else 6)
+        return BUBBLE.get(name, 1) / self.chunks
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """Return whether a rank of the pipeline has the embedding, and the head."""
+        first, last = stage == 0, stage == self.plan.pp - 1
+        if self.plan.schedule == "dualpipe":  # the model twice, once the other way round
+            return first or last, first or last
+        return first, first if self.plan.schedule in V_SHAPED else last
+
+    def spread(self, inner: int, size: int) -> int:
+        """Return on how many nodes `size` ranks lie of which neighbours are `inner` ranks apart."""
+        most = max(1, self.machine.gpus // inner)
+        return size // max(n for n in range(1, min(most, size) + 1) if size % n == 0)
+
+    def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
+        """Return the seconds of a collective of the ranks that `spread` describes."""
+        nodes = self.spread(inner, size)
+        return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
+
+
+@cache
+def _cut(config: LlamaConfig, parts: int) -> tuple[int, ...]:
+    """Return the layers of each stage, for the least time of the slowest: the last has the head.
+
+    As `stages.balance`, of layers that are alike: hundreds of plans want another cut each.
+    """
+    if parts == 1:
+        return (config.num_layers,)
+    *_, layer, head = stages.estimate_costs(config)
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(-(-(config.num_layers - last) // (parts - 1)), last + head / layer), -last
+
+    last = min(range(1, config.num_layers - parts + 2), key=slowest)
+    each, more = divmod(config.num_layers - last, parts - 1)
+    # Early stages hold more microbatches: fewer layers there.
+    return (*([each] * (parts - 1 - more)), *([each + 1] * more), last)

@@ -1,0 +1,29 @@
+"""What is looked at of the folder of a run: lines of its metrics, and its checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from minipar.train import checkpoint
+from minipar.train.metrics import read
+
+SAME = "step", "loss", "lr", "grad_norm", "tokens"
+"""Of each step, what two runs that do the same agree on."""
+
+
+def lines_of(folder: Path, *keys: str) -> list[tuple]:
+    """Return these values of each step."""
+    return [tuple(line[key] for key in keys) for line in read(folder / "metrics.jsonl")]
+
+
+def saved(folder: Path, step: int) -> tuple[dict, dict]:
+    """Return weights and state of a checkpoint."""
+    return checkpoint.load(folder / f"checkpoints/step_{step:06d}")
+
+
+def assert_same_run(found: Path, expected: Path, first: int = 0, rtol: float = 1e-10) -> None:
+    """Hold the steps of a run against those of another, from number `first` on."""
+    ours, theirs = lines_of(found, *SAME), lines_of(expected, *SAME)[first:]
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=rtol), mine[0]
