@@ -5,6 +5,7 @@ also runs while the main thread is stuck in a collective, and then aborts the pr
 under it.
 """
 
+import bdb
 import importlib
 import os
 import shutil
@@ -276,6 +277,14 @@ def add_hint(error: BaseException) -> None:
             error.add_note(
                 "The ranks have joined before your code runs: leave init_process_group out. After "
                 "destroy_process_group() they join again by themselves."
+            )
+        if isinstance(error, bdb.BdbQuit) or "EOF when reading a line" in str(error):
+            error.add_note(
+                "A rank has no keyboard. Call the function where the ranks were started, in the "
+                "notebook say, as one rank of a group that is not there; breakpoint() works so:\n"
+                "    from minipar.parallel.plan import Plan\n"
+                "    from minipar.sim.trace import pretend\n"
+                "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
             )
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ from minipar.lab.cells import CellError, Ranks, _Transcript, chosen_ranks
 from tests.lab.kernel import Kernel
 from tests.lab.stress import FAILURES, stress, table
 from tests.patience import busy, is_alive
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 
@@ -136,7 +139,20 @@ def test_the_shell_of_a_rank_is_a_shell(nb):
     assert nb.run("%%ranks -r 0\n%%capture said\nprint('x')").error == ""
     awaited = nb.run("%%ranks -r 0\nimport asyncio\nawait asyncio.sleep(0, 'done')")
     assert awaited.text == "[0] 'done'\n"
-    assert "EOFError" in nb.run("%%ranks -r 0\ninput()").error  # ends at once instead of hanging
+    for cell in ("input()", "breakpoint()\nx = 1"):  # both end at once instead of hanging
+        error = nb.run(f"%%ranks -r 0\n{cell}").error
+        assert ("EOFError" in error or "BdbQuit" in error) and "no keyboard" in error
+
+
+def test_one_rank_can_be_debugged_where_there_is_a_keyboard(nb):
+    """The code of the host's page; here `breakpoint` only notes that it was called."""
+    page = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
+    code = page.partition("**A debugger on one rank.**")[2].partition("```python\n")[2]
+    code, _, _ = code.partition("```")
+    assert "breakpoint()" in code
+    nb.run("import sys\nstops = []\nsys.breakpointhook = lambda: stops.append(1)")
+    assert nb.run("def my_ring(tensor, axis): return axis.rank, axis.size").error == ""
+    assert nb.run(code + "\nstops, found").value == "([1], (2, 4))"
 
 
 def test_here_runs_in_the_notebook_as_well(nb):
