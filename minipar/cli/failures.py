@@ -13,7 +13,7 @@ from minipar.train import out_of_memory
 
 
 def exit_code(error: Exception) -> int:
-    """Print what went wrong; return the exit code. Raises again what nobody has foreseen."""
+    """Print what went wrong; return the exit code. Raises again what is a bug."""
     match error:
         case ValueError():
             backends.excuse(str(error))

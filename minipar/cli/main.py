@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def explain(error: Exception) -> int:
-    """Print what went wrong; return the exit code. Raises again what nobody has foreseen."""
+    """Print what went wrong; return the exit code. Raises again what is a bug."""
     from minipar.cli import failures  # and torch with it, which help does without
 
     return failures.exit_code(error)

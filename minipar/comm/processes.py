@@ -93,7 +93,7 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     """Import torch once, fork a rank per request, report exits; end with the parent.
 
     What a rank leaves behind in a session of its own becomes a child of this process, and ends with
-    it. With start="spawn" nobody would know of it, and it lives on.
+    it. With start="spawn" it would not be known, and lives on.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

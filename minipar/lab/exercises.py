@@ -320,7 +320,7 @@ def _waiting(asked: Exercise) -> CheckFailed:
 
 
 def waiting(what: str, title: str, todo: str) -> CheckFailed:
-    """The error that says of an exercise, or a problem, that nobody has tried it yet."""
+    """The error that says of an exercise, or a problem, that it has not been tried yet."""
     end = "" if title.endswith("?") else "."
     return CheckFailed(f"{what} is waiting for you: {title}{end}\n{todo}", "written")
 

@@ -78,13 +78,8 @@ TALKING = (
 """Plans of one kind each, whose overlap is told."""
 TOLERANCE = {"float32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Largest difference of a loss or a gradient norm, relative: rounding, not an error."""
-SMALL = TrainConfig(
-    data=trainer.__file__,  # any text will do
-    steps=3,
-    batch_size=4,
-    seq_len=32,
-    eval_batches=1,
-    sample_tokens=0,
+SMALL = TrainConfig(  # on a text of which there is enough anywhere
+    data=trainer.__file__, steps=3, batch_size=4, seq_len=32, eval_batches=1, sample_tokens=0
 )
 
 

@@ -372,7 +372,7 @@ class MoE(nn.Module):
     def seated(self, x: Tensor, routing: Seated, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Tokens [N, D] through `compute`: as many rows for each expert, [E, seats, D] -> the same.
 
-        Seats that nobody takes are zeros. No size depends on values: the host reads nothing.
+        Seats that no token takes are zeros. No size depends on values: the host reads nothing.
         """
         num_experts, seats = self.config.num_experts, routing.seats
         experts, nowhere = routing.experts.flatten(), num_experts * seats

@@ -74,7 +74,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_host
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel import guard
-from minipar.parallel.flights import Flight
+from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.pieces import check_divides, full_shape, mark
 from minipar.parallel.strategy import Strategy, replicate, sum_over
 
@@ -318,7 +318,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
     there, here = [0] * axis.size, [0] * axis.size
     there[place :: axis.size // nodes] = copies[axis.rank].tolist()
     here[place :: axis.size // nodes] = copies[place :: axis.size // nodes, node].tolist()
-    token = torch.nonzero_static(touched.T, size=sum(there))[:, 1]  # a size that nobody waits for
+    token = torch.nonzero_static(touched.T, size=sum(there))[:, 1]  # its size is not waited for
     across = dict(send_counts=there, recv_counts=here)
     arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
     chosen = collectives.all_to_all(routing.experts[token], axis, **across)
@@ -353,12 +353,12 @@ def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1
     cut = [Routing(*pair) for pair in cut]
     trips, tokens = plan_trips(moe, axis, cut)(), x.tensor_split(parts)
     there = [
-        Flight(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
+        AsyncAllToAll(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
         for trip, part in zip(trips, tokens, strict=True)
     ]
     shared = moe.shared(x)
     back = [
-        Flight(axis, trip.compute(moe, flight.land()), trip.here, trip.there)
+        AsyncAllToAll(axis, trip.compute(moe, flight.land()), trip.here, trip.there)
         for trip, flight in zip(trips, there, strict=True)
     ]
     outs = [

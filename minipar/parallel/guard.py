@@ -13,7 +13,7 @@ torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_
                                            `notice`: refused where they see too little
 torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
 a layer unfrozen, or replaced, after apply `watch`: refused at the next step
-model.load_state_dict(..., assign=True)    `notice`: refused, as nobody would train what it brings
+model.load_state_dict(..., assign=True)    `notice`: refused: no optimizer has what it brings
 model.state_dict() of one rank's pieces    `refuse_state`; and under fsdp model.load_state_dict()
 optimizer.state_dict() of them             `notice`: refused where it is loaded by others
 a weight used while it is not here         `absent.Absent`: it is waited for, or refused
@@ -407,7 +407,7 @@ def _load_in_place(
         if owner := getattr(p, "claimed_by", None):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {name}, "
-                f"which is trained by {owner}, and nobody would train that one; leave out "
+                f"which is trained by {owner}, and no optimizer would have it; leave out "
                 f"assign=True, or load before the strategy is applied"
             )
     return load(module, state_dict, strict, assign)

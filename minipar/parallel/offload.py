@@ -43,7 +43,7 @@ from minipar.comm import memory
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
 from minipar.parallel import guard
-from minipar.parallel.homes import TwoHomes, cast, state_to_host
+from minipar.parallel.host_weights import OffloadedParameter, cast, state_to_host
 from minipar.parallel.strategy import Strategy
 
 
@@ -56,7 +56,7 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
     """
     parameters = guard.stepped_by(optimizer)
     copies = copies or HostCopy(parameters[0].device)
-    homes = {p: TwoHomes(p, copies) for p in parameters}
+    homes = {p: OffloadedParameter(p, copies) for p in parameters}
     gradients: dict[nn.Parameter, Tensor] = {}  # of the device, during a step
     region = ExitStack()
 
@@ -173,7 +173,7 @@ class Offloaded(Strategy):
         self.inside = inside
         self.seen = 0  # how often what is inside had finished a backward
         self.copies = copies or HostCopy(parameters[0].device)
-        self.homes = {p: TwoHomes(p, self.copies, compute_dtype) for p in parameters}
+        self.homes = {p: OffloadedParameter(p, self.copies, compute_dtype) for p in parameters}
         num_bytes = sum(home.device.nbytes for home in self.homes.values())
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         # Gradients on their way: waiting for a full bucket, sent, and arrived on the host.

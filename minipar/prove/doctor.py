@@ -24,7 +24,7 @@ import torch
 import minipar
 from minipar.comm import backends, meeting
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier
-from minipar.comm.launch import RankError, Ranks
+from minipar.comm.launch import RankError, Ranks, usable_cores
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train.folder import held
 from minipar.train.out_of_memory import free_bytes
@@ -89,7 +89,7 @@ def machine() -> list[Line]:
     """Look at this host, from one process."""
     free, total = free_bytes(1) / 1e9, psutil.virtual_memory().total / 1e9
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    cores, load = _cores(), os.getloadavg()[0]
+    cores, load = usable_cores(), os.getloadavg()[0]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def judged(is_good: bool, what: str, says: str, cure: str) -> Line:
@@ -110,11 +110,6 @@ def machine() -> list[Line]:
         _gloo(),
         _nccl(),
     ]
-
-
-def _cores() -> int:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return usable or os.cpu_count() or 1
 
 
 def _gpus() -> list[Line]:
@@ -235,7 +230,7 @@ def _notebooks() -> list[Line]:
     )
     minutes = ", ".join(f"{name} {number}" for name, number in rows)
     label = f"minutes of reading, guessing and running, without exercises: {minutes}"
-    if is_busy := _cores() < 2 or os.getloadavg()[0] > _cores():
+    if is_busy := usable_cores() < 2 or os.getloadavg()[0] > usable_cores():
         label = f"cells will run longer than planned: see cores, and their load. {label}"
     return [Line("note" if is_busy else "ok", "notebooks", label)] if rows else []
 

@@ -61,6 +61,7 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     """Measure, write the file, print what was found, and return the machine.
 
     Collectives are those of `backend`; by default NCCL's where each rank has a GPU, else gloo's.
+    Raises `ValueError` for a place to write to, or a pasted output, that is none.
     """
     path = Path(config.out)
     if path.suffix != ".toml" or not path.parent.is_dir():
@@ -93,9 +94,10 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     device = backends.compute_device()
     sizes = GPU if device.type == "cuda" else CPU
     n = sizes["cube"]
-    found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
     if device.type == "cpu":
-        found["launch"] = _seconds(_tiny_step(mesh.tp), device) / launches
+        found = {"launch": _seconds(_tiny_step(mesh.tp), device) / launches}
+    else:
+        found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
     for name, dtype in DTYPES.items():
         if device.type == "cpu" and dtype == torch.float16:
             continue  # no processor's products

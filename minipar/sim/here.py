@@ -9,7 +9,6 @@ count. Before each a *control* is measured, ddp on no link, as this computer's s
 what else it does: the second error is that of the times in units of the control's.
 """
 
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 
 from minipar.comm import device as devices
 from minipar.comm import link
-from minipar.comm.launch import Ranks
+from minipar.comm.launch import Ranks, usable_cores
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import calibrate, emulate, hardware
@@ -74,12 +73,11 @@ class Here(emulate.Emulated):
         return max(super().seconds_of_collective(verb, num_bytes, ranks, nodes), moving)
 
     def seconds_of_moving(self, num_bytes: float) -> float:
-        """Seconds that a rank does not compute since its core moves what it sends.
+        """Seconds in which a rank cannot compute, since its core moves `num_bytes` that it sends.
 
-        Where there are more cores than ranks, another core does that.
+        None where there are more cores than ranks: another core does that.
         """
-        has_others = (os.cpu_count() or 1) > RANKS
-        return 0.0 if has_others else num_bytes / self.machine.inside.bus(RANKS)
+        return 0.0 if usable_cores() > RANKS else num_bytes / self.machine.inside.bus(RANKS)
 
 
 def compare(machine: hardware.Machine, plans: tuple[str, ...] = PLANS, rounds: int = ROUNDS,

@@ -115,10 +115,10 @@ class _Prices:
 
     def __init__(self, traces: Traces, machine: Machine, host: float) -> None:
         self.traces, self.machine, self.host = traces, machine, host
-        # What an emulated machine does in another way: it magnifies, and has lanes for messages.
+        # What an emulated machine does in another way: it magnifies, has lanes for messages, and
+        # may move bytes by what computes (`seconds_of_moving`: in which a rank does not compute).
         self.counted = getattr(machine.device, "counted", int)
         self.has_lanes = getattr(machine, "has_lanes", False)
-        # Where processors, not cards, move bytes: seconds in which a rank cannot compute.
         self.moving = getattr(machine, "seconds_of_moving", lambda num_bytes: 0.0)
         self.sizes, self.num_ranks = traces.plan.mesh_sizes(), traces.plan.num_ranks
         self.known: dict[Any, float] = {}

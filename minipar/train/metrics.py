@@ -144,7 +144,7 @@ def _mark(device: torch.device) -> Any:
 class Stopwatch:
     """Adds up the seconds of the bodies of its `with`; on a GPU, of the kernels they launch.
 
-    These are measured by events on the GPU, for which nobody waits: `seconds` can be read when the
+    Events on the GPU measure these, and nothing waits for them: `seconds` can be read when the
     last of them has come.
     """
 
@@ -170,7 +170,7 @@ class Stopwatch:
 class Telling:
     """Writes the line of each step to `metrics`, hands it to `progress`, and keeps it in `lines`.
 
-    Whoever reads a number of a GPU waits until it has nothing left to do. So the numbers of a step
+    To read a number of a GPU is to wait until it has nothing left to do. So the numbers of a step
     are copied to the host behind it, and read when the next step is launched, or `now`, where a
     decision needs them. `complete` then adds to their line what follows from them.
 

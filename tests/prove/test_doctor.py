@@ -97,7 +97,7 @@ def test_every_notebook_has_its_minutes(monkeypatch):
     text = (ROOT / "notebooks/README.md").read_text(encoding="utf-8")
     names = set(re.findall(r"\((\d\d[a-z]?)_\w+\.ipynb\) \|", text))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setattr(doctor, "_cores", lambda: 2)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
     (line,) = doctor._notebooks()
     assert set(re.findall(r"(\d\d[a-z]?) [a-z ]+ \d+", line.says)) == names
     assert "00 map 25," in line.says and line.mark == "ok"

@@ -103,5 +103,6 @@ def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, ou
 def test_this_machine_is_measured(tmp_path, capfd):
     machine = calibrate.run(calibrate.CalibrateConfig(str(tmp_path / "here.toml"), ranks=2))
     assert machine.gpus == 2 and 1e8 < machine.device.peak["fp32"] < 1e16
+    assert 1e-7 < machine.device.launch < 1e-3  # of an operation: a whole step takes some ms
     assert machine.seconds_of_collective("all_reduce", 2**20, 2) > 1e-6
     assert "written into" in capfd.readouterr().out

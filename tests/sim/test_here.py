@@ -1,6 +1,5 @@
 """This computer's steps beside their predictions: errors of medians, and beside a control."""
 
-import os
 from unittest import mock
 
 import pytest
@@ -67,7 +66,7 @@ def test_a_core_that_moves_bytes_computes_nothing_meanwhile():
     traces = trace(here.CONFIG, Plan.parse("dp=2"), seq_len=16)
 
     def computing(cores: int) -> float:
-        with mock.patch.object(os, "cpu_count", return_value=cores):
+        with mock.patch.object(here, "usable_cores", return_value=cores):
             return replay(traces, there).computing
 
     moving = sum(traces.ranks[0].sent().values()) / machine.inside.bus(2)

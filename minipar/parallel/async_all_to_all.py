@@ -9,7 +9,7 @@ from minipar.comm.collectives import Pending, all_to_all
 from minipar.comm.mesh import Axis
 
 
-class Flight:
+class AsyncAllToAll:
     """An all-to-all of rows between its start and `land`, forward; in reverse, backward."""
 
     def __init__(self, axis: Axis, rows: Tensor, there: list[int], here: list[int]) -> None:
@@ -37,7 +37,7 @@ class _Start(torch.autograd.Function):
     """Rows leave; in backward, this is where gradients must have come back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         flight.launch(rows, flight.there, flight.here)
         return rows.new_zeros(())
@@ -55,7 +55,7 @@ class _Land(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, ticket: Tensor, flight: AsyncAllToAll) -> Tensor:
         ctx.flight = flight
         return flight.arrive()
 

@@ -7,7 +7,7 @@ from minipar.comm import memory
 from minipar.comm.hostcopy import HostCopy
 
 
-class TwoHomes:
+class OffloadedParameter:
     """A parameter that lives on the host, and whose copy on the device computes.
 
     The device's copy keeps its storage, so that a flat buffer which it is a view of stays in use.
