@@ -42,6 +42,14 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         work = "product"
         shape = (math.prod(a.shape[:-2]), *a.shape[-2:-1], b.shape[-1], a.shape[-1])
         flops = 2 * math.prod(shape)
+    elif name == "_grouped_mm":  # each expert's rows by its weights, or the gradient of those
+        (a, b), work = given[:2], "product"
+        (m, k), n = a.shape, b.shape[-1]
+        flops = 2 * m * k * n
+        if b.ndim == 3:
+            shape = (len(b), math.ceil(m / len(b)), n, k)
+        else:
+            shape = (len(made[0]), m, n, math.ceil(k / len(made[0])))
     elif name.startswith("_scaled_dot_product_"):
         backward, causal = "backward" in name, any(arg is True for arg in args)
         a, k = given[1:3] if backward else given[:2]

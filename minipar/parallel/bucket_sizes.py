@@ -5,12 +5,15 @@ gradient is there and the bucket before it is done:
 
     end_k = max(ready_k, end_(k-1)) + latency + bytes_k seconds_per_byte
 
-and each call delays all that is computed after it. Whatever the last bucket is, the step ends
-earliest if those before it end as early as they can: so the best cut into k buckets follows from
-the best cuts of all beginnings into k-1 (dynamic programming), in O(k n^2) for n gradients.
+and each call delays all that is computed after it; each byte too, where no core is left to move it
+but those that compute: there, fewer calls are all that is to be gained. Whatever the last bucket
+is, the step ends earliest if those before it end as early as they can: so the best cut into k
+buckets follows from the best cuts of all beginnings into k-1 (dynamic programming), in O(k n^2) for
+n gradients.
 """
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +21,12 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.device import clock
+from minipar.comm.launch import usable_cores
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 
@@ -31,18 +36,20 @@ FINEST = 64  # pieces at most, between which cuts are looked for
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an all-reduce, per call and per byte; `call` of them keep the processor busy."""
+    """Seconds of an all-reduce, per call and per byte, and how many of them delay computing."""
 
     latency: float
     per_byte: float
-    call: float
+    call: float  # of the latency
+    moving: float = 0.0  # of `per_byte`
 
     def end(self, ready: Sequence[float], num_bytes: Sequence[int]) -> float:
         """Return when the last bucket is done, from when each is ready (seconds) and its bytes."""
-        end = 0.0
-        for calls, (at, size) in enumerate(zip(ready, num_bytes, strict=True)):
-            end = max(end, at + calls * self.call) + self.latency + size * self.per_byte
-        return max(end, ready[-1] + len(ready) * self.call)
+        end = delay = 0.0
+        for at, size in zip(ready, num_bytes, strict=True):
+            end = max(end, at + delay) + self.latency + size * self.per_byte
+            delay += self.call + size * self.moving
+        return max(end, ready[-1] + delay)
 
 
 def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
@@ -50,22 +57,26 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * ranks_here
+    busy_clock = time.thread_time if has_cores_to_spare else time.process_time
     best = torch.full((2, 2), float("inf"), dtype=torch.float64)
     many = max(2, num_bytes // like.element_size())
     for row, elements in enumerate((1, many)):
         flat = like.new_zeros(elements)
         for _ in range(rounds):
-            start, busy = clock(), time.process_time()
+            start, busy = clock(), busy_clock()
             all_reduce(flat, axis, out=flat)
-            busy = time.process_time() - busy
+            busy = busy_clock() - busy
             if flat.device.type != "cpu":
                 torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
             took = clock() - start, busy
             best[row] = torch.minimum(best[row], torch.tensor(took, dtype=torch.float64))
     best = all_reduce(best.to(like.device), axis, "max")
-    (latency, call), (seconds, _) = look(best, on_meta=None)
-    per_byte = max(seconds - latency, 0) / (many * like.element_size())
-    return Costs(latency, per_byte, min(call, latency))
+    (latency, call), (seconds, busy) = look(best, on_meta=None)
+    num_bytes = many * like.element_size()
+    per_byte, moving = max(seconds - latency, 0) / num_bytes, max(busy - call, 0) / num_bytes
+    return Costs(latency, per_byte, min(call, latency), min(moving, per_byte))
 
 
 def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:
@@ -87,14 +98,20 @@ def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> 
         for j, i_last in enumerate(last, 1):
             free = ready[i_last] + calls * costs.call
             ends = (
-                (max(end, free) + costs.latency + (upto[j] - upto[i]) * costs.per_byte, i)
+                (
+                    max(end, free + upto[i] * costs.moving)
+                    + costs.latency
+                    + (upto[j] - upto[i]) * costs.per_byte,
+                    i,
+                )
                 for i, (end, _) in enumerate(earliest[:j])
             )
             end, i = min(ends)
             found.append((end, [*earliest[i][1], j - i]))
         earliest = found
         end, cut = earliest[-1]
-        best = min(best, (max(end, ready[-1] + (calls + 1) * costs.call), cut))
+        delay = (calls + 1) * costs.call + upto[-1] * costs.moving
+        best = min(best, (max(end, ready[-1] + delay), cut))
     taken = iter(pieces)
     return [sum(islice(taken, many)) for many in best[1]]
 

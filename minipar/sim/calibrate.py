@@ -9,6 +9,7 @@ Of networks between nodes one machine can tell nothing: `between` is a name in t
 edited, and a pasted output of nccl-tests can take the place of our own collectives.
 """
 
+import os
 import re
 import tempfile
 import time
@@ -22,12 +23,13 @@ import torch
 import torch.nn.functional as F
 
 from minipar.comm import backends, collectives
-from minipar.comm.launch import Ranks
+from minipar.comm.launch import Ranks, usable_cores
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import bounded_text, wire_bytes
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import fit, hardware
+from minipar.sim.replay import replay
 from minipar.sim.trace import trace
 from minipar.sim.tracer import Compute
 from minipar.train.optim import make_optimizer
@@ -36,6 +38,8 @@ from minipar.train.step import train_step
 
 TINY = LlamaConfig(16, 16, 16, num_layers=4, num_heads=2, num_kv_heads=1)
 TOKENS = 16
+SMALL = LlamaConfig(512, 192, 512, num_layers=3, num_heads=6, num_kv_heads=3, max_seq_len=192)
+"""A model whose step tells how much longer operations take among others, where caches are cold."""
 """A model, and a sequence, whose training step is all launching and no computing."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CPU = dict(cube=768, bytes=2**23, length=512, most=24)
@@ -77,6 +81,12 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
     points = [fit.Point("", str(path), *row) for row in found[0][1]]
     machine = write(path, slowest, pasted or points, size)
+    if "step" in slowest:
+        predicted = replay(trace(SMALL, Plan(), seq_len=SMALL.max_seq_len), machine).seconds
+        slower = slowest["step"] / predicted
+        print(f"in a step all takes {slower:.2f} times as long as by itself")
+        slowest |= {key: slowest[key] * slower for key in (*DTYPES, "byte") if key in slowest}
+        machine = write(path, slowest, pasted or points, size)
     device = machine.device
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in device.peak.items())
     print(f"{rates}; {device.memory_bandwidth / 1e9:,.1f} GB/s of memory; {size} ranks")
@@ -95,7 +105,9 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     sizes = GPU if device.type == "cuda" else CPU
     n = sizes["cube"]
     if device.type == "cpu":
-        found = {"launch": _seconds(_tiny_step(mesh.tp), device) / launches}
+        keep_to_a_core(mesh.rank, size)
+        found = {"launch": _seconds(_step_of(TINY, TOKENS, mesh.tp), device) / launches}
+        found["step"] = _seconds(_step_of(SMALL, SMALL.max_seq_len, mesh.tp), device, 15)
     else:
         found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
     for name, dtype in DTYPES.items():
@@ -115,18 +127,30 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     rows = []
     for power in range(12, sizes["most"] + 1, 2) if size > 1 else ():
         tensor = torch.zeros(2**power // 4, device=device)
-        count = 15 if power > 18 else 150  # as many on each rank
-        seconds = _seconds(lambda t=tensor: collectives.all_reduce(t, mesh.dp), device, count)
+        count = 15 if power > 18 else 80  # as many on each rank
+        seconds = _in_a_step(partial(collectives.all_reduce, tensor, mesh.dp), device, count)
         bus = wire_bytes("all_reduce", 2**power, size) / seconds
         rows.append(("all_reduce", 2**power, size, 1, bus))
     return found, rows
 
 
-def _tiny_step(alone: Axis) -> Callable:
-    """A training step of `TINY` on this rank; `alone` is an axis of one."""
-    model = Llama(TINY)
+def keep_to_a_core(rank: int, size: int) -> None:
+    """Where ranks need all cores of a Linux machine, let this one stay on its own.
+
+    The system wakes who waits for a message on the core of its sender, which goes on computing:
+    then two ranks share a core for a while, and none can tell for how long.
+    """
+    if hasattr(os, "sched_setaffinity") and size == usable_cores():
+        core = sorted(os.sched_getaffinity(0))[rank]
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {core})
+
+
+def _step_of(config: LlamaConfig, tokens: int, alone: Axis) -> Callable:
+    """A training step of a model on this rank; `alone` is an axis of one."""
+    model = Llama(config)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    tokens = torch.zeros(1, tokens, dtype=torch.int64)
     return partial(train_step, model, [], optimizer, [(tokens, tokens)], alone, max_norm=1.0)
 
 
@@ -144,6 +168,24 @@ def _attention(length: int, device: torch.device) -> tuple[float, float]:
     forward = _seconds(attend, device) / flops
     both = _seconds(lambda: torch.autograd.grad(attend().sum(), heads), device) / flops
     return forward, max(both - forward, forward) / 2.5
+
+
+def _in_a_step(call: Callable, device: torch.device, count: int) -> float:
+    """Seconds that a call adds to computing; on a GPU, of a call on its own.
+
+    Processors that compute between calls find that whoever moves bytes sleeps, and that the other
+    ranks come a little sooner or later: a small call then takes longer.
+    """
+    if device.type == "cuda":
+        return _seconds(call, device, count)
+    a = torch.randn(256, 256)
+
+    def layer() -> None:
+        for _ in range(6):
+            a @ a
+
+    both, alone = _seconds(lambda: (layer(), call()), device, count), _seconds(layer, device, count)
+    return max(both - alone, 1e-6)
 
 
 def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:

@@ -68,9 +68,11 @@ class Here(emulate.Emulated):
     def seconds_of_collective(
         self, verb: str, num_bytes: float, ranks: int, nodes: int = 1
     ) -> float:
-        """Seconds of `verb`: the link's, or what moving the bytes takes here if that is longer."""
-        moving = self.machine.seconds_of_collective(verb, num_bytes, ranks)
-        return max(super().seconds_of_collective(verb, num_bytes, ranks, nodes), moving)
+        """Seconds of `verb`: what a call of no bytes takes here, and then the link's seconds, or
+        those of moving the bytes if they are more.
+        """
+        call, moving = (self.machine.seconds_of_collective(verb, n, ranks) for n in (0, num_bytes))
+        return max(call + super().seconds_of_collective(verb, num_bytes, ranks, nodes), moving)
 
     def seconds_of_moving(self, num_bytes: float) -> float:
         """Seconds in which a rank cannot compute, since its core moves `num_bytes` that it sends.
@@ -87,6 +89,7 @@ def compare(machine: hardware.Machine, plans: tuple[str, ...] = PLANS, rounds: i
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in pairs}
     with Ranks(RANKS, backend="link", sink=None, timeout=300) as ranks:
         ranks.run(link.check_calls, False)
+        ranks.run_each(calibrate.keep_to_a_core, [(rank, RANKS) for rank in range(RANKS)])
 
         def measure(plan: str, name: str) -> float:
             ranks.run(link.use, name)

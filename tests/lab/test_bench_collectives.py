@@ -5,7 +5,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+from minipar.comm import link, plans
+from minipar.comm.collectives import barrier
+from minipar.comm.mesh import Mesh
 from minipar.comm.tuning import Tuning
 from minipar.lab.bench import collectives as bench
 from minipar.lab.bench.collectives import CollectivesConfig, table
@@ -20,6 +24,8 @@ def test_a_row_compares_round_by_round():
         "backend": [2e-3, 4e-3, 8e-3],
         "ring": [3e-3, 2e-3, 8e-3],
         "direct": [4e-3, 12e-3, 16e-3],
+        "messages of ring": [1e-3, 2e-3, 4e-3],
+        "messages of direct": [2e-3, 8e-3, 8e-3],
     }
     measured = {1024: {name: Measured(times) for name, times in seconds.items()}}
     ring, direct = bench._rows(SMALL, "1gbe", 1024, measured, Tuning(2, 1e-3, 1e-6))
@@ -30,6 +36,8 @@ def test_a_row_compares_round_by_round():
     assert ring["backend_mb_per_s"] == pytest.approx(1024 / 4e-3 / 1e6)
     four = bench._rows(replace(SMALL, ranks=4), "1gbe", 1024, measured, Tuning(4, 1e-3, 1e-6))
     assert four[0]["ours_mb_per_s"] == pytest.approx(1.5 * 1024 / 3e-3 / 1e6)
+    assert ring["messages_ms"] == pytest.approx(2) and ring["messages_ratio"] == 0.5
+    assert direct["messages_ratio"] == pytest.approx(1.0)  # of 1, 2 and 1
     assert direct["predicted_ms"] == pytest.approx(1 + 1.024)
     assert (ring["picked"], direct["picked"]) == (False, True)
     head, *lines = table([ring, direct]).splitlines()
@@ -53,7 +61,8 @@ def test_measure_lets_everybody_take_every_turn(ranks):
     assert first[0] == second[0]  # of the slowest rank
     assert list(first[0]) == list(SMALL.sizes)
     for of_size in first[0].values():
-        assert list(of_size) == ["backend", *SMALL.algorithms]
+        messages = [bench.alone(name) for name in SMALL.algorithms]
+        assert list(of_size) == ["backend", *SMALL.algorithms, *messages]
         assert all(len(one.seconds) == 3 and min(one.seconds) > 0 for one in of_size.values())
 
 
@@ -68,3 +77,21 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
             assert math.isfinite(row[key]) and row[key] > 0, key
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         assert f"{row['ratio']:.2f} [" in out
+
+
+@pytest.mark.parametrize("algorithm", plans.ALL_REDUCE)
+def test_messages_alone_are_those_of_the_algorithm(ranks, algorithm):
+    """Mutant: a bound that leaves messages out, below what any code could reach."""
+    of_algorithm, alone = ranks(4, "link").run(bytes_sent, algorithm)[0]
+    assert sorted(of_algorithm) == sorted(alone) != []
+
+
+def bytes_sent(algorithm):
+    axis, tensor, sent = Mesh(dp=4).dp, torch.ones(1000), ([], [])
+    for call, sizes in zip((bench.call, bench.only_messages), sent, strict=True):
+        note = lambda work, sizes=sizes: sizes.append(work.num_bytes)  # noqa: E731
+        link.observers.append(note)
+        call(algorithm, tensor, axis)
+        barrier(axis)
+        link.observers.remove(note)
+    return [[size for size in sizes if size] for sizes in sent]

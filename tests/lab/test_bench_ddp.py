@@ -46,19 +46,19 @@ def measured(*seconds, num_bytes=2_000_000):
 
 
 MEASURED = {
-    "ours": measured(0.010, 0.030, 0.012),
+    "tuned": measured(0.010, 0.030, 0.012),
     "torch 25": measured(0.020, 0.060, 0.020, num_bytes=3_000_000),
     "torch 1": measured(0.016, 0.030, 0.024, num_bytes=3_000_000),
     "alone": measured(0.009, 0.009, 0.009, num_bytes=0),
 }
-MEMORY = {"ours": 50e6, "torch 25": 100e6, "torch 1": 100e6}
+MEMORY = {"tuned": 50e6, "torch 25": 100e6, "torch 1": 100e6}
 
 
 def test_a_row_compares_round_by_round_with_the_best_of_theirs():
     """The mutant that divides medians would say 0.012 / 0.020 = 0.6 against "torch 25"."""
     rounds = replace(SMALL, buckets=(25.0, 1.0))
     times = {**MEASURED, "torch 1": measured(0.01, 0.06, 0.018, num_bytes=3_000_000)}
-    row = bench._row(rounds, "1gbe", times, MEMORY)
+    row = bench._row(rounds, "tuned", "1gbe", times, MEMORY)
     assert row["torch_bucket_mb"] == 1.0 and row["torch_ms"] == pytest.approx(18)
     assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
     assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
@@ -67,12 +67,12 @@ def test_a_row_compares_round_by_round_with_the_best_of_theirs():
     assert row["megabytes"] == pytest.approx(2.0)  # what ours sends
     assert row["communication_ms"] == pytest.approx(2e6 / 1.2e8 * 1e3)
     assert row["ours_hidden"] == pytest.approx(1 - 3 / (2e6 / 1.2e8 * 1e3))  # 12 of 9 ms
-    on_gloo = bench._row(rounds, "gloo", times, MEMORY)
+    on_gloo = bench._row(rounds, "tuned", "gloo", times, MEMORY)
     assert on_gloo["communication_ms"] is None and math.isnan(on_gloo["ours_hidden"])
 
 
 def test_the_table_is_aligned_and_says_what_is_unknown():
-    rows = [bench._row(SMALL, name, MEASURED, MEMORY) for name in ("gloo", "1gbe")]
+    rows = [bench._row(SMALL, "tuned", name, MEASURED, MEMORY) for name in ("gloo", "1gbe")]
     head, gloo, wire = table(rows, COLUMNS).splitlines()
     column = head.index("ratio [quartiles]")
     assert gloo[column:].startswith("0.5") and wire[column:].startswith("0.5")
@@ -109,13 +109,15 @@ def test_memory_is_measured_of_each_who_is_told_of(monkeypatch):
     config = replace(SMALL, buckets=(25.0, 1.0))
     with pytest.raises(Stopped):
         bench.run(config)
-    sizes = [attach.keywords["bucket_mb"] for attach in asked if attach is not bench.ours]
-    assert sizes == [25.0, 1.0] and asked.count(bench.ours) == 1
+    options = [attach.keywords for attach in asked]
+    versions = [{"version": "overlapped"}, {"version": "tuned"}]
+    assert options == [*versions, {"bucket_mb": 25.0}, {"bucket_mb": 1.0}]
 
 
 def test_check_refuses_what_cannot_work(tmp_path):
     SMALL.check()
     wrong = dict(ranks=0, rounds=0, batch_size=0, seq_len=0, preset="x", links=(), buckets=())
+    wrong |= dict(versions=("tunde",))
     wrong |= dict(json=str(tmp_path / "none/rows.json"))
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
@@ -132,7 +134,8 @@ def test_bench_writes_rows_with_a_ratio(tmp_path, capfd):
         main.main([*words.split(), str(path)])
     out, err = capfd.readouterr()
     assert stop.value.code == 0, err
-    [row] = json.loads(path.read_text(encoding="utf-8"))
+    overlapped, row = json.loads(path.read_text(encoding="utf-8"))
+    assert (overlapped["ours"], row["ours"]) == ("overlapped", "tuned")
     for key in ("ratio", "ratio_low", "ratio_high", "ours_ms", "torch_ms", "memory_ratio"):
         assert math.isfinite(row[key]) and row[key] > 0, key
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]

@@ -95,6 +95,24 @@ def test_flops_are_those_of_the_formula():
 
 
 @pytest.mark.slow
+def test_experts_cost_the_same_flops_grouped_as_one_by_one():
+    """As one grouped product, which bf16 takes, or as a loop, which float32 needs on "meta".
+
+    Mutant: the grouped product counted by its bytes alone.
+    """
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+    grouped, loop = (
+        trace(config, Plan.parse(f"dp=2,precision={precision}"), seq_len=64).ranks[0]
+        for precision in ("bf16", "float32")
+    )
+    assert grouped.flops == loop.flops
+    shapes = {e.shape for e in grouped.events() if type(e) is Compute and e.op == "_grouped_mm"}
+    rows = 64 * 2 // 4  # of each of 4 experts, which are 64 wide and 32 in between
+    assert (4, rows, 64, 64) in shapes and (4, 64, 32, rows) in shapes
+    assert not any(e.op == "_grouped_mm" for e in loop.events() if type(e) is Compute)
+
+
+@pytest.mark.slow
 def test_ranks_of_ep_have_tokens_of_their_own():
     """Mutant: those of dp alone are counted, though ep cuts the batch as well."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))

@@ -1,8 +1,10 @@
 """`minipar bench collectives`: our collectives beside the backend's own, over sizes.
 
 Gloo's all-reduce is a ring in C++ as well; ours is one in Python that calls C++ for every message.
-Small tensors show what Python costs, large ones whether anything is lost besides. How contenders
-take turns, call by call, and what is counted: see `race.py`.
+What bounds it is a contender of its own: *the messages alone*, one round after the other, posted
+straight to torch, with nothing copied, added or entered in a ledger. Small messages cost gloo more
+than they carry, and on two cores every byte is moved by those that also add. How contenders take
+turns, call by call, and what is counted: see `race.py`.
 """
 
 import statistics
@@ -12,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
@@ -76,6 +79,8 @@ def measure(
     for size in config.sizes:
         tensor = torch.ones(size // 4)
         steps = {name: partial(call, name, tensor, axis) for name in (BACKEND, *config.algorithms)}
+        for name in config.algorithms:
+            steps[alone(name)] = partial(only_messages, name, tensor, axis)
         measured[size] = race.race(steps, axis, link_name, config.rounds)
     return measured, tuning
 
@@ -86,6 +91,26 @@ def call(name: str, tensor: torch.Tensor, axis: Axis) -> None:
         comm.all_reduce(tensor, axis)
     else:
         algorithms.all_reduce(tensor, axis, name)
+
+
+def alone(algorithm: str) -> str:
+    """Return the name of the contender that only sends that algorithm's messages."""
+    return f"messages of {algorithm}"
+
+
+def only_messages(algorithm: str, tensor: torch.Tensor, axis: Axis) -> None:
+    """Send and receive as the algorithm does, and no more: what arrives is not looked at."""
+    arrived = torch.empty_like(tensor)
+    plan = plans.ALL_REDUCE[algorithm](
+        len(tensor), axis.rank, axis.size, plans.CHUNK_BYTES // tensor.element_size()
+    )
+    for step in plan:
+        ways = [(dist.irecv, arrived[m.lo : m.hi], m.peer) for m in step.recvs]
+        ways += [(dist.isend, tensor[m.lo : m.hi], m.peer) for m in step.sends]
+        ways = [way for way in ways if way[2] != axis.rank]
+        posts = [dist.P2POp(op, part, None, axis.group, 0, peer) for op, part, peer in ways]
+        for work in dist.batch_isend_irecv(posts) if posts else ():
+            work.wait()
 
 
 # ---------------------------------------------------------------------- the table
@@ -100,6 +125,7 @@ def _rows(
     sent = wire_bytes("all_reduce", size, config.ranks)  # "bus bandwidth", as nccl-tests counts
     for algorithm in config.algorithms:
         ours = measured[size][algorithm].seconds
+        messages = measured[size][alone(algorithm)].seconds
         rows.append(
             {
                 "bench": "collectives",
@@ -112,6 +138,8 @@ def _rows(
                 "ours_mb_per_s": sent / statistics.median(ours) / 1e6,
                 "backend_mb_per_s": sent / statistics.median(theirs) / 1e6,
                 **race.ratios(ours, theirs),
+                "messages_ms": statistics.median(messages) * 1e3,
+                "messages_ratio": race.ratios(messages, theirs)["ratio"],
                 "predicted_ms": tuning.seconds(algorithm, size) * 1e3,
                 "picked": tuning.best(size) == algorithm,
             }
@@ -129,6 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("predicted", "{predicted_ms:.2f} ms"),
         ("backend", "{backend_ms:.2f} ms"),
         ("ratio [quartiles]", "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]"),
+        ("its messages alone", "{messages_ms:.2f} ms, {messages_ratio:.2f}"),
         ("ours MB/s", "{ours_mb_per_s:.0f}"),
         ("backend MB/s", "{backend_mb_per_s:.0f}"),
     ]

@@ -32,7 +32,7 @@ TOY = LlamaConfig(256, 32, 64, num_layers=2, num_heads=2, num_kv_heads=1, tie_em
 
 COLUMNS: race.Columns = (
     ("link", "{link}"),
-    ("ours", "{ours_ms:.0f} ms"),
+    ("ours", "{ours_ms:.0f} ms ({ours})"),
     ("torch (best bucket)", "{torch_ms:.0f} ms ({torch_bucket_mb:g} MB)"),
     race.RATIO,
     ("compute", "{compute_ms:.0f} ms"),
@@ -49,9 +49,17 @@ class DdpConfig(StepConfig):
     """Where to compare: gloo, as fast as this machine goes, or emulated links; 1gbe*4 is slowed 4
     times."""
     buckets: tuple[float, ...] = (25.0, 5.0, 1.0)
-    """Megabytes per bucket to try for PyTorch's; its best one is compared with our default."""
+    """Megabytes per bucket to try for PyTorch's; its best one is compared with each of ours."""
+    versions: tuple[str, ...] = ("overlapped", "tuned")
+    """Which of ours: the default, and the one that finds its buckets by itself."""
 
     least = {"buckets": SMALLEST}
+
+    def check(self) -> None:
+        super().check()
+        if unknown := [name for name in self.versions if name not in ddp.VERSIONS]:
+            known = ", ".join(ddp.VERSIONS)
+            raise ValueError(f"--versions {' '.join(unknown)}: use some of {known}")
 
 
 def run(config: DdpConfig) -> list[dict[str, Any]]:
@@ -61,18 +69,24 @@ def run(config: DdpConfig) -> list[dict[str, Any]]:
     grown = {name: memory(config, field[name]) for name in field if name != race.ALONE}
     rows = []
     for name in config.links:
-        rows.append(_row(config, name, race.on_ranks(measure, config, name, field), grown))
-        race.announce(rows[-1:])
+        measured = race.on_ranks(measure, config, name, field)
+        new = [_row(config, version, name, measured, grown) for version in config.versions]
+        race.announce(new)
+        rows += new
     print("\n" + race.table(rows, COLUMNS))
     race.save(rows, config.json)
     return rows
 
 
 def _row(
-    config: DdpConfig, name: str, measured: dict[str, race.Measured], memory: dict[str, float]
+    config: DdpConfig,
+    version: str,
+    name: str,
+    measured: dict[str, race.Measured],
+    memory: dict[str, float],
 ) -> dict[str, Any]:
     rivals = {_torch(mb): mb for mb in config.buckets}
-    row = race.row(config, "ddp", name, "ours", list(rivals), measured, memory)
+    row = race.row(config, "ddp", name, version, list(rivals), measured, memory)
     return row | {
         "torch_bucket_mb": rivals[row["torch"]],
         "communication_ms": row["ours_communication_ms"],
@@ -145,17 +159,18 @@ def _give_memory_back() -> None:
 def contenders(config: DdpConfig) -> dict[str, Attach]:
     """Ours, PyTorch's with every bucket size, and one that does not communicate at all."""
     rivals = {_torch(mb): partial(theirs, bucket_mb=mb) for mb in config.buckets}
-    return {"ours": ours, **rivals, race.ALONE: alone}
+    mine = {version: partial(ours, version=version) for version in config.versions}
+    return mine | rivals | {race.ALONE: alone}
 
 
 def _torch(bucket_mb: float) -> str:
     return f"torch {bucket_mb:g}"
 
 
-def ours(model: Llama, mesh: Mesh) -> Attached:
+def ours(model: Llama, mesh: Mesh, version: ddp.Version) -> Attached:
     """As in the trainer: each rank divides its loss by the tokens of all, gradients are summed."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    strategy = ddp.apply(model, mesh.dp, average=False)
+    strategy = ddp.apply(model, mesh.dp, average=False, version=version)
     return Attached(model, optimizer, strategy.finish_backward, mesh.dp.size)
 
 

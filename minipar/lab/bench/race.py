@@ -237,14 +237,14 @@ def race(
     def note(work: Any) -> None:  # figures only: its tensors are to be freed, and used again
         sent.append(Sent(work.t_issue, *work.times, work.num_bytes))
 
-    for step in (lead or steps).values():
-        for _ in range(3):  # the first steps allocate, fill buckets anew and learn who sends what
-            step()
     turns: list[tuple[str, float, float, float]] = []
-    link.observers.append(note)
-    gc.collect()
-    gc.disable()
     with emulated(link_name):
+        for step in (lead or steps).values():
+            for _ in range(3):  # the first allocate, and learn who sends what and what it costs
+                step()
+        link.observers.append(note)
+        gc.collect()
+        gc.disable()
         for name in in_turns(list(steps), rounds):
             barrier(axis)
             if lead:
