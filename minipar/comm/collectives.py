@@ -339,9 +339,8 @@ def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
     messages of ours, each to its place. Not where several ranks share the card of one of several
     hosts: each of them would send its piece to all other hosts, and of a ring only the last does.
     """
-    world = dist.get_world_size()
-    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    is_ring_better = piece.nbytes < _LARGE or ranks_per_host not in (1, world)
+    several_share_a_host = ranks_per_host() not in (1, dist.get_world_size())
+    is_ring_better = piece.nbytes < _LARGE or several_share_a_host
     if is_ring_better or not _is_gloo(piece, axis):
         return dist.all_gather_single(joined, piece, axis.group, is_async)
     places = joined.split(len(piece))
@@ -349,6 +348,11 @@ def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
     peers = [(axis.rank + k) % axis.size for k in range(1, axis.size)]
     sends, recvs = [(piece, peer) for peer in peers], [(places[peer], peer) for peer in peers[::-1]]
     return _post(sends, recvs, axis, _PIECES) or _All([])
+
+
+def ranks_per_host() -> int:
+    """Return how many ranks of the job this host has: torchrun says so; without it, all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def _is_gloo(tensor: Tensor, axis: Axis) -> bool:

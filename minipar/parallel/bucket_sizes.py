@@ -13,7 +13,6 @@ n gradients.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import all_reduce, ranks_per_host
 from minipar.comm.device import clock
 from minipar.comm.launch import usable_cores
 from minipar.comm.mesh import Axis
@@ -57,8 +55,7 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * ranks_here
+    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * ranks_per_host()
     busy_clock = time.thread_time if has_cores_to_spare else time.process_time
     best = torch.full((2, 2), float("inf"), dtype=torch.float64)
     many = max(2, num_bytes // like.element_size())

@@ -4,7 +4,8 @@ Every rank measures at the same time, since ranks share cores, memory and links:
 type, attention, an operation that moves bytes and one that does nothing; then collectives of all
 ranks by size, to which the constants of the network are fitted (`fit.py`). The slowest rank counts.
 What launches an operation on a processor computes nothing meanwhile: there, Python's and autograd's
-time is an operation's too, and a training step too small to compute anything tells how much.
+time is an operation's too, and a training step too small to compute anything tells how much; a
+larger one, how much longer products and moving bytes take among other operations.
 Of networks between nodes one machine can tell nothing: `between` is a name in the file, to be
 edited, and a pasted output of nccl-tests can take the place of our own collectives.
 """
@@ -14,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +86,7 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     if "step" in slowest:
         predicted = replay(trace(SMALL, Plan(), seq_len=SMALL.max_seq_len), machine).seconds
         slower = slowest["step"] / predicted
-        print(f"in a step all takes {slower:.2f} times as long as by itself")
+        print(f"a training step takes {slower:.2f} times as long as its operations by themselves")
         slowest |= {key: slowest[key] * slower for key in (*DTYPES, "byte") if key in slowest}
         machine = write(path, slowest, pasted or points, size)
     device = machine.device
@@ -143,7 +145,8 @@ def keep_to_a_core(rank: int, size: int) -> None:
     if hasattr(os, "sched_setaffinity") and size == usable_cores():
         core = sorted(os.sched_getaffinity(0))[rank]
         for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {core})
+            with suppress(OSError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread), {core})
 
 
 def _step_of(config: LlamaConfig, tokens: int, alone: Axis) -> Callable:

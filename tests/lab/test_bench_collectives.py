@@ -61,7 +61,7 @@ def test_measure_lets_everybody_take_every_turn(ranks):
     assert first[0] == second[0]  # of the slowest rank
     assert list(first[0]) == list(SMALL.sizes)
     for of_size in first[0].values():
-        messages = [bench.alone(name) for name in SMALL.algorithms]
+        messages = [bench.messages_of(name) for name in SMALL.algorithms]
         assert list(of_size) == ["backend", *SMALL.algorithms, *messages]
         assert all(len(one.seconds) == 3 and min(one.seconds) > 0 for one in of_size.values())
 

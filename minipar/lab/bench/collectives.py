@@ -80,7 +80,7 @@ def measure(
         tensor = torch.ones(size // 4)
         steps = {name: partial(call, name, tensor, axis) for name in (BACKEND, *config.algorithms)}
         for name in config.algorithms:
-            steps[alone(name)] = partial(only_messages, name, tensor, axis)
+            steps[messages_of(name)] = partial(only_messages, name, tensor, axis)
         measured[size] = race.race(steps, axis, link_name, config.rounds)
     return measured, tuning
 
@@ -93,13 +93,13 @@ def call(name: str, tensor: torch.Tensor, axis: Axis) -> None:
         algorithms.all_reduce(tensor, axis, name)
 
 
-def alone(algorithm: str) -> str:
+def messages_of(algorithm: str) -> str:
     """Return the name of the contender that only sends that algorithm's messages."""
     return f"messages of {algorithm}"
 
 
 def only_messages(algorithm: str, tensor: torch.Tensor, axis: Axis) -> None:
-    """Send and receive as the algorithm does, and no more: what arrives is not looked at."""
+    """Send and receive as the algorithm does for [D], and no more: what arrives is not used."""
     arrived = torch.empty_like(tensor)
     plan = plans.ALL_REDUCE[algorithm](
         len(tensor), axis.rank, axis.size, plans.CHUNK_BYTES // tensor.element_size()
@@ -125,7 +125,7 @@ def _rows(
     sent = wire_bytes("all_reduce", size, config.ranks)  # "bus bandwidth", as nccl-tests counts
     for algorithm in config.algorithms:
         ours = measured[size][algorithm].seconds
-        messages = measured[size][alone(algorithm)].seconds
+        messages = measured[size][messages_of(algorithm)].seconds
         rows.append(
             {
                 "bench": "collectives",
