@@ -28,6 +28,8 @@ def weights():
 
 
 if __name__ == "__main__":
+    from tests.elsewhere import sitecustomize  # as the tests of it do
+
     with Ranks(2) as ranks:
         torch.save([weights(), *ranks.run(weights)], sys.argv[1])
 """
@@ -35,7 +37,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_nudge_moves_all_weights_by_a_last_bit_and_all_ranks_alike(tmp_path, monkeypatch):
-    """Mutants: no nudge; another one per process; dice from the stream that tests draw from."""
+    """Mutants: no nudge; another one per process, or a second one where a test imports the file;
+    dice from the stream that tests draw from."""
     script, result = tmp_path / "weights.py", tmp_path / "weights.pt"
     script.write_text(WEIGHTS, encoding="utf-8")
     env = environment() | {"MINIPAR_NUDGE": "1"}

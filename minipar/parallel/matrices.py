@@ -88,13 +88,15 @@ class RowLinear(nn.Module):
     The first needs no class: a linear layer with fewer rows does the same on less.
     """
 
+    multiply = staticmethod(F.linear)  # a pipeline's puts the gradient of the weight off
+
     def __init__(self, linear: nn.Linear, border: Border) -> None:
         super().__init__()
         self.weight, self.bias, self.border = linear.weight, linear.bias, border
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, F/n] V -> [B, T, D] I, or [B, T/n, D] V."""
-        out = self.border.leave(F.linear(x, self.weight))
+        out = self.border.leave(self.multiply(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 
@@ -115,6 +117,8 @@ class VocabEmbedding(nn.Module):
 class VocabHead(nn.Module):
     """Logits of this rank's words; of all words, where no gradient is wanted."""
 
+    multiply = staticmethod(F.linear)  # as of `RowLinear`
+
     def __init__(self, linear: nn.Linear, words: Pieces, border: Border) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
@@ -122,7 +126,8 @@ class VocabHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] I, or [B, T/n, D] V -> [B, T, V/n] V, or [B, T, V] I under `no_grad`."""
-        logits = F.linear(self.border.enter(x), self.weight, self.bias)
+        logits = self.multiply(self.border.enter(x), self.weight)
+        logits = logits if self.bias is None else logits + self.bias
         return logits if torch.is_grad_enabled() else self.words.join(logits, self.border.axis)
 
 

@@ -31,6 +31,7 @@ class Strategy:
     shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
     rows: Sequence[Row] = ()  # of the pieces that are stepped in the place of parameters
     watched: Set[nn.Parameter] = frozenset()  # whose gradients are to be completed
+    others_wait = False  # for the end of a backward: the stage before, in a pipeline
     run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
     evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
 

@@ -204,6 +204,9 @@ class Stage1(Naive):
     used, and whether they need another round: in the first step it shows that a parameter receives
     its gradient in several parts (used by two re-entrant checkpoints, say), all of which are waited
     for from then on.
+
+    Backward waits for buckets that have left, so that few are whole. Not in a pipeline: there all
+    are whole since the first microbatch, and the stage before waits for the last backward's end.
     """
 
     every_backward_sends = False  # under `no_sync`, too: then ranks may differ in their rounds
@@ -245,7 +248,8 @@ class Stage1(Naive):
         super()._reduce(bucket)
         self.next += 1
         self.in_flight.append(bucket)
-        if len(self.in_flight) > self.most_in_flight:
+        is_full = len(self.in_flight) > self.most_in_flight
+        if is_full and (self.every_backward_sends or not self.others_wait):
             self.in_flight.popleft().wait_for_reduce()
 
     def _end_round(self, more: bool = False) -> Pending:

@@ -43,7 +43,8 @@ class PlanConfig:
     global_batch: int = 512
     """Sequences of a step."""
     software: str = "any"
-    """Whose habits are assumed: any, compiled, minipar, megatron, nanotron or llm-foundry."""
+    """Whose habits are assumed: any, compiled, minipar, megatron, megatron-core,
+    nanotron or llm-foundry."""
     top: int = 5
     """Plans to show."""
     fix: str = ""

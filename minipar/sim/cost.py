@@ -26,9 +26,12 @@ Limits: no stragglers, no other users of a network, no allocator under pressure.
 """
 
 import math
+from functools import cache
+from typing import NamedTuple
 
+from minipar.parallel.pipeline.schedules import LOOPED, make
 from minipar.sim.hardware import BYTES, Device
-from minipar.sim.job import V_SHAPED, Job
+from minipar.sim.job import Job
 
 PAIRED_HIDDEN = 0.8
 """Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most:
@@ -52,6 +55,9 @@ def seconds(job: Job) -> dict[str, float]:
     forward, backward = _layer(job, False), _layer(job, True)
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
+    if plan.checkpointing == "selective" and plan.sequence_parallel and software.kept < 1:
+        # What norms return is gathered again: half of what forward sends.
+        backward["tp"] += max(0.0, 0.5 - again) * forward["tp"]
     once = {part: forward[part] + backward[part] for part in forward}
     group = job.dp * plan.cp
     layer, experts, words = parameters(job)
@@ -71,13 +77,15 @@ def seconds(job: Job) -> dict[str, float]:
     m = plan.microbatches
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
-    total |= {"bubble": job.bubble * (sum(each) - each[slowest]), "pp": 0.0}
+    # The gradients of weights are products alone, as many as in a forward.
+    bubble = job.bubble(sum(_products(job)[:3]) / sum(once.values()))
+    total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         far = 1 + (plan.num_ranks > job.machine.gpus)
         message = 2 * job.tokens * job.config.hidden_size
         message /= plan.tp if plan.sequence_parallel or software.scattered else 1
         one = job.machine.seconds_of_collective("send", message, 2, far)
-        total["pp"] = 2 * one * (m * job.chunks + job.bubble * (plan.pp - 1))
+        total["pp"] = 2 * one * (m * job.chunks + bubble * (plan.pp - 1))
     mine, shared = max(layers) * layer + words, max(layers) * experts
     if group > 1 and plan.zero < 3:
         verb = "reduce_scatter" if plan.zero else "all_reduce"
@@ -111,17 +119,27 @@ def _shard(job: Job, numbers: float, experts: float) -> float:
     return (numbers - experts) / (job.dp * job.plan.cp) + experts / job.experts_copies
 
 
-def _layer(job: Job, backward: bool) -> dict[str, float]:
-    """Return the seconds of a layer in one direction, by part."""
-    c, plan, n = job.config, job.plan, job.tokens
-    device, times = job.machine.device, 2 if backward else 1
+class _Products(NamedTuple):
+    """Of a layer, in a forward: the seconds of products, and sizes for what is beside them."""
+
+    attention: float
+    dense: float  # the MLP, or shared experts
+    experts: float
+    hidden: float  # width of the dense ones, on a rank
+    touched: float  # numbers per token that experts read and write
+    own: float  # tokens of whole experts
+    cut: int  # ranks over which experts are cut
+
+
+def _products(job: Job) -> _Products:
+    c, plan, n, device = job.config, job.plan, job.tokens, job.machine.device
     width, tp = c.hidden_size, plan.tp
-    queries, keys = c.num_heads * c.head_dim / tp, max(c.num_kv_heads / tp, 1) * c.head_dim
 
     def product(outputs: float, inputs: float, tokens: float = n, batch: float = 1) -> float:
         return device.seconds_of_matmul(tokens, outputs, inputs, job.dtype, batch=batch)
 
-    compute = product(queries + 2 * keys, width) + product(width, queries)
+    queries, keys = _heads(job)
+    attention = product(queries + 2 * keys, width) + product(width, queries)
     ups = 2 if job.gated else 1
     hidden, touched, experts, cut, own = c.intermediate_size / tp, 0.0, 0.0, tp, n
     if c.moe is not None:
@@ -134,12 +152,29 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         experts += product(width, f, chosen / held, held)
         hidden, touched = c.moe.num_shared * f, 4 * (width + 2 * f) * chosen / n
     dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
-    compute += experts + dense
+    return _Products(attention, dense, experts, hidden, touched, own, cut)
+
+
+def _heads(job: Job) -> tuple[float, float]:
+    """Return the widths of queries, and of keys or values, on a rank of tp."""
+    c, tp = job.config, job.plan.tp
+    return c.num_heads * c.head_dim / tp, max(c.num_kv_heads / tp, 1) * c.head_dim
+
+
+def _layer(job: Job, backward: bool) -> dict[str, float]:
+    """Return the seconds of a layer in one direction, by part."""
+    c, plan, n = job.config, job.plan, job.tokens
+    device, times = job.machine.device, 2 if backward else 1
+    width, tp = c.hidden_size, plan.tp
+    queries, keys = _heads(job)
+    in_attention, dense, experts, hidden, touched, own, cut = _products(job)
+    compute = in_attention + dense + experts
+    kernel = "cudnn" if job.software.cudnn and "cudnn" in device.attention else ""
     # A ring computes cp pieces of a square each, and adds up their results in float32.
     pieces = plan.cp if plan.context == "ring" else 1
     attention = device.seconds_of_attention(
         job.microbatch * pieces, c.num_heads / tp, job.seq_len / plan.cp, job.seq_len / pieces,
-        c.head_dim, job.wide, backward=backward, kernel="" if job.flash else "unfused",
+        c.head_dim, job.wide, backward=backward, kernel=kernel if job.flash else "unfused",
     )  # fmt: skip
     attention *= job.software.attention if job.flash else 1
     attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
@@ -163,6 +198,8 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     parts |= dict.fromkeys(AXES, 0.0)
     if tp > 1:
         parts["tp"] = (1 + (cut == tp)) * job.collective("all_reduce", 2 * n * width, 1, tp)
+        if job.software.beside:  # tp hops, each beside a part of a product, but for one of them
+            parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * compute)
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
     if (ep := job.experts_over) > 1 and c.moe is not None:
@@ -269,18 +306,21 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     cut = _shard(job, mine, shared)
     # With activations at their highest there are no gradients yet, unless of microbatches before.
     freed = plan.microbatches == 1 and not software.buffered
+    # The shards of ZeRO 3 are the float32 weights that all others have in the optimizer's state.
+    gathered = 4 * layer + 2 * table * has_head
     held = {
-        "weights": software.weights * (cut if plan.zero == 3 else mine)
-        + 4 * layer * (plan.zero == 3),
+        "weights": gathered if plan.zero == 3 else software.weights * mine,
         "gradients": software.gradients * (cut if plan.zero >= (1 if freed else 2) else mine),
         "optimizer": software.optimizer * (cut if plan.zero else mine),
     }
-    stored, count = sum(activations(job).values()), in_flight(job, stage) * layers
-    if plan.checkpointing == "full":  # the inputs of all, and what one layer at a time keeps
-        inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
-        held["activations"] = count * inputs + stored
-    else:
-        held["activations"] = count * stored * (0.7 if plan.checkpointing == "selective" else 1)
+    stored = sum(activations(job).values())
+    inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
+    kept = {"none": stored, "selective": software.kept * stored, "full": inputs}[plan.checkpointing]
+    waits = layers * _put_off(job)
+    waits += 2 * job.tokens * (c.hidden_size + c.vocab_size / plan.tp) * has_head
+    most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
+    # Of one layer at a time all is there again.
+    held["activations"] = most + stored - kept
     held["logits"] = software.logits * job.tokens * c.vocab_size / plan.tp * has_head
     return held
 
@@ -288,36 +328,66 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
 def activations(job: Job) -> dict[str, float]:
     """Return the bytes that backward needs of a layer for one microbatch, by part.
 
-    As `memory.llama_activations`, but as software on GPUs does it: norms keep float32 beside 16
-    bits, and sequence parallelism leaves some of what it gathers whole. Of a GPT layer, dropout's
-    masks; without flash attention, softmax's input and output and its mask, T x T each.
+    As `memory.llama_activations`, but as software on GPUs does it: unless they are fused, norms
+    keep float32 beside 16 bits and a gate its silu, and sequence parallelism leaves some of what it
+    gathers whole. Of a GPT layer, dropout's masks; without flash attention, softmax's input and
+    output and its mask, T x T each.
     """
     c, plan, tp = job.config, job.plan, job.plan.tp
     moe, hidden = c.moe, c.intermediate_size
     if moe is not None:
         hidden = (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
-    inputs, whole = 8 if job.gated else 5, job.software.gathered * plan.sequence_parallel
+    fused, whole = job.software.fused, job.software.gathered * plan.sequence_parallel
+    inputs = 8 - 4 * fused if job.gated else 5
     heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
     numbers = {
         "norms": c.hidden_size * ((inputs - whole) / (tp if plan.sequence_parallel else 1) + whole),
         "attention": heads * c.head_dim,
-        "mlp": (4 if job.gated else 2) * hidden / tp,
+        "mlp": (4 - fused if job.gated else 2) * hidden / tp,
     }
     if not job.flash and plan.checkpointing != "selective":
         numbers["scores"] = 2.5 * c.num_heads / tp * job.seq_len
     return {part: 2 * job.tokens * n for part, n in numbers.items()}
 
 
-def in_flight(job: Job, stage: int) -> float:
-    """Return how many microbatches a rank of the pipeline keeps activations of, at most."""
-    p, m, name, v = job.plan.pp, job.plan.microbatches, job.plan.schedule, job.chunks
+def _put_off(job: Job) -> float:
+    """Return the bytes that a layer's weight gradients wait for, where schedules put them off.
+
+    They are the inputs of its products, and the gradients of what these return.
+    """
+    c, plan, tp = job.config, job.plan, job.plan.tp
+    hidden = c.intermediate_size
+    if c.moe is not None:
+        hidden = (c.moe.top_k * job.busiest + c.moe.num_shared) * c.moe.expert_size
+    whole = job.software.gathered if plan.sequence_parallel else 2
+    width = c.hidden_size * (whole + (2 - whole) / tp + 2)
+    heads = 2 * (c.num_heads + max(c.num_kv_heads, tp)) * c.head_dim
+    return 2 * job.tokens * (width + (heads + (2 + job.gated) * hidden) / tp)
+
+
+def in_flight(job: Job) -> list[set[tuple[float, float]]]:
+    """Return what each rank of the pipeline keeps at its fullest, in microbatches, in any order.
+
+    These are pairs: microbatches whose backward is to come, and those of which weight gradients
+    alone are.
+    """
+    p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
     if name in ("gpipe", "looped_bfs"):
-        return m
-    if name == "naive":
-        return 1
-    most = {"zb_h2": 2 * p - 1 - 2 * stage, "eager_1f1b": 2 * (p - stage) - 1}.get(name, p - stage)
-    if name in ("interleaved_1f1b", "interleaved_zb"):
-        most = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
-    if name in V_SHAPED:
-        most = p + {"dualpipe": 1, "dualpipe_v": 1 / 2}.get(name, 0)
-    return min(m, most)
+        return [{(m, 0)}] * p
+    # After 4 p microbatches all goes on as before.
+    return _count(name, p, min(m, 4 * p + m % p), job.chunks if name in LOOPED else None)
+
+
+@cache
+def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, float]]]:
+    schedule, found = make(name, p, m, v), []
+    v = len(schedule.stages_on(0)) // schedule.copies
+    for row in schedule.actions:
+        live = owed = 0
+        pairs = set()
+        for action in row:
+            live += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            owed += {"I": 1, "W": -1}.get(action.kind, 0)
+            pairs.add((live / v, owed / v))
+        found.append(pairs)
+    return found

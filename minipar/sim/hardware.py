@@ -254,10 +254,14 @@ class Software:
     host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
     passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
     attention: float  # seconds of attention, as a multiple of the kernel's
+    cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
+    beside: float  # 1: collectives of tp run in parts beside the products that they belong to
+    fused: float  # 1: what no product needs is not kept: float32 in norms, and silu(gate)
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
+    kept: float  # share of what backward needs that it keeps, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
     biases: float  # 1: a GPT has biases and dropout; 0: neither
     scattered: float  # 1: ranks of tp send a part each to the next stage, and gather it there
@@ -291,7 +295,8 @@ _POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficie
 _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
 _POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
-_SHARES |= {"forward", "backward", "selective", "buffered"}
+_SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused"}
+_SHARES |= {"buffered"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""
 

@@ -3,6 +3,7 @@
 `cost.py` turns it into seconds and bytes.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,8 +15,10 @@ from minipar.sim import load
 from minipar.sim.hardware import Machine, Software
 from minipar.sim.load import Load
 
-BUBBLE = {"zb_h1": 1 / 3, "zb_h2": 0, "zb_v": 0, "interleaved_zb": 1 / 3}
-"""Share of 1F1B's bubble that other schedules leave, before stages per rank divide it."""
+FILLED = {"zb_h1": 1, "interleaved_zb": 1, "zb_v": 2, "zb_h2": math.inf}
+"""By schedule: of 1F1B's bubble, (p-1)(F + I + W), the weight gradients W are gone, and how many
+more fill what is left (Qi et al. 2023, arXiv 2401.10241, table 1). With the memory of zb_h2, those
+published were found by a search, and had none; ours, made for F = I = W, has a little otherwise."""
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 
 
@@ -104,9 +107,8 @@ class Job:
             counts[p - 1 - part % p if back else part % p] += count
         return counts
 
-    @property
-    def bubble(self) -> float:
-        """Idle time of a pipeline in units of 1F1B's, for F = I = W.
+    def bubble(self, weights: float = 1 / 3) -> float:
+        """Idle time of a pipeline in units of 1F1B's; W takes the share `weights` of F + I + W.
 
         DualPipe leaves (p/2 - 1)(F&B + B - 3W) (DeepSeek-V3, arXiv 2412.19437, table 2), and
         DualPipeV, two stages per rank of half the size, as much on twice as many ranks: where a
@@ -119,7 +121,7 @@ class Job:
         if name in PAIRED:
             share = (p - 2) / max(1, p - 1) if name == "dualpipe" else 1
             return share / (3 if self.plan.dispatch == "paired" else 6)
-        return BUBBLE.get(name, 1) / self.chunks
+        return max(0.0, 1 - (1 + FILLED.get(name, -1)) * weights) / self.chunks
 
     def ends(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""

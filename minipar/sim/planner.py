@@ -30,7 +30,8 @@ from minipar.sim.trace import trace
 ERROR = 0.15
 """Relative error of the step time that 90 % of published runs, and more, stay within."""
 RUNS_ON = ("a100", "a100-40", "h100")
-"""Devices of the published runs that predictions were compared with."""
+RUNS_OF = ("any", "nanotron", "llm-foundry", "compiled", "megatron")
+"""Devices and software of the published runs that predictions were compared with."""
 GB = 1e9
 
 
@@ -41,6 +42,7 @@ def unchecked(*jobs: cost.Job) -> str:
         plan, device = job.plan, job.machine.device.name
         found = {
             f"on {device}": device not in RUNS_ON,
+            f"software={job.software.name}": job.software.name not in RUNS_OF,
             job.dtype: job.dtype not in ("bf16", "fp16"),
             "experts": job.config.moe is not None,
             "cp": plan.cp > 1,

@@ -37,9 +37,11 @@ from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, fit, hardware
 
-FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "megatron": "megatron"}
-FAMILIES |= {"nemo": "megatron", "mcore": "megatron", "fms-fsdp": "compiled"}
+FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
+FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
 """By the beginning of a table's `framework`; "any" for others."""
+LATER = {"megatron": "megatron-core"}
+"""What has become of a family on devices that have 8 bits."""
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
 SCHEDULES = {name.replace("_", ""): name for name in schedules.SCHEDULES}
@@ -215,6 +217,12 @@ def _run(row: Row) -> Run:
     dtype = hardware.type_name(next((t for word, t in DTYPES.items() if word in dtype), dtype))
     machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
                        whole("gpus_per_node", 0, 0))  # fmt: skip
+    if "fp8" in machine.device.peak:
+        family = LATER.get(family, family)
+    if dtype == "fp8" and family == "any":
+        family = "compiled"  # as PyTorch's float8 has to be
+    if framework.startswith("torchtitan") and pp > 1 and zero == 3:
+        zero = 1  # its default in a pipeline: weights stay gathered, and gradients go once a step
     plan = Plan(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
         sequence_parallel=row.flag("sp", True) and tp > 1, stages_per_rank=chunks,
@@ -232,7 +240,9 @@ def _run(row: Row) -> Run:
     if not seconds and "step_seconds" in row and row.get("status", "ok").lower() == "ok":
         raise ValueError("step_seconds=0 must be above 0")
     name, source, split = row.get("row_id", "?"), row["source"], row.get("split", "")
-    unit = 2**30 if source.startswith("torchtitan") else 1e9  # which prints GiB
+    unit = 1e9
+    if source.startswith("torchtitan"):  # which prints GiB, and what its allocator has reserved
+        unit = 2**30 * (1 - machine.device.fragmentation)
     memory, status = number("memory_gb", 0) * unit, row.get("status", "ok").lower()
     return Run(name, source, split, job, gpus, seconds, memory, status)
 

@@ -263,8 +263,9 @@ def test_at_most_two_blocks_are_gathered_at_a_time(ranks, prefetch, frozen):
 
 @on_ranks(2)
 def test_peak_memory_is_that_of_the_formula():
-    """Within 5 %. Mutants: a second copy of gathered weights or of shards' gradients; all
-    gradients whole until the end of backward."""
+    """Within 3 %, in the least of five steps: gloo's threads may let go of what arrived late.
+    Mutants: a second copy of gathered weights or of shards' gradients; all gradients whole until
+    the end of backward."""
     mesh = Mesh(dp=2)
     model = Layers(seed=0, num_blocks=NUM_BLOCKS, width=WIDTH).to("meta")
     x = data(mesh.rank, width=WIDTH)[:1]
@@ -272,14 +273,15 @@ def test_peak_memory_is_that_of_the_formula():
         strategy = fsdp.apply(
             model, mesh.dp, init=lambda _, shape: torch.zeros(shape, dtype=torch.float64)
         )
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        for _ in range(2):
-            start = len(live.samples)  # the second step, in which there is optimizer state
+        optimizer, peaks = torch.optim.AdamW(model.parameters(), foreach=False), []
+        for _ in range(6):
+            start = len(live.samples)
             optimizer.zero_grad(set_to_none=True)
             model(x).sum().backward()
             strategy.finish_backward()
             optimizer.step()
-    peak = max(live.samples[start:])
+            peaks.append(max(live.samples[start:]))
+    peak = min(peaks[1:])  # in the first there is no optimizer state yet
     block = WIDTH * WIDTH * 8  # the head is one, too: nothing is outside of blocks
     formula = 4 * (NUM_BLOCKS + 1) * block / 2 + 4 * block
     assert 0.97 * formula <= peak <= 1.01 * formula

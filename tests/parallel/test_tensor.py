@@ -21,6 +21,7 @@ from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
 from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.norm import clip_grad_norm
+from minipar.parallel.pipeline import split_backward
 from minipar.parallel.strategy import replicate
 from minipar.train.optim import make_optimizer
 from tests.parallel.layers import on_paper
@@ -490,6 +491,26 @@ def test_a_ring_sends_while_products_are_computed(ranks):
 
 
 # ---------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("mode", ["plain", "sequence"])
+def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
+    """Else W has less to do, and gradients as large as the weights wait for it. Mutant: those of
+    matrices that are cut by rows, and of the head, are computed at once."""
+    model, put_off = models.llama(0), split_backward.PutOff()
+    twin = copy.deepcopy(model)
+    tensor.apply(model, on_paper("tp", 1), **MODES[mode])
+    split_backward.enable(model, put_off)
+    tokens, targets = batch()
+    token_loss(twin(tokens), targets).backward()
+    with put_off.to("list"):
+        model.token_loss(model(tokens), targets).backward()
+    every = {name for name, p in model.named_parameters() if p.ndim == 2}
+    waiting = {name for name, p in model.named_parameters() if p.grad is None}
+    assert waiting == every - {"model.embed_tokens.weight"}
+    put_off.do("list")
+    for name, p in twin.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+
+
 def test_sizes_that_do_not_fit_are_refused_with_the_good_ones():
     llama = models.llama(0)
     with pytest.raises(ValueError, match="tp=3 does not divide num_heads=4; use one of 1, 2, 4"):

@@ -607,6 +607,23 @@ def test_traffic_on_512_ranks_without_values(stage):
     assert recorded.bytes_by_axis()["dp"] == 2 * (size - 1) * padded * 8 // size + flags
 
 
+def test_in_a_pipeline_backward_waits_for_no_bucket():
+    """The stage before waits for its end. Mutants: it does; stage 2, too, keeps all of them."""
+    found = {}
+    for stage, others_wait in ((1, False), (1, True), (2, True)):
+        with pretend(Plan(dp=8)) as mesh:
+            model = Layers(seed=0).to("meta")
+            strategy, optimizer = attach(model, mesh.dp, stage)
+            strategy.others_wait = others_wait
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(data(0).to("meta"), ALL).sum().backward()
+                found[stage, others_wait] = len(strategy.in_flight)
+                strategy.finish_backward()
+        assert len(optimizer.buckets) == 3
+    assert found == {(1, False): 2, (1, True): 3, (2, True): 1}
+
+
 def test_ranks_say_before_a_microbatch_whether_it_is_their_last():
     """So that who looks at it afterwards waits for no backward. Mutant: said when it is over."""
     with pretend(Plan(dp=8)) as mesh:

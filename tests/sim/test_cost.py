@@ -108,6 +108,13 @@ def test_memory_shrinks_with_what_is_cut_and_computed_again():
     assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
         expected, rel=0.01
     )
+    # Shards of ZeRO 3 are the masters; beside them two layers, and the head where the loss is.
+    c = PRESETS["llama-3-8b"]
+    whole = 2 * (2 * c.num_layer_parameters + c.vocab_size * c.hidden_size)
+    state = cost.memory(job("dp=8,zero=3,microbatches=2"))
+    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
+        16 * c.num_parameters / 8 + whole, rel=0.01
+    )
 
 
 def test_schedules_trade_the_bubble_for_memory():
@@ -129,8 +136,8 @@ def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
     one, staged = job("pp=4,microbatches=16,schedule=naive"), job("pp=4,microbatches=16")
     bubble = [cost.seconds(each)["bubble"] for each in (one, staged)]
     assert bubble[0] == pytest.approx(16 * bubble[1])
-    assert [cost.in_flight(one, stage) for stage in range(4)] == [1, 1, 1, 1]
-    assert cost.in_flight(staged, 0) == 4
+    assert [max(pairs) for pairs in cost.in_flight(one)] == [(1, 0)] * 4
+    assert max(cost.in_flight(staged)[0]) == (4, 0)
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
@@ -147,7 +154,19 @@ def test_the_bubble_is_that_of_the_schedule(name, p):
         ran = [*simulate._events(made, simulate.Costs().per_rank(made), paired)]
         spans = [[t for _, rank, *at in ran if rank == r for t in at] for r in range(p)]
         idle = max(max(times) - min(times) for times in spans) - 3 * 4 * p
-        assert one.bubble * 3 * (p - 1) == pytest.approx(idle), (paired, one.bubble)
+        assert one.bubble() * 3 * (p - 1) == pytest.approx(idle), (paired, one.bubble())
+
+
+def test_weight_gradients_fill_less_where_there_is_more_than_products():
+    """(F + I - W) of F + I + W, with attention and tp in F and I alone. Mutant: F = I = W."""
+    one = job("pp=4,tp=8,microbatches=16,schedule=zb_h1")
+    layer = sum(sum(cost._layer(one, way).values()) for way in (False, True))
+    weights = sum(cost._products(one)[:3])
+    plain, split = (
+        cost.seconds(job(f"pp=4,tp=8,microbatches=16,schedule={name}"))["bubble"]
+        for name in ("1f1b", "zb_h1")
+    )
+    assert split / plain == pytest.approx((layer - 2 * weights) / layer) and split > 0.45 * plain
 
 
 def test_the_head_is_where_the_last_stage_is():
@@ -227,6 +246,25 @@ def test_megatron_sends_a_part_per_rank_of_tp():
     plan = "tp=8,pp=4,microbatches=16"
     whole, parts = (job(plan, software=hardware.software(n)) for n in ("any", "megatron"))
     assert cost.seconds(whole)["pp"] > 4 * cost.seconds(parts)["pp"] > 0
+
+
+def test_transformer_engine_hides_tp_and_has_cudnns_attention():
+    """Of tp hops one is waited for. Mutants: hidden without products to hide it; another kernel."""
+    core = hardware.software("megatron-core")
+    alone = replace(core, beside=0.0)
+    tp = [cost._layer(job("tp=8", software=one), True)["tp"] for one in (core, alone)]
+    assert tp[0] == pytest.approx(tp[1] / 8)
+    slow = replace(H100, inside=replace(H100.inside, bandwidth=1e9))
+    one, other = (job("tp=8", software=s, machine=slow, seq=512) for s in (core, alone))
+    parts = cost._layer(one, True), cost._layer(other, True)
+    assert parts[1]["tp"] > parts[0]["tp"] > parts[1]["tp"] - parts[1]["compute"]
+    # Long sequences: nearly all is attention, by the kernel's own rate.
+    times = [cost._layer(job("dp=8", software=s, seq=2**20), False) for s in (core, ANY)]
+    rates = [H100.device.attention[kernel]["forward"] for kernel in ("cudnn", "flash2")]
+    found = times[1]["compute"] / ANY.attention / times[0]["compute"]
+    assert found == pytest.approx(rates[0] / rates[1], rel=0.05)
+    kept = [sum(cost.activations(job("dp=8", software=s)).values()) for s in (core, ANY)]
+    assert kept[1] - kept[0] == 2 * 8192 * (4 * 4096 + 14336)  # float32 of norms, silu(gate)
 
 
 def test_whole_experts_are_computed_on_own_tokens():
@@ -335,12 +373,16 @@ def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
         ("dp=4,tp=2,zero=1,sequence_parallel", 1),  # of one microbatch, no gradients are left
         ("dp=8,zero=1", 4),
         ("dp=8,zero=1,checkpointing=full", 2),
+        ("dp=8,zero=3,checkpointing=selective", 8),
         ("pp=4,dp=2,microbatches=4", 1),
         ("dp=8,checkpointing=full", 2),
+        ("pp=4,dp=2,microbatches=8,schedule=zb_h1,checkpointing=full", 4),
+        ("pp=4,dp=2,microbatches=8,schedule=zb_v", 4),
     ],
 )
 def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
-    """Mutants: masters left out; activations of a pipeline once; a buffer of ZeRO 1's gradients."""
+    """Mutants: masters left out; activations of a pipeline once; a buffer of ZeRO 1's gradients;
+    put-off weight gradients hold nothing."""
     options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
     one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
     peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes

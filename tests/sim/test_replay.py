@@ -87,6 +87,18 @@ def test_bubble_is_that_of_the_schedule(schedule, stages, m):
     assert step.bubble == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1])
+def test_stages_reduce_at_once(zero):
+    """None waits for what another reduces. Mutant: backward waits for buckets that have left."""
+    step = replay(traced(f"dp=2,pp=4,zero={zero},microbatches=4"), Round(bytes_per_second=1e6))
+    verb = "reduce_scatter" if zero else "all_reduce"
+    spans = [s for s in step.timeline if s.name == verb and s.axis == "dp" and s.duration > 0.01]
+    firsts = [min(s.start for s in spans if s.rank == rank) for rank in step.timeline.ranks]
+    lasts = [max(s.end for s in spans if s.rank == rank) for rank in step.timeline.ranks]
+    assert max(firsts) < min(lasts)
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("text", ["dp=8", "dp=8,zero=1", "dp=8,zero=3", "tp=4,sequence_parallel"])
 def test_a_slower_network_only_adds_what_it_exposes(text):

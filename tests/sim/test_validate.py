@@ -136,12 +136,35 @@ def test_what_ran_is_predicted_to_fit(runs):
         assert np.mean([run.fits for run in runs if run.source == source]) > share
 
 
-def test_torchtitan_prints_gib(tmp_path):
+def test_torchtitan_prints_gib_that_are_reserved(tmp_path):
     """As the tables' description says. Mutant: 10^9 bytes, of all."""
     path = tmp_path / "table.csv"
     rows = [f"{GOOD},70".replace("here", source) for source in ("torchtitan_x", "zero_bubble")]
     path.write_text("\n".join([f"{HEAD},memory_gb", *rows]), encoding="utf-8")
-    assert [run.memory for run in validate.read(path)] == [70 * 2**30, 70e9]
+    lost = hardware.load("h100").device.fragmentation
+    assert [run.memory for run in validate.read(path)] == [70 * 2**30 * (1 - lost), 70e9]
+
+
+@pytest.mark.parametrize(
+    ("framework", "dtype", "pp", "software", "zero"),
+    [
+        ("megatron-lm", "bf16", 1, "megatron-core", 3),  # on H100; below, on A100
+        ("NeMo 25.02", "fp8", 8, "megatron-core", 3),
+        ("torchtitan", "bf16", 1, "any", 3),
+        ("torchtitan", "fp8", 1, "compiled", 3),
+        ("torchtitan", "bf16", 8, "any", 1),
+    ],
+)
+def test_software_is_that_of_the_device_and_the_type(
+    tmp_path, framework, dtype, pp, software, zero
+):
+    """Mutant: torchtitan's FSDP gathers for each microbatch of a pipeline."""
+    good = GOOD.replace(",8,8,1,64,", f",8,{8 // pp},1,64,")
+    one = _one(tmp_path, "pp,framework,dtype,zero", f"{pp},{framework},{dtype},3", good).job
+    assert (one.software.name, one.plan.zero) == (software, zero)
+    if framework == "megatron-lm":
+        old = good.replace("NVIDIA H100 80GB SXM5", "a100-80-sxm")
+        assert _one(tmp_path, "framework", framework, old).job.software.name == "megatron"
 
 
 def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):

@@ -148,23 +148,31 @@ class _Embedding(torch.autograd.Function):
 
 
 def enable(model: nn.Module, put_off: PutOff) -> None:
-    """Let plain linear layers and embeddings of `model` put off their weight gradients, in place.
+    """Let linear layers and embeddings of `model` put off their weight gradients, in place.
 
-    Others (with a forward of their own) stay as they are: right, only W has less to do.
+    So do modules with a `multiply` (x, weight) -> x Wᵀ, such as those of tensor parallelism. Others
+    (with a forward of their own) stay as they are: right, but W has less to do, and a gradient of
+    theirs, as large as the weight, waits for it.
     """
     for module in model.modules():
         if module._parameters:
             module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # other code has changed what it does
             continue
-        if type(module) in (nn.Linear, Head):
+        if hasattr(module, "multiply"):
+            module.multiply = partial(_multiply, put_off)
+        elif type(module) in (nn.Linear, Head):
             module.forward = partial(_forward_linear, module, put_off)
         elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
             module.forward = partial(_forward_embedding, module, put_off)
 
 
+def _multiply(put_off: PutOff, x: Tensor, weight: nn.Parameter) -> Tensor:
+    return _Linear.apply(x, weight, put_off)
+
+
 def _forward_linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
-    y = _Linear.apply(x, module.weight, put_off)
+    y = _multiply(put_off, x, module.weight)
     return y if module.bias is None else y + module.bias
 
 
