@@ -21,7 +21,8 @@ Memory. Bytes per rank at the highest point, for gradients G and optimizer state
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one on its way, one being filled
-        On a CPU slices arrive beside what is on its way, to be added up: 3 more buckets, and 2.
+        On a CPU slices arrive beside what is on its way, to be added up: 3 more buckets, and 2;
+        in a pipeline stage 1 has all of them on their way at once.
 Costs you. Optimizers that look at whole matrices (Muon, Adafactor) or at all parameters at once
         (LBFGS) are refused. After `finish_backward` gradients lie in the pieces, ``p.grad`` is
         None. Parameters are whole only after `ShardedOptimizer.synchronize`, or where a forward

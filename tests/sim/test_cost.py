@@ -131,6 +131,12 @@ def test_schedules_trade_the_bubble_for_memory():
     assert sum(whole.layers()) == 32
 
 
+def test_a_schedule_that_cannot_be_is_left_to_those_who_say_why():
+    """A search has such plans among others. Mutant: all of it ends with an error."""
+    one = job("pp=3,microbatches=6,schedule=dualpipe")
+    assert held(one) > 0 and "even" in one.plan.problem(one.config)
+
+
 def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
     """As `schedules.naive` says. Mutants: 1F1B's bubble; its microbatches in flight."""
     one, staged = job("pp=4,microbatches=16,schedule=naive"), job("pp=4,microbatches=16")
