@@ -383,7 +383,7 @@ def _count(name: str, p: int, m: int, v: int | None) -> list[set[tuple[float, fl
     try:
         schedule, found = make(name, p, m, v), []
     except ValueError:  # there is none: `Plan.problem` says why
-        return [{(m, 0)}] * p
+        return [{(p, 0)}] * p
     v = len(schedule.stages_on(0)) // schedule.copies
     for row in schedule.actions:
         live = owed = 0
