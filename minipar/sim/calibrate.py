@@ -176,7 +176,7 @@ def _attention(length: int, device: torch.device) -> tuple[float, float]:
 def _in_a_step(call: Callable, device: torch.device, count: int) -> float:
     """Seconds that a call adds to computing; on a GPU, of a call on its own.
 
-    Processors that compute between calls find that whoever moves bytes sleeps, and that the other
+    Processors that compute between calls find that what moves bytes sleeps, and that the other
     ranks come a little sooner or later: a small call then takes longer.
     """
     if device.type == "cuda":

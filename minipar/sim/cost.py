@@ -334,20 +334,25 @@ def activations(job: Job) -> dict[str, float]:
     output and its mask, T x T each.
     """
     c, plan, tp = job.config, job.plan, job.plan.tp
-    moe, hidden = c.moe, c.intermediate_size
-    if moe is not None:
-        hidden = (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
     fused, whole = job.software.fused, job.software.gathered * plan.sequence_parallel
     inputs = 8 - 4 * fused if job.gated else 5
     heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
     numbers = {
         "norms": c.hidden_size * ((inputs - whole) / (tp if plan.sequence_parallel else 1) + whole),
         "attention": heads * c.head_dim,
-        "mlp": (4 - fused if job.gated else 2) * hidden / tp,
+        "mlp": (4 - fused if job.gated else 2) * _hidden(job) / tp,
     }
     if not job.flash and plan.checkpointing != "selective":
         numbers["scores"] = 2.5 * c.num_heads / tp * job.seq_len
     return {part: 2 * job.tokens * n for part, n in numbers.items()}
+
+
+def _hidden(job: Job) -> float:
+    """Return the width of the MLP for a token, with experts on the rank that has the most rows."""
+    c, moe = job.config, job.config.moe
+    if moe is None:
+        return c.intermediate_size
+    return (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
 
 
 def _put_off(job: Job) -> float:
@@ -356,13 +361,10 @@ def _put_off(job: Job) -> float:
     They are the inputs of its products, and the gradients of what these return.
     """
     c, plan, tp = job.config, job.plan, job.plan.tp
-    hidden = c.intermediate_size
-    if c.moe is not None:
-        hidden = (c.moe.top_k * job.busiest + c.moe.num_shared) * c.moe.expert_size
     whole = job.software.gathered if plan.sequence_parallel else 2
     width = c.hidden_size * (whole + (2 - whole) / tp + 2)
     heads = 2 * (c.num_heads + max(c.num_kv_heads, tp)) * c.head_dim
-    return 2 * job.tokens * (width + (heads + (2 + job.gated) * hidden) / tp)
+    return 2 * job.tokens * (width + (heads + (2 + job.gated) * _hidden(job)) / tp)
 
 
 def in_flight(job: Job) -> list[set[tuple[float, float]]]:

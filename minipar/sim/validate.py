@@ -219,8 +219,8 @@ def _run(row: Row) -> Run:
                        whole("gpus_per_node", 0, 0))  # fmt: skip
     if "fp8" in machine.device.peak:
         family = LATER.get(family, family)
-    if dtype == "fp8" and family == "any":
-        family = "compiled"  # as PyTorch's float8 has to be
+    if dtype in ("fp8", "fp4") and family == "any":
+        family = "compiled"  # as torchao's products of few bits have to be
     if framework.startswith("torchtitan") and pp > 1 and zero == 3:
         zero = 1  # its default in a pipeline: weights stay gathered, and gradients go once a step
     plan = Plan(

@@ -58,7 +58,7 @@ def noted(folder: Path) -> Iterator[list[Any]]:
     except (RuntimeError, MemoryError) as error:
         if not is_one(error):
             raise
-        gc.collect()  # what nobody holds any more is not held
+        gc.collect()  # garbage is not held
         held: dict[str, int] = by_category(known[0]) if known else {}
         # The frames that have failed are still there, and so are the activations.
         held["all else"] = max(0, _used() - before - sum(held.values()))

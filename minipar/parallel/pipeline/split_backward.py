@@ -150,7 +150,7 @@ class _Embedding(torch.autograd.Function):
 def enable(model: nn.Module, put_off: PutOff) -> None:
     """Let linear layers and embeddings of `model` put off their weight gradients, in place.
 
-    So do modules with a `multiply` (x, weight) -> x Wᵀ, such as those of tensor parallelism. Others
+    So do modules whose `multiply` is torch's, such as those of tensor parallelism. Others
     (with a forward of their own) stay as they are: right, but W has less to do, and a gradient of
     theirs, as large as the weight, waits for it.
     """
@@ -159,7 +159,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
             module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # other code has changed what it does
             continue
-        if hasattr(module, "multiply"):
+        if getattr(module, "multiply", None) is F.linear:
             module.multiply = partial(_multiply, put_off)
         elif type(module) in (nn.Linear, Head):
             module.forward = partial(_forward_linear, module, put_off)
