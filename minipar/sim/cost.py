@@ -29,6 +29,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from minipar.parallel import expert
 from minipar.parallel.pipeline.schedules import LOOPED, make
 from minipar.sim.hardware import BYTES, Device
 from minipar.sim.job import Job
@@ -197,18 +198,14 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         parts["compute"] += _sum_up(job, parameters(job)[0])
     parts |= dict.fromkeys(AXES, 0.0)
     if tp > 1:
-        parts["tp"] = (1 + (cut == tp)) * job.collective("all_reduce", 2 * n * width, 1, tp)
-        if job.software.beside:  # tp hops, each beside a part of a product, but for one of them
+        parts["tp"] = (1 + (cut == tp)) * _over_tp(job, 2 * n * width)
+        if job.software.beside or plan.tp_overlap:  # tp hops, but for one beside part of a product
             parts["tp"] -= min((1 - 1 / tp) * parts["tp"], times * compute)
     if plan.cp > 1:
         parts["cp"] = _context(job, attention, times, queries, keys)
-    if (ep := job.experts_over) > 1 and c.moe is not None:
-        # The whole tensor of an all-to-all is what one rank deals out. In 8 bits numbers travel to
-        # experts, and in 16 back (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
+    if job.experts_over > 1 and c.moe is not None:
         halves = 2 if plan.dispatch == "halves" else 1
-        sent = 1.5 if job.dtype == "fp8" else 2
-        num_bytes = sent * own * c.moe.top_k * width * job.busiest / halves
-        trip = job.collective("all_to_all", num_bytes, job.experts_apart, ep)
+        trip = _trip(job, own / halves)
         parts["ep"] = _trips(plan.dispatch, halves, trip, times * dense, times * experts)
         if plan.dispatch == "paired":  # a forward and a backward, which is twice as long
             beside = 1.5 / times * parts["compute"]
@@ -217,6 +214,35 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
     host += doublings * (job.software.host_tp + job.software.host_across * far)
     return parts | {"host": max(0.0, host - sum(parts.values()))}
+
+
+def _over_tp(job: Job, num_bytes: float) -> float:
+    """Return the seconds of a gather and a sum of the stream: of its parts, hop by hop."""
+    tp = job.plan.tp
+    if not job.plan.tp_overlap:
+        return job.collective("all_reduce", num_bytes, 1, tp)
+    nodes = 1 + (job.spread(1, tp) > 1)
+    return 2 * (tp - 1) * job.machine.seconds_of_collective("send", num_bytes / tp, 2, nodes)
+
+
+def _trip(job: Job, tokens: float) -> float:
+    """Return the seconds in which rows of so many tokens go to experts, or back: the mean."""
+    moe, plan, ep, apart = job.config.moe, job.plan, job.experts_over, job.experts_apart
+    # In 8 bits numbers travel to experts, and in 16 back (DeepSeek-V3, arXiv 2412.19437, section
+    # 3.3.3).
+    token = (1.5 if job.dtype == "fp8" else 2) * job.config.hidden_size * tokens
+    if plan.dispatch == "gather":
+        verbs = ("all_gather", "reduce_scatter")
+        return sum(job.collective(verb, ep * token, apart, ep) for verb in verbs) / 2
+    # The whole tensor of an all-to-all is what one rank deals out.
+    slots = moe.top_k * job.busiest * token
+    nodes = job.spread(apart, ep) if job.software.per_node else plan.expert_nodes
+    if nodes == 1:
+        return job.collective("all_to_all", slots, apart, ep)
+    copies = expert.nodes_touched(moe.num_experts, moe.top_k, nodes) * token
+    across = job.collective("all_to_all", copies, apart * ep // nodes, nodes)
+    inside = job.collective("all_to_all", slots, apart, ep // nodes)
+    return max(across, inside) if job.software.per_node else across + inside
 
 
 def _trips(dispatch: str, parts: int, trip: float, dense: float, experts: float) -> float:

@@ -256,6 +256,7 @@ class Software:
     attention: float  # seconds of attention, as a multiple of the kernel's
     cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
     beside: float  # 1: collectives of tp run in parts beside the products that they belong to
+    per_node: float  # 1: a token travels once to each node with experts of it; 0: to each expert
     fused: float  # 1: what no product needs is not kept: float32 in norms, and silu(gate)
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
@@ -295,7 +296,7 @@ _POSITIVE = {"processors", "tile", "memory", "memory_bandwidth", "memory_efficie
 _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_length"}
 _POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
-_SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused"}
+_SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused", "per_node"}
 _SHARES |= {"buffered"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""

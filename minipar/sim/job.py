@@ -61,7 +61,8 @@ class Job:
     @property
     def experts_over(self) -> int:
         """Ranks among which experts are shared out."""
-        return max(self.ep, self.plan.ep)
+        plan = self.plan
+        return max(self.ep, plan.ep * (plan.cp if plan.experts_over_cp else 1))
 
     @property
     def experts_apart(self) -> int:
@@ -77,8 +78,9 @@ class Job:
     @property
     def busiest(self) -> float:
         """Rows of the rank with the most, for which all others wait, as a multiple of the mean."""
-        even = self.plan.dispatch == "padded"  # to what the fullest expert may have
-        return 1.0 if even else load.busiest(self.experts, self.experts_over)[1]
+        if self.plan.dispatch == "padded":  # to what the fullest expert may have
+            return self.config.moe.capacity_factor or 1.0
+        return load.busiest(self.experts, self.experts_over)[1]
 
     @property
     def experts_cut(self) -> int:

@@ -235,11 +235,15 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
         if own != plain and name not in fix:
             lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, is_plain)}")
     if plan.ep > 1 and plan.dispatch == "all_to_all":
-        halves = cost.seconds(replace(job, plan=replace(plan, dispatch="halves")))
-        lines.append(
-            f"dispatch=all_to_all: with dispatch=halves, ep would be waited for "
-            f"{halves['ep']:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
-        )
+        nodes = job.spread(job.experts_apart, plan.ep)
+        for dispatch, over in [("halves", 1), ("hierarchical", nodes)][:nodes]:
+            other = replace(plan, dispatch=dispatch, expert_nodes=over)
+            waits = cost.seconds(replace(job, plan=other))["ep"]
+            word = dispatch + f",expert_nodes={over}" * (over > 1)
+            lines.append(
+                f"dispatch=all_to_all: with dispatch={word}, ep would be waited for "
+                f"{waits:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
+            )
     if plan.tp <= machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
         n = 2 * job.tokens * job.config.hidden_size
         times = [machine.seconds_of_collective("all_reduce", n, plan.tp, k) for k in (1, 2)]
@@ -336,13 +340,10 @@ def _by_part(ranked: Ranked) -> str:
     seconds = [f"{part} {s:.2f}" for part, s in ranked.seconds.items() if s >= 5e-3]
     held = [f"{part} {b / GB:.1f}" for part, b in ranked.memory.items() if b >= 0.05 * GB]
     lines = [f"  seconds: {', '.join(seconds)}", f"  GB: {', '.join(held)}"]
-    unpriced = {"tp_overlap", "experts_over_cp", "expert_nodes", "compression"}
-    if ranked.job.plan.dispatch in ("gather", "hierarchical", "padded"):
-        unpriced.add("dispatch")
-    words = [w for w in str(ranked.job.plan).split(",") if w.partition("=")[0] in unpriced]
-    if words:
-        said = f"does not price {', '.join(words)}: its numbers are without."
-        lines.append(f"  The closed form {said}")
+    if (how := ranked.job.plan.compression) != "none":
+        lines.append(
+            f"  The closed form does not price compression={how}: its numbers are without."
+        )
     return "\n".join(lines)
 
 

@@ -173,8 +173,10 @@ class _Prices:
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
         """Seconds of a collective, or of a message, among `ranks`."""
+        if launch.among:
+            ranks = [ranks[place] for place in launch.among]
         num_bytes = max(launch.num_bytes, launch.arriving)
-        key = launch.verb, launch.axis, num_bytes, ranks
+        key = launch.verb, launch.axis, num_bytes, tuple(ranks)
         if key not in self.known:
             nodes = len({rank // self.machine.gpus for rank in ranks})
             verb = "send" if launch.peers else launch.verb

@@ -43,7 +43,10 @@ class Compute(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it."""
+    """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
+
+    `among`, too: of an all-to-all that has no rows for others, those that take part.
+    """
 
     verb: str
     axis: str
@@ -51,6 +54,7 @@ class Launch(NamedTuple):
     num_bytes: int
     peers: tuple[int, ...] = ()
     arriving: int = 0  # bytes, of an all-to-all that is uneven
+    among: tuple[int, ...] = ()
 
 
 class Wait(NamedTuple):
@@ -113,6 +117,8 @@ class Tracer(TorchDispatchMode):
     # operations
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op is torch.ops.c10d.alltoall_base_.default and 0 in args[3]:
+            self._narrow(*args[3:5])
         if op.namespace == "c10d" or operations.is_view(op):
             return op(*args, **kwargs)
         key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
@@ -152,6 +158,14 @@ class Tracer(TorchDispatchMode):
             arriving = whole * (axis.size - 1) // axis.size
         launch = Launch(verb, axis.name, axis.size, num_bytes, tuple(peers), arriving)
         self.segment.events.append(launch)
+
+    def _narrow(self, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        """Note who takes part in the call that was just launched: those with rows."""
+        events = self.segment.events
+        if events and isinstance(events[-1], Launch):  # not where another is told of calls
+            rows = enumerate(zip(arriving, sent, strict=True))
+            among = tuple(rank for rank, both in rows if any(both))
+            events[-1] = events[-1]._replace(among=among)
 
     def waited(self, number: int) -> None:
         self.unawaited.discard(number)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.parallel import expert
 from minipar.parallel.pipeline import schedules, simulate, stages
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, hardware, planner
@@ -314,6 +315,68 @@ def test_rows_in_8_bits_travel_there_and_in_16_back():
     )
     ep = [cost._layer(one, False)["ep"] for one in (wide, narrow)]
     assert 0.75 < ep[1] / ep[0] < 0.8  # more than the bytes': latency
+
+
+def test_software_may_send_a_token_once_to_each_node():
+    """8 experts of 64, on 8 nodes: 5.4 copies. Mutants: one for each; no time inside of a node."""
+    core = hardware.software("megatron-core")
+    families = core, replace(core, per_node=0.0)
+    once, each = (
+        cost._layer(replace(job("dp=64", config=SPARSE, software=one), ep=64), False)["ep"]
+        for one in families
+    )
+    copies = expert.nodes_touched(64, 8, 8)
+    assert 5 < copies < 6 and once / each == pytest.approx(copies / 8, rel=0.05)
+    near, same = (
+        cost._layer(replace(job("dp=8", config=SPARSE, software=one), ep=8), False)["ep"]
+        for one in families
+    )
+    assert near == same
+    wide = replace(H100, between=H100.between.with_ports(1e15))
+    fast = replace(job("dp=64", config=SPARSE, software=core, machine=wide), ep=64)
+    assert cost._layer(fast, False)["ep"] == near  # all that comes to a node is told on inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "capacity"),
+    [
+        ("ep=8,dispatch=gather", None),
+        ("ep=8,dispatch=padded", 1.5),
+        ("ep=16", None),
+        ("ep=16,dispatch=gather", None),
+        ("ep=16,dispatch=hierarchical,expert_nodes=2", None),
+        ("ep=32,dispatch=hierarchical,expert_nodes=4", None),
+        ("cp=4,ep=8,experts_over_cp", None),
+    ],
+)
+def test_each_dispatch_takes_what_its_traced_code_does(plan, capacity):
+    """What experts wait for, on one node and on several. Mutants: each as an all-to-all; of
+    hierarchical, what stays inside of a node as if it left it; experts of cp as if copied."""
+    moe = replace(PRESETS["qwen3-30b-a3b"], num_layers=2)
+    moe = replace(moe, moe=replace(moe.moe, capacity_factor=capacity))
+    family = hardware.software("minipar")
+    one = job(f"{plan},precision=bf16", config=moe, software=family, seq=4096)
+    one.plan.check(moe)
+    axis = "cp+ep" if one.plan.experts_over_cp else "ep"
+    replayed = planner.simulate(planner.Ranked(one, {}, {})).exposed[axis]
+    assert cost.seconds(one)["ep"] == pytest.approx(replayed, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 16])
+def test_hops_of_tp_take_what_their_traced_code_does(tp):
+    """In a node they hide; between two, each waits for one port. Mutants: not hidden; all ports."""
+    family, few = hardware.software("minipar"), replace(PRESETS["llama-3-8b"], num_layers=2)
+    plan = f"tp={tp},sequence_parallel,precision=bf16"
+    seconds = []
+    for word in ("", ",tp_overlap"):
+        one = job(plan + word, config=few, software=family)
+        replayed = planner.simulate(planner.Ranked(one, {}, {})).exposed["tp"]
+        seconds.append((cost.seconds(one)["tp"], replayed))
+    assert (seconds[1][0] > seconds[0][0]) == (seconds[1][1] > seconds[0][1]) == (tp > 8)
+    if tp > 8:
+        assert seconds[1][0] == pytest.approx(seconds[1][1], rel=0.3)
 
 
 def test_a_forward_beside_a_backward_hides_what_travels():

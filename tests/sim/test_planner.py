@@ -187,17 +187,9 @@ def test_sequences_that_only_we_pad_are_no_ones_else(tokens, plan):
 
 def test_words_without_a_price_are_said():
     """Mutant: the numbers of a plan without them, as if they were its own."""
-    moe = replace(EIGHT, model="mixtral-8x7b", global_batch=8)
-    for config, plan, words in (
-        (EIGHT, "dp=8,compression=int8", "does not price compression=int8:"),
-        (EIGHT, "dp=4,tp=2,sequence_parallel,tp_overlap", "does not price tp_overlap:"),
-        (moe, "cp=2,ep=4,experts_over_cp", "does not price experts_over_cp:"),
-        (moe, "ep=8,dispatch=hierarchical,expert_nodes=2", "dispatch=hierarchical, expert_nodes"),
-        (moe, "ep=8,dispatch=halves", None),
-    ):
-        text = planner.answer(replace(config, explain=plan))[0]
-        assert words in text if words else "does not price" not in text
-    assert "does not price tp_overlap" in planner.answer(replace(EIGHT, fix="tp_overlap"))[0]
+    for plan, is_priced in (("dp=8", True), ("dp=8,compression=int8", False)):
+        text = planner.answer(replace(EIGHT, explain=plan))[0]
+        assert ("does not price compression=int8:" in text) != is_priced
 
 
 @pytest.mark.mostly_slow
