@@ -99,4 +99,5 @@ def key_of(value: Any) -> Any:
 def is_view(op: Any) -> bool:
     """Whether the result of `op` is the memory that it was given, in another shape."""
     returns = [value.alias_info for value in op._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returns)
+    is_alias = any(alias is not None and not alias.is_write for alias in returns)
+    return is_alias or op.name() == "aten::_unsafe_view"

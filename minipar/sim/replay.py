@@ -32,7 +32,7 @@ from minipar.comm.timeline import Timeline
 from minipar.parallel.pipeline.messages import AHEAD
 from minipar.sim.hardware import Machine
 from minipar.sim.trace import Trace, Traces
-from minipar.sim.tracer import Compute, Launch, Segment, Wait
+from minipar.sim.tracer import Compute, Launch, Memory, Segment
 
 
 @dataclass(frozen=True)
@@ -132,28 +132,29 @@ class _Prices:
         return self.segments[segment]
 
     def _words(self, segment: Segment) -> Iterator[tuple]:
+        # A block may be left and entered again, as where it is computed again beside its backward.
+        last = {event[:2]: at for at, event in enumerate(segment.events) if type(event) is Compute}
         block, seconds = ("", ""), 0.0  # kind and name
-        for event in segment.events:
-            if type(event) is Compute and event[:2] == block:
-                seconds += self.compute(event)
-            elif type(event) in (Compute, Launch, Wait):
-                if seconds:
-                    yield "work", *block, seconds
+        for at, event in enumerate(segment.events):
+            if type(event) is Memory:
+                continue
+            if seconds and event[:2] != block:
+                yield "work", *block, seconds
                 seconds = 0.0
-                if type(event) is Compute:
-                    if ".layers." in block[1]:
-                        yield "host", self.host
-                    block, seconds = event[:2], self.compute(event)
-                elif type(event) is Launch:
-                    yield "launch", event
-                    if moving := self.moving(event.num_bytes):
-                        yield "work", "copy", event.verb, moving
-                else:
-                    yield "wait", *event
+            if type(event) is Compute:
+                block, seconds = event[:2], seconds + self.compute(event)
+                if at == last[block] and ".layers." in block[1]:
+                    yield "work", *block, seconds
+                    yield "host", self.host
+                    seconds = 0.0
+            elif type(event) is Launch:
+                yield "launch", event
+                if moving := self.moving(event.num_bytes):
+                    yield "work", "copy", event.verb, moving
+            else:
+                yield "wait", *event
         if seconds:
             yield "work", *block, seconds
-        if ".layers." in block[1]:
-            yield "host", self.host
 
     def compute(self, event: Compute) -> float:
         """Seconds of an operation."""

@@ -236,12 +236,14 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
     """The steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
+    # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
+    learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     observers.append(tracer)
     try:
         with tracer:
-            play(actor, tracer, places[:1], 1)
+            play(actor, tracer, places[:1], learned)
             if tracer.unawaited:
-                play(actor, tracer, places[:1], 1)  # what they are when orders are known
+                play(actor, tracer, places[:1], learned)  # what they are when orders are known
         tracer.segments.clear()
         gc.collect()  # hooks make cycles
         with tracer.watching(actor.model, actor.strategy.optimizer):

@@ -164,8 +164,12 @@ def test_an_exchange_waits_for_neighbours_alone(machine):
 
 @pytest.mark.slow
 def test_a_host_sets_the_pace_where_kernels_are_short():
-    """A second per layer and direction, and another for a recomputation."""
-    for text, directions in (("dp=2", 2), ("dp=2,checkpointing=full", 3)):
+    """A second per layer and direction, and another for a recomputation.
+
+    Mutant: one each time that a block is entered, which a recomputation with calls on tp leaves.
+    """
+    full = "checkpointing=full"
+    for text, directions in (("dp=2", 2), (f"dp=2,{full}", 3), (f"tp=2,{full}", 3)):
         step = replay(traced(text), FAST, host=1.0)
         assert step.seconds == pytest.approx(directions * CONFIG.num_layers, rel=0.01)
 

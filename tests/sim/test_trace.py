@@ -257,7 +257,7 @@ def test_what_each_refinement_changes_is_told():
         assert rows[whole].activations - rows[chunked].activations > logits
         assert rows[whole].operations < rows[chunked].operations
     narrow, wide = rows["  bf16 working weights"], rows["ZeRO 3 in float32"]
-    assert narrow.moved < 0.9 * wide.moved and narrow.sent < 0.75 * wide.sent
+    assert narrow.moved < 0.95 * wide.moved and narrow.sent < 0.75 * wide.sent
     assert rows["  recompute full"].activations < rows["ddp in float32"].activations
     text = traces.table(rows).splitlines()
     assert len(text) == len(rows) + 1 and len(set(map(len, text))) == 1
@@ -305,6 +305,24 @@ def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
         trace(config, Plan.parse(plan), seq_len=64).tokens for plan in ("tp=2", "dp=2,ep=2")
     )
     assert (whole, shared) == (64, 4 * 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b"])
+def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
+    """Each stage of a rank sends once per microbatch. Mutant: the step in which it learns has one
+    microbatch, after which `no_sync()` came as a surprise."""
+    plan = Plan.parse(f"dp=2,pp=2,zero=2,microbatches=6,schedule={schedule}")
+    for rank in trace(CONFIG, plan, seq_len=32).ranks.values():
+        sums = [e for e in events_of(rank, Launch) if e.verb == "reduce_scatter"]
+        assert len(sums) >= 2 * plan.microbatches
+
+
+def test_a_view_is_free():
+    """That of a product's rows, which autograd takes for no view, too. Mutant: it moves bytes."""
+    names = {e.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events()
+             if type(e) is Compute}  # fmt: skip
+    assert "mm" in names and not {"view", "_unsafe_view", "transpose"} & names
 
 
 def test_a_pipeline_sends_what_blocks_compute_in():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from minipar.comm import memory
 from minipar.model.llama import Llama
 from minipar.train import out_of_memory, trainer
 from minipar.train.config import TrainConfig
@@ -63,6 +64,7 @@ def test_what_a_rank_holds_is_told_by_category(tmp_path, text, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(Llama, "forward", fails)
+    monkeypatch.setattr(memory, "tags", type(memory.tags)())  # without those of other tests
     with pytest.raises(OutOfMemory, match=r"out of memory in step 2: of .* GB held, .*optimizer"):
         trainer.train(config, str(tmp_path))
     held = json.loads((tmp_path / out_of_memory.FILE).read_text(encoding="utf-8"))["held"]

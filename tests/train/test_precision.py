@@ -493,6 +493,11 @@ def test_emulation_equals_the_instruction(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(*s, generator=generator) for s in [(48, 32), (16, 32), (48, 16)])
     outcomes, scaled_mm = [], torch._scaled_mm
+    try:
+        one = torch.ones(())
+        scaled_mm(x.to(E4M3), weight.to(E4M3).t(), one, one, out_dtype=torch.float32)
+    except RuntimeError as error:
+        pytest.skip(f"this processor multiplies no such matrices of fp8 ({str(error)[:60]})")
     for real in (False, True):
         calls = []
 
