@@ -312,7 +312,7 @@ def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
 def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
     """Each stage of a rank sends once per microbatch. Mutant: the step in which it learns has one
     microbatch, after which `no_sync()` came as a surprise."""
-    plan = Plan.parse(f"dp=2,pp=2,zero=2,microbatches=6,schedule={schedule}")
+    plan = Plan.parse(f"dp=2,pp=2,zero=2,microbatches=4,schedule={schedule}")
     for rank in trace(CONFIG, plan, seq_len=32).ranks.values():
         sums = [e for e in events_of(rank, Launch) if e.verb == "reduce_scatter"]
         assert len(sums) >= 2 * plan.microbatches
