@@ -6,22 +6,25 @@ Sources: Chen et al. 1604.06174; Korthikanti et al. 2205.05198, section 5.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy as Policy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from minipar.model import casts
-from minipar.model.llama import Block
+from minipar.model.llama import MLP, Block
 
-_KEPT = [  # matrix products and fused attention, as autograd sees them on CPU and CUDA
+_KEPT = {  # matrix products and fused attention, as autograd sees them on CPU and CUDA
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
+}
 
 
 def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
@@ -33,30 +36,34 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
     - "selective": keep what is dear to compute, drop what is cheap. Korthikanti et al. (2205.05198,
       section 5) drop the T x T matrices inside attention: much memory, few FLOPs. Fused attention
       never stores these, so the same rule now picks what is left: keep the results of matrix
-      products and of attention; compute norms, rotations and SwiGLU's product again. Hardly any
-      extra FLOPs.
+      products and of attention, but for the layer's last product, which backward needs no result
+      of; compute norms, rotations and SwiGLU's product again. Hardly any extra FLOPs.
 
     Gradients are those of "none". May be called again to change the mode.
     """
-    runs = {
-        "none": None,
-        "full": partial(checkpoint, use_reentrant=False, context_fn=_keep_nothing),
-        "selective": partial(checkpoint, use_reentrant=False, context_fn=_keep_products),
-    }
-    if mode not in runs:
-        raise ValueError(f"mode={mode!r} is unknown; use {', '.join(map(repr, runs))}")
+    contexts = {"none": None, "full": _keep_nothing, "selective": _keep_products}
+    if mode not in contexts:
+        raise ValueError(f"mode={mode!r} is unknown; use {', '.join(map(repr, contexts))}")
     for module in model.modules():
         if isinstance(module, Block):
-            module.checkpoint = runs[mode]
+            make = contexts[mode] and partial(contexts[mode], module)
+            module.checkpoint = make and partial(checkpoint, use_reentrant=False, context_fn=make)
 
 
-def _keep_nothing() -> tuple[AbstractContextManager, AbstractContextManager]:
+def _keep_nothing(_: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Contexts of a forward and of its recomputation."""
     return nullcontext(), casts.same_again()
 
 
-def _keep_products() -> tuple[AbstractContextManager, AbstractContextManager]:
-    forward, recompute = create_selective_checkpoint_contexts(_KEPT)
+def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
+    # The last product sums over a width that no other one of the layer does.
+    inner = block.mlp.down_proj.weight.shape[-1] if isinstance(block.mlp, MLP) else None
+
+    def policy(_: Any, op: Any, *args: Any, **__: Any) -> Policy:
+        is_last = op is torch.ops.aten.mm.default and args[0].shape[-1] == inner
+        return Policy.MUST_SAVE if op in _KEPT and not is_last else Policy.PREFER_RECOMPUTE
+
+    forward, recompute = create_selective_checkpoint_contexts(policy)
     return forward, _both(casts.same_again(), recompute)
 
 

@@ -113,6 +113,18 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
 
 
 @pytest.mark.slow
+def test_selective_repeats_no_product_of_experts():
+    """Nor any other. Mutant: the grouped ones are not among those that are kept."""
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+    once, again = (
+        trace(config, Plan.parse(f"ep=4,precision=bf16,checkpointing={mode}"), seq_len=64)
+        for mode in ("none", "selective")
+    )
+    products = [[e.op for e in events_of(t.ranks[0], "product")] for t in (once, again)]
+    assert sorted(products[0]) == sorted(products[1]) and "_grouped_mm" in products[0]
+
+
+@pytest.mark.slow
 def test_ranks_of_ep_have_tokens_of_their_own():
     """Mutant: those of dp alone are counted, though ep cuts the batch as well."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
