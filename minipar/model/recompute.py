@@ -36,8 +36,10 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
     - "selective": keep what is dear to compute, drop what is cheap. Korthikanti et al. (2205.05198,
       section 5) drop the T x T matrices inside attention: much memory, few FLOPs. Fused attention
       never stores these, so the same rule now picks what is left: keep the results of matrix
-      products and of attention, but for the layer's last product, which backward needs no result
-      of; compute norms, rotations and SwiGLU's product again. Hardly any extra FLOPs.
+      products and of attention, but for a layer's last, which backward does not need; compute
+      norms, rotations and SwiGLU's product again. Hardly any extra FLOPs. (The last is kept, too,
+      where it would be computed again: in a mixture, in tensor parallelism with overlap, in a
+      zero-bubble pipeline, and where it is as wide as others.)
 
     Gradients are those of "none". May be called again to change the mode.
     """
@@ -56,15 +58,29 @@ def _keep_nothing(_: Block) -> tuple[AbstractContextManager, AbstractContextMana
 
 
 def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
-    # The last product sums over a width that no other one of the layer does.
-    inner = block.mlp.down_proj.weight.shape[-1] if isinstance(block.mlp, MLP) else None
+    last = _width_of_last(block)
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> Policy:
-        is_last = op is torch.ops.aten.mm.default and args[0].shape[-1] == inner
-        return Policy.MUST_SAVE if op in _KEPT and not is_last else Policy.PREFER_RECOMPUTE
+        is_last = op is torch.ops.aten.mm.default and args[0].shape[-1] == last
+        # The repetition ends where backward has all it needs. Plain products save their inputs
+        # first, and are not reached; an autograd function, without gradients in it, does so last.
+        is_reached = not torch.is_grad_enabled()
+        is_kept = op in _KEPT and (is_reached or not is_last)
+        return Policy.MUST_SAVE if is_kept else Policy.PREFER_RECOMPUTE
 
     forward, recompute = create_selective_checkpoint_contexts(policy)
     return forward, _both(casts.same_again(), recompute)
+
+
+def _width_of_last(block: Block) -> int | None:
+    """Return what the last product of a layer sums over; None if others do so, too."""
+    if not isinstance(block.mlp, MLP):  # the results of experts are weighed
+        return None
+    attention = block.self_attn
+    down, *others = (
+        m.weight.shape[-1] for m in (block.mlp.down_proj, attention.q_proj, attention.o_proj)
+    )
+    return None if down in others else down
 
 
 @contextmanager

@@ -56,9 +56,11 @@ def seconds(job: Job) -> dict[str, float]:
     forward, backward = _layer(job, False), _layer(job, True)
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
-    if plan.checkpointing == "selective" and plan.sequence_parallel and software.kept < 1:
+    if plan.checkpointing == "selective" and software.kept < 1:
         # What norms return is gathered again: half of what forward sends.
-        backward["tp"] += max(0.0, 0.5 - again) * forward["tp"]
+        backward["tp"] += plan.sequence_parallel * max(0.0, 0.5 - again) * forward["tp"]
+        if not again:  # products are kept, and the rows of experts are not
+            backward["ep"] += forward["ep"]
     once = {part: forward[part] + backward[part] for part in forward}
     group = job.dp * plan.cp
     layer, experts, words = parameters(job)
@@ -217,7 +219,10 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
 
 
 def _over_tp(job: Job, num_bytes: float) -> float:
-    """Return the seconds of a gather and a sum of the stream: of its parts, hop by hop."""
+    """Return the seconds in which tp gathers the stream and sums it up; with tp_overlap, by hops.
+
+    `num_bytes` are the stream's. Each hop is a message of a tp-th of it to the next rank.
+    """
     tp = job.plan.tp
     if not job.plan.tp_overlap:
         return job.collective("all_reduce", num_bytes, 1, tp)
@@ -228,8 +233,7 @@ def _over_tp(job: Job, num_bytes: float) -> float:
 def _trip(job: Job, tokens: float) -> float:
     """Return the seconds in which rows of so many tokens go to experts, or back: the mean."""
     moe, plan, ep, apart = job.config.moe, job.plan, job.experts_over, job.experts_apart
-    # In 8 bits numbers travel to experts, and in 16 back (DeepSeek-V3, arXiv 2412.19437, section
-    # 3.3.3).
+    # To experts in 8 bits, and back in 16 (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
     token = (1.5 if job.dtype == "fp8" else 2) * job.config.hidden_size * tokens
     if plan.dispatch == "gather":
         verbs = ("all_gather", "reduce_scatter")

@@ -235,15 +235,18 @@ def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]
         if own != plain and name not in fix:
             lines.append(f"{name}={own}: with {name}={plain}, {lost(found, best, is_plain)}")
     if plan.ep > 1 and plan.dispatch == "all_to_all":
-        nodes = job.spread(job.experts_apart, plan.ep)
-        for dispatch, over in [("halves", 1), ("hierarchical", nodes)][:nodes]:
-            other = replace(plan, dispatch=dispatch, expert_nodes=over)
-            waits = cost.seconds(replace(job, plan=other))["ep"]
-            word = dispatch + f",expert_nodes={over}" * (over > 1)
-            lines.append(
-                f"dispatch=all_to_all: with dispatch={word}, ep would be waited for "
-                f"{waits:.2f} s instead of {best.seconds['ep']:.2f} (ask with --fix)"
-            )
+        words = ["dispatch=halves"]
+        if not job.software.per_node:
+            nodes = job.spread(job.experts_apart, job.experts_over)
+            words.append(f"dispatch=hierarchical,expert_nodes={nodes}")
+        for word in words:
+            other = replace(job, plan=Plan.parse(f"{plan},{word}"))
+            if problem(other) is None:
+                lines.append(
+                    f"dispatch=all_to_all: with {word}, ep would be waited for "
+                    f"{cost.seconds(other)['ep']:.2f} s instead of {best.seconds['ep']:.2f} "
+                    f"(ask with --fix)"
+                )
     if plan.tp <= machine.gpus < plan.num_ranks and plan.tp % 2 == 0:
         n = 2 * job.tokens * job.config.hidden_size
         times = [machine.seconds_of_collective("all_reduce", n, plan.tp, k) for k in (1, 2)]

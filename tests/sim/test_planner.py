@@ -238,6 +238,31 @@ def test_tp_is_timed_among_its_own_ranks():
     assert f"takes {inside * 1e3:.2f} ms there, {across * 1e3:.2f} ms over two" in line
 
 
+@pytest.mark.parametrize(
+    "gpus, software, said",
+    [
+        (8, "minipar", ["halves"]),
+        (16, "minipar", ["halves", "hierarchical,expert_nodes=2"]),
+        (16, "megatron-core", ["halves"]),  # which sends a token once to each node as it is
+    ],
+)
+def test_other_ways_to_experts_are_priced(gpus, software, said):
+    """Mutants: a node of its own is one to send to; what software does anyway is advised."""
+    base = planner.base_of(
+        replace(EIGHT, model="mixtral-8x7b", gpus=gpus, software=software, global_batch=gpus)
+    )
+    job = replace(base, config=replace(base.config, moe=MoEConfig(16, 2, 4096)))
+    job = replace(job, plan=Plan.parse(f"ep={gpus},zero=2"))
+    ranked = planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    lines = planner.reasons(planner.Search(0.0, [], []), ranked)
+    words = [line.split("with dispatch=")[1] for line in lines if "with dispatch=" in line]
+    assert [word.split(", ep would")[0] for word in words] == said
+    for word in words:
+        plan = Plan.parse(f"{job.plan},dispatch={word.split(', ep')[0]}")
+        waits = cost.seconds(replace(job, plan=plan))["ep"]
+        assert f"waited for {waits:.2f} s instead of {ranked.seconds['ep']:.2f}" in word
+
+
 def test_one_plan_is_explained_and_json_is_the_same(capsys):
     config = replace(EIGHT, explain="dp=8,zero=3,microbatches=8,precision=bf16")
     text, (ranked,) = planner.answer(config)

@@ -113,15 +113,29 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
 
 
 @pytest.mark.slow
-def test_selective_repeats_no_product_of_experts():
-    """Nor any other. Mutant: the grouped ones are not among those that are kept."""
-    config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2",
+        "ep=4",
+        "tp=2",  # where the MLP on a rank is as wide as the stream
+        "tp=4,sequence_parallel",
+        "tp=4,sequence_parallel,tp_overlap",
+        "pp=2,schedule=zb_h1,microbatches=2",
+    ],
+)
+def test_selective_repeats_no_product(text):
+    """Mutants: of experts, all; of overlapped and put-off ones, the last; one for the last that is
+    as wide as it."""
+    plan = f"{text},precision=bf16,checkpointing="
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 32)) if "ep" in text else CONFIG
     once, again = (
-        trace(config, Plan.parse(f"ep=4,precision=bf16,checkpointing={mode}"), seq_len=64)
-        for mode in ("none", "selective")
+        trace(config, Plan.parse(plan + mode), seq_len=64) for mode in ("none", "selective")
     )
-    products = [[e.op for e in events_of(t.ranks[0], "product")] for t in (once, again)]
-    assert sorted(products[0]) == sorted(products[1]) and "_grouped_mm" in products[0]
+    for rank in once.ranks:
+        products = [[e.op for e in events_of(t.ranks[rank], "product")] for t in (once, again)]
+        assert sorted(products[0]) == sorted(products[1])
+        assert ("_grouped_mm" if "ep" in text else "mm") in products[0]
 
 
 @pytest.mark.slow
