@@ -7,8 +7,8 @@ Idea.   On a laptop all ranks share a few cores, so that their timelines show ho
         where a call or a recording ends. So the process runs ahead of its device, as the host of a
         GPU does. 16 ranks on two cores draw what 16 GPUs would.
 Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
-        (`sim/hardware.py`); an optimizer is one pass over its bytes; views are free. Deadlines are
-        points of the clock, not naps, so that waking up late does not add up.
+        (`sim/hardware.py`); an optimizer is one pass over its bytes, a norm is one operation, views
+        are free. Deadlines are points of the clock, not naps, so that waking up late adds nothing.
 Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
         have done the real work by then. Recorded times are divided by it: a Timeline shows seconds
         of the declared device.
@@ -246,7 +246,7 @@ class _Clock(TorchDispatchMode):
     def running(self) -> Iterator[None]:
         self.is_paused, self.is_inside = False, 0  # whatever a call before has left
         self.catch_up()
-        with self:
+        with operations.fused_norms(), self:
             yield
         self.come_true()
 

@@ -6,11 +6,16 @@ own, as a fused one is. Views, and memory that nothing is written to, are free.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.library import Library
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
@@ -101,3 +106,71 @@ def is_view(op: Any) -> bool:
     returns = [value.alias_info for value in op._schema.returns]
     is_alias = any(alias is not None and not alias.is_write for alias in returns)
     return is_alias or op.name() == "aten::_unsafe_view"
+
+
+# ---------------------------------------------------------------------- norms, as GPUs do them
+@contextmanager
+def fused_norms() -> Iterator[None]:
+    """In the body `F.rms_norm` is one operation, and its gradient is one, as torch has it on CUDA.
+
+    Elsewhere torch spells it out, in a dozen operations that keep float32 beside 16 bits (as it
+    does on CUDA, too, where the weight is of another type than the input).
+    """
+    _define()
+    spelled_out = F.rms_norm
+
+    def rms_norm(
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        given = input, weight
+        if has_torch_function(given):
+            return handle_torch_function(rms_norm, given, input, normalized_shape, weight, eps)
+        if eps is None or weight is None or weight.dtype != input.dtype:
+            return spelled_out(input, normalized_shape, weight, eps)
+        return torch.ops.minipar.rms_norm(input, weight, eps)[0]
+
+    F.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        F.rms_norm = spelled_out
+
+
+@cache
+def _define() -> Library:
+    """Tell torch of both operations."""
+    library = Library("minipar", "DEF")
+    library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+    library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
+                   " -> (Tensor, Tensor)")  # fmt: skip
+    library.impl("rms_norm", _norm, "CompositeExplicitAutograd")
+    library.impl("rms_norm_backward", _norm_backward, "CompositeExplicitAutograd")
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)  # nobody asks for that of `scale`
+        ctx.save_for_backward(*inputs[:2], output[1])
+
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
+        return *torch.ops.minipar.rms_norm_backward(grad, *ctx.saved_tensors), None
+
+    torch.library.register_autograd("minipar::rms_norm", backward, setup_context=keep, lib=library)
+    return library
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * weight).to(x.dtype), scale
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Bit for bit as autograd would find it."""
+    grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
+    of_weight = (grad * (wide * scale)).sum(tuple(range(x.ndim - 1)))
+    grad = grad * weight
+    of_mean = -0.5 * (grad * wide).sum(-1, keepdim=True) * scale**3 / x.shape[-1]
+    of_x = grad * scale + of_mean * (2 * wide)
+    return of_x.to(x.dtype), of_weight.to(weight.dtype)

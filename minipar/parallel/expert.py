@@ -72,7 +72,16 @@ from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_host
-from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
+from minipar.model.moe import (
+    MoE,
+    MoEConfig,
+    Routing,
+    Seated,
+    add_up,
+    combine,
+    mixtures,
+    sort_by_expert,
+)
 from minipar.parallel import guard
 from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.pieces import check_divides, full_shape, mark
@@ -333,7 +342,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
 
     # 3. And back: a row for each copy.
     home = all_to_all(sums, axis, send_counts=here, recv_counts=there)
-    return moe.add(torch.zeros_like(x).index_add(0, token, home), shared)
+    return moe.add(add_up(home, token, len(x)), shared)
 
 
 def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:

@@ -153,7 +153,8 @@ def _products(job: Job) -> _Products:
         chosen *= job.busiest
         experts = product(ups * f, width, chosen / held, held)
         experts += product(width, f, chosen / held, held)
-        hidden, touched = c.moe.num_shared * f, 4 * (width + 2 * f) * chosen / n
+        hidden = c.moe.num_shared * f
+        touched = (job.software.rows * width + 8 * f) * chosen / n
     dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
     return _Products(attention, dense, experts, hidden, touched, own, cut)
 
@@ -287,10 +288,11 @@ def _head(job: Job) -> float:
 def _sum_up(job: Job, numbers: float) -> float:
     """Return the seconds in which a microbatch adds so many gradients to the sum of those before.
 
-    ZeRO 3 has but a shard of it.
+    A buffer takes the first ones as they are. ZeRO 3 has but a shard of it.
     """
-    before = (job.plan.microbatches - 1) / job.plan.microbatches * (job.plan.zero < 3)
-    return _touch(job, before * 2 * job.software.gradients * numbers)
+    m, software = job.plan.microbatches, job.software
+    added = (m - software.buffered) / m * software.added * (job.plan.zero < 3)
+    return _touch(job, added * numbers)
 
 
 def _touch(job: Job, num_bytes: float) -> float:
@@ -358,20 +360,23 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
 def activations(job: Job) -> dict[str, float]:
     """Return the bytes that backward needs of a layer for one microbatch, by part.
 
-    As `memory.llama_activations`, but as software on GPUs does it: unless they are fused, norms
-    keep float32 beside 16 bits and a gate its silu, and sequence parallelism leaves some of what it
-    gathers whole. Of a GPT layer, dropout's masks; without flash attention, softmax's input and
-    output and its mask, T x T each.
+    As `memory.llama_activations`, but as software on GPUs does it: norms may keep float32 beside 16
+    bits, unfused gates keep their silu, and sequence parallelism leaves some of what it gathers
+    whole. Rows of experts are kept as they come and as they go. Of a GPT layer, dropout's masks;
+    without flash attention, softmax's input and output and its mask, T x T each.
     """
     c, plan, tp = job.config, job.plan, job.plan.tp
     fused, whole = job.software.fused, job.software.gathered * plan.sequence_parallel
-    inputs = 8 - 4 * fused if job.gated else 5
+    norms = job.software.norms if job.gated else 5
     heads = 2 * c.num_heads / tp + 2 * max(c.num_kv_heads / tp, 1)
     numbers = {
-        "norms": c.hidden_size * ((inputs - whole) / (tp if plan.sequence_parallel else 1) + whole),
+        "norms": c.hidden_size * ((norms - whole) / (tp if plan.sequence_parallel else 1) + whole),
         "attention": heads * c.head_dim,
         "mlp": (4 - fused if job.gated else 2) * _hidden(job) / tp,
     }
+    if c.moe is not None:
+        own = tp if job.experts_cut < tp and plan.sequence_parallel else 1
+        numbers["rows"] = 2 * c.moe.top_k * job.busiest * c.hidden_size / own
     if not job.flash and plan.checkpointing != "selective":
         numbers["scores"] = 2.5 * c.num_heads / tp * job.seq_len
     return {part: 2 * job.tokens * n for part, n in numbers.items()}

@@ -257,9 +257,12 @@ class Software:
     cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
     beside: float  # 1: collectives of tp run in parts beside the products that they belong to
     per_node: float  # 1: a token travels once to each node with experts of it; 0: to each expert
-    fused: float  # 1: what no product needs is not kept: float32 in norms, and silu(gate)
+    norms: float  # numbers of 16 bits, per width and token, that a layer's two norms keep
+    fused: float  # 1: a gate's silu, which no product needs, is not kept
+    rows: float  # numbers, per width, that are read and written of a token's row for an expert
     exposed: float  # share of data parallelism's collectives that hides behind nothing
-    copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
+    copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch,
+    added: float  # and others, to add gradients to those of microbatches before
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     kept: float  # share of what backward needs that it keeps, but for scores

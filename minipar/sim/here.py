@@ -102,7 +102,8 @@ def compare(machine: hardware.Machine, plans: tuple[str, ...] = PLANS, rounds: i
 
     def predict(plan: str, name: str) -> float:
         there = Here(devices.Device(machine.device), link.LINKS[name], machine)
-        return replay(trace(CONFIG, Plan.parse(plan), seq_len=SEQ_LEN), there).seconds
+        traces = trace(CONFIG, Plan.parse(plan), seq_len=SEQ_LEN, on_cpu=True)
+        return replay(traces, there).seconds
 
     control = predict("dp=2", "none")
     return [

@@ -164,7 +164,7 @@ def llama_activations(
 
     A layer with experts has instead of the last, for k choices of a token, and k' = k + num_shared:
 
-        mlp        3 k D + 4 k' F     rows, the experts' answers, and these weighed, for their sum
+        mlp        2 k D + 4 k' F     rows and the experts' answers, which are weighed
         routing    4 E + 40 k + 4 bytes    scores, weights, choices and their order
 
     It is whole on each rank of `tp`; with `sequence`, each computes its own tokens; with `experts`
@@ -191,7 +191,7 @@ def llama_activations(
         own = tp if sequence else 1  # parts into which tokens are cut where they are routed
         parts = tp if experts else own
         hidden = 4 * (moe.top_k + moe.num_shared) * moe.expert_size
-        rows = 3 * moe.top_k * config.hidden_size
+        rows = 2 * moe.top_k * config.hidden_size
         numbers["mlp"] = rows / (1 if experts else own) + hidden / parts
         # A router multiplies its own tokens; of what is gathered, shared experts keep a copy.
         numbers["norms"] = inputs / own + results / 2 * (1 / (tp if overlap else 1) + 1 / own)

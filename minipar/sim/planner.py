@@ -361,29 +361,35 @@ def explain(ranked: Ranked) -> str:
 
 
 def simulate(ranked: Ranked) -> Simulated:
-    """Trace minipar's own code under a plan, and replay it on the machine: no closed form."""
+    """Trace minipar's own code under a plan, and replay it on the machine: no closed form.
+
+    What no trace tells, hosts and the efficiency of attention in training, is the software's.
+    """
     job = ranked.job
     traces = trace(
         job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len, experts=job.experts
     )
-    return replay(traces, job.machine, host=job.software.host)
+    software = job.software
+    return replay(traces, job.machine, host=software.host, attention=software.attention)
 
 
 def as_minipar(ranked: Ranked) -> str:
     """Say what a plan takes when minipar's own code runs it: its time and its memory.
 
-    Traced and replayed whole; of a long pipeline, so many microbatches that its memory is full.
+    Traced and replayed whole, with what software loses once in a step; of a long pipeline, so many
+    microbatches that its memory is full.
     """
     job, plan = ranked.job, ranked.job.plan
     limit = cost.room(job.machine.device)
     some = min(plan.microbatches, 4 * plan.pp) if plan.pp > 1 else plan.microbatches
     shorter = replace(ranked, job=replace(job, plan=replace(plan, microbatches=some)))
     simulated = simulate(shorter)
-    time = f"{simulated.seconds:.2f} s"
+    seconds = simulated.seconds + job.software.fixed
+    time = f"{seconds:.2f} s"
     if some < plan.microbatches:
         time += f" for {some} of {plan.microbatches} microbatches"
     closed = sum(cost.seconds(shorter.job).values())
-    time += f" ({simulated.seconds / closed - 1:+.0%} of the closed form)"
+    time += f" ({seconds / closed - 1:+.0%} of the closed form)"
     fits = simulated.peak_bytes <= limit
     memory = f"{simulated.peak_bytes / GB:.0f} GB: {'fits' if fits else 'does not fit'}"
     more = "" if fits or job.software.name == "minipar" else "; ask again with --software minipar"

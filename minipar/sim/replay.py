@@ -76,12 +76,18 @@ class Simulated:
 
 
 def replay(
-    traces: Traces, machine: Machine, *, host: float = 0.0, slow: Mapping[int, float] | None = None
+    traces: Traces,
+    machine: Machine,
+    *,
+    host: float = 0.0,
+    attention: float = 1.0,
+    slow: Mapping[int, float] | None = None,
 ) -> Simulated:
     """Play a step on `machine`.
 
     Args:
         host: seconds that a host needs to launch a layer in one direction: 0.6 ms, say.
+        attention: its seconds in training, as a multiple of those of the kernel by itself.
         slow: ranks that compute slower than the others, and how many times; from 1 up.
 
     Raises `ValueError` for ranks that there are not, and for factors that would make time run back.
@@ -93,7 +99,9 @@ def replay(
             raise ValueError(f"slow: rank {rank} x {factor}; use ranks 0 to {size - 1}, from 1 up")
     if not 0 <= host < math.inf:
         raise ValueError(f"host={host} must be a number of 0 or more")
-    stage = _Stage(_Prices(traces, machine, host), slow)
+    if not 0 < attention < math.inf:
+        raise ValueError(f"attention={attention} must be a number above 0")
+    stage = _Stage(_Prices(traces, machine, host, attention), slow)
     stage.play(2)
     first, last = stage.ends
     seconds = max(last.values()) - max(first.values())
@@ -113,8 +121,8 @@ def replay(
 class _Prices:
     """How long events take, asked for once each; segments in the few words that a player needs."""
 
-    def __init__(self, traces: Traces, machine: Machine, host: float) -> None:
-        self.traces, self.machine, self.host = traces, machine, host
+    def __init__(self, traces: Traces, machine: Machine, host: float, attention: float) -> None:
+        self.traces, self.machine, self.host, self.attention = traces, machine, host, attention
         # What an emulated machine does in another way: it magnifies, has lanes for messages, and
         # may move bytes by what computes (`seconds_of_moving`: in which a rank does not compute).
         self.counted = getattr(machine.device, "counted", int)
@@ -160,7 +168,8 @@ class _Prices:
         """Seconds of an operation."""
         key = event[2:]
         if key not in self.known:
-            self.known[key] = operations.seconds_of(event, self.machine.device)
+            slower = self.attention if event.work == "attention" else 1
+            self.known[key] = slower * operations.seconds_of(event, self.machine.device)
         return self.known[key]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:

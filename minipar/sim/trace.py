@@ -15,7 +15,7 @@ Steps.  One that others have gone before is recorded: the first learns orders (d
 `python -m minipar.sim.trace` prints a table: what each refinement changes in a step.
 
 Limits: an optimizer is one pass over its bytes, as a fused one is. Elementwise operations are not
-fused. Loaders, checkpoints and what Python does between operations take no part.
+fused, but for norms. Loaders, checkpoints and what Python does between operations take no part.
 """
 
 import copy
@@ -23,7 +23,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minipar.comm import operations
 from minipar.comm.calls import observers
 from minipar.comm.mesh import Mesh, rank_at
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
@@ -170,6 +171,7 @@ def trace(
     every_cp: bool = False,
     loss_chunk: int = 0,
     experts: Load = (),
+    on_cpu: bool = False,
 ) -> Traces:
     """Trace a training step of a Llama under `plan`; weights are float32, as `minipar train` does.
 
@@ -180,6 +182,7 @@ def trace(
         loss_chunk: as of `minipar train`.
         experts: tokens of each expert, see `load.py`; of ranks that share experts out, the busiest
             is traced, and taken to be what all of them wait for.
+        on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
 
     Raises `ValueError` for a plan or a load that does not work, and in a process that is a rank of
     a group.
@@ -207,7 +210,8 @@ def trace(
         for places in alike.values():
             own = {"pp": places[0], "cp": c, "ep": load.busiest(experts, plan.ep)[0]}
             rank = rank_at({a: own.get(a, 0) for a in sizes}, sizes)
-            with load.assumed(experts), pretend(plan, rank) as mesh:
+            norms = nullcontext() if on_cpu else operations.fused_norms()
+            with load.assumed(experts), pretend(plan, rank) as mesh, norms:
                 actor = Actor(config, plan, mesh, sequences, seq_len)
                 actor.model.loss_chunk = loss_chunk
                 found[c] |= _record(actor, places, Tracer(is_uneven))
@@ -412,9 +416,9 @@ def refined(config: LlamaConfig, seq_len: int) -> dict[str, Totals]:
 def table(rows: dict[str, Totals]) -> str:
     """Return the numbers of `refined`, line by line, in GB."""
     lines = ["".join([f"{'a step of one rank, GB':30}", *(f"{f:>13}" for f in Totals._fields)])]
-    for name, (operations, *sizes) in rows.items():
+    for name, (count, *sizes) in rows.items():
         numbers = "".join(f"{size / 1e9:13.1f}" for size in sizes)
-        lines.append(f"{name:30}{operations:13,}{numbers}")
+        lines.append(f"{name:30}{count:13,}{numbers}")
     return "\n".join(lines)
 
 

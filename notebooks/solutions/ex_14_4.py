@@ -36,7 +36,7 @@ BUGS = {
 
 def seconds(length):
     """Of forward and backward of a document of so many tokens, measured: see the notebook."""
-    return 3e-3 + 110e-6 * length + 320e-9 * length**2
+    return 2.5e-3 + 97e-6 * length + 330e-9 * length**2
 
 
 def given(size, random):

@@ -29,7 +29,7 @@ from minipar.model import hf
 from minipar.model.experts import why_not_grouped
 from minipar.model.init import init_weights
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers
+from minipar.model.moe import MoE, MoEConfig, Router, Routing, add_up, routers
 from minipar.model.recompute import checkpoint_activations
 from tests.model.oracle import exact_norm, randomised, some_tokens
 
@@ -283,6 +283,18 @@ def test_grouped_product_equals_the_loop(dtype):
         scale = loop.abs().max().item()
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * scale
         torch.testing.assert_close(loop, grouped, rtol=0, atol=tolerance)
+
+
+def test_rows_are_added_up_as_by_torch_and_not_kept():
+    """Mutants: the gradient of another row; `index_add`, which keeps them."""
+    tokens, rows = torch.tensor([2, 0, 2, 3, 0]), torch.randn(5, 8).double().requires_grad_()
+    grad, kept = torch.randn(4, 8).double(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        sums = add_up(rows, tokens, 4)
+    expected = torch.zeros(4, 8).double().index_add(0, tokens, rows)
+    assert torch.equal(sums, expected)
+    assert torch.equal(*(torch.autograd.grad(out, rows, grad)[0] for out in (sums, expected)))
+    assert [t.shape for t in kept] == [tokens.shape]
 
 
 @pytest.mark.parametrize("how", ["loop", "grouped", "padded"])

@@ -339,6 +339,28 @@ def test_software_may_send_a_token_once_to_each_node():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=8,zero=1,microbatches=2",
+        "dp=8,zero=3",
+        "dp=2,tp=4,sequence_parallel,zero=1",
+        "dp=2,pp=4,zero=1,microbatches=8",
+        "pp=4,dp=2,zero=1,schedule=zb_h1,microbatches=8",
+        "ep=4,pp=2,zero=1,microbatches=4",
+    ],
+)
+def test_the_family_minipar_is_its_own_code(plan):
+    """In time and memory, as replayed. Mutants: it moves, copies, adds and keeps as others do;
+    experts move no more than dense layers, or keep no rows."""
+    few = replace(PRESETS["mixtral-8x7b" if "ep" in plan else "llama-3-8b"], num_layers=8)
+    one = job(f"{plan},precision=bf16", config=few, software=hardware.software("minipar"))
+    simulated = planner.simulate(planner.Ranked(one, {}, {}))
+    assert -0.05 < (simulated.seconds + one.software.fixed) / step(one) - 1 < 0.13
+    assert -0.1 < simulated.peak_bytes / held(one) - 1 < 0.07
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("plan", "capacity"),
     [
         ("ep=8,dispatch=gather", None),

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from minipar.comm import operations
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.plan import Plan
@@ -174,6 +175,15 @@ def test_a_host_sets_the_pace_where_kernels_are_short():
         assert step.seconds == pytest.approx(directions * CONFIG.num_layers, rel=0.01)
 
 
+def test_attention_may_be_slower_than_its_kernel_by_itself():
+    """Mutants: products are slower as well; attention is not."""
+    found = traced("dp=2")
+    one, three = (replay(found, FAST, attention=factor).computing for factor in (1.0, 3.0))
+    works = [e for e in found.ranks[0].events() if getattr(e, "work", "") == "attention"]
+    kernels = sum(operations.seconds_of(work, FAST) for work in works)
+    assert three - one == pytest.approx(2 * kernels) and kernels > 0
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_the_fullest_rank():
     """Of 1F1B the first: it holds the most microbatches."""
@@ -192,6 +202,7 @@ def test_bad_input_is_refused():
         ({"slow": {2: 2.0}}, "rank 2"),
         ({"slow": {0: 0.5}}, "x 0.5"),
         ({"host": float("nan")}, "host=nan"),
+        ({"attention": 0.0}, "attention=0.0"),
     ):
         with pytest.raises(ValueError, match=match):
             replay(found, FAST, **options)

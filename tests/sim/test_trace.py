@@ -112,6 +112,18 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
     assert not any(e.op == "_grouped_mm" for e in loop.events() if type(e) is Compute)
 
 
+def test_a_norm_is_one_operation_on_a_gpu_and_spelled_out_on_a_processor():
+    """Mutants: spelled out, with float32 kept, on both; fused on both."""
+    plan = Plan.parse("dp=2,precision=bf16")
+    gpu, cpu = (trace(CONFIG, plan, seq_len=64, on_cpu=on_cpu) for on_cpu in (False, True))
+    names = [[e.op for e in events_of(t.ranks[0], "bytes")] for t in (gpu, cpu)]
+    norms = 2 * CONFIG.num_layers + 1
+    assert names[0].count("rms_norm") == names[0].count("rms_norm_backward") == norms
+    assert "rms_norm" not in names[1] and names[1].count("rsqrt") == norms
+    saved = cpu.at_peak()["activations"] - gpu.at_peak()["activations"]
+    assert saved > 4 * CONFIG.num_layers * 64 * CONFIG.hidden_size * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",

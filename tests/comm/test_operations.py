@@ -1,0 +1,71 @@
+"""A norm is one operation each way, as on a GPU, and no bit of it changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minipar.comm.operations import fused_norms
+
+WIDTH = 64
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.append(op._opname)
+        return op(*args, **(kwargs or {}))
+
+
+def given(dtype, of_weight=None, device="cpu"):
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(2, 32, WIDTH, generator=generator).to(device, dtype) for _ in range(2))
+    weight = torch.randn(WIDTH, generator=generator).to(device, of_weight or dtype)
+    return x.requires_grad_(), weight.requires_grad_(), grad
+
+
+def norm(x, weight, grad):
+    out = F.rms_norm(x, (WIDTH,), weight, 1e-5)
+    return out, *torch.autograd.grad(out, (x, weight), grad.to(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_fused_norm_is_torchs_bit_for_bit(dtype):
+    """Mutants: the sum for the gradient of x in another order; no weight in it."""
+    expected = norm(*given(dtype))
+    with fused_norms():
+        found = norm(*given(dtype))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_is_one_operation_each_way_that_keeps_its_input(device):
+    """Mutant: float32 of the input is kept beside its 16 bits."""
+    x, weight, grad = given(torch.bfloat16, device=device)
+    kept = []
+    with fused_norms(), Names() as names:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = F.rms_norm(x, (WIDTH,), weight, 1e-5)
+        torch.autograd.grad(out, (x, weight), grad)
+    assert [n for n in names.seen if n != "detach"] == ["rms_norm", "rms_norm_backward"]
+    wide = [t for t in kept if t.numel() >= x.numel()]
+    assert [t.data_ptr() for t in wide] == [x.data_ptr()] and wide[0].dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_with_a_weight_of_another_type_it_is_spelled_out_as_on_a_gpu():
+    with fused_norms(), Names() as names:
+        norm(*given(torch.bfloat16, torch.float32))
+    assert "rms_norm" not in names.seen and "rsqrt" in names.seen
+
+
+def test_after_it_torch_spells_norms_out_again():
+    """Also after an error in the body."""
+    with pytest.raises(RuntimeError, match="body"), fused_norms():
+        raise RuntimeError("body")
+    with Names() as names:
+        norm(*given(torch.float32))
+    assert "rms_norm" not in names.seen
