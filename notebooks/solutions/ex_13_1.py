@@ -20,7 +20,7 @@ def given(size, random):
     """Products by name as (m, k, n), FLOP/s and bytes/s: of layers, for few tokens and for many."""
     cases = []
     for tokens in (1, 16, 512, 8192):
-        width, hidden = (64 * int(torch.randint(8, 256, (), generator=random)) for _ in range(2))
+        width, hidden = (64 * int(torch.randint(16, 256, (), generator=random)) for _ in range(2))
         shapes = {
             "queries": (tokens, width, width),
             "keys": (tokens, width, width // 4),
@@ -28,8 +28,10 @@ def given(size, random):
             "down": (tokens, hidden, width),
             "router": (tokens, width, 8),  # of a mixture of experts
         }
-        flops = 1e12 * int(torch.randint(100, 2000, (), generator=random))
-        cases.append((shapes, flops, 1e12 * int(torch.randint(1, 8, (), generator=random))))
+        bandwidth = 1e12 * int(torch.randint(1, 8, (), generator=random))
+        # With many tokens, computing holds up queries, and memory the router.
+        flops = bandwidth * int(torch.randint(20, 450, (), generator=random))
+        cases.append((shapes, flops, bandwidth))
     return [(cases,)] * size
 
 
