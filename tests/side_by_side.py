@@ -1,10 +1,10 @@
-"""Run the tests in four processes, side by side: much of the time of each is spent asleep.
+"""Run the tests in three processes, side by side: much of the time of each is spent asleep.
 
     python -m tests.side_by_side                     # everything, as `make test` does
     python -m tests.side_by_side -k ddp --maxfail 3  # arguments are those of pytest
 
 Each process is a whole pytest, which collects all tests and runs those files that no other has
-begun: one goes through them from the front, one from the back, two from between on, until they
+begun: one goes through them from the front, one from the back, one from the middle on, until they
 meet. Each notebook counts as a file of its own. They are in front: while the processes of a
 notebook sleep as long as an emulated device would take, the other tests have the cores.
 
@@ -27,7 +27,7 @@ import pytest
 
 FOLDER, NUMBER = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_NUMBER"
 LEFT = "the others have left"
-PROCESSES = 4
+PROCESSES = 3
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = "tests/lab/test_exercises.py"
 
@@ -39,9 +39,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     folder, number = Path(os.environ[FOLDER]), int(os.environ[NUMBER])
     every = files([each for each in session.items if not is_timed(each)])
-    begin = max(0, number - 1) * len(every) // (PROCESSES - 1)
-    order = every[::-1] if number == 1 else every[begin:] + every[:begin]
-    free = (items for name, items in order if not taken(folder / name))
+    orders = every, every[::-1], every[len(every) // 2 :] + every[: len(every) // 2]
+    free = (items for name, items in orders[number] if not taken(folder / name))
     run(session, (item for items in free for item in items))
     if number == 0:
         while not (folder / LEFT).exists():

@@ -66,7 +66,7 @@ def seconds(job: Job) -> dict[str, float]:
     layer, experts, words = parameters(job)
     if plan.zero == 3 and group > 1:
         gather = _over_dp(job, "all_gather", 2, layer, experts)
-        reduce = _over_dp(job, "reduce_scatter", 2, layer, experts)
+        reduce = _over_dp(job, "reduce_scatter", software.reduced, layer, experts)
         pairs = (gather, forward), (gather + reduce, backward)
         waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
         once["dp"] = waits + _touch(job, software.copies * layer)

@@ -262,7 +262,8 @@ class Software:
     rows: float  # numbers, per width, that are read and written of a token's row for an expert
     exposed: float  # share of data parallelism's collectives that hides behind nothing
     copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch,
-    added: float  # and others, to add gradients to those of microbatches before
+    reduced: float  # that it sends of gradients, and
+    added: float  # that others move to add gradients to those of microbatches before
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     kept: float  # share of what backward needs that it keeps, but for scores

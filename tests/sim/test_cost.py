@@ -338,6 +338,16 @@ def test_software_may_send_a_token_once_to_each_node():
 
 
 @pytest.mark.slow
+def test_minipars_zero_3_sends_what_its_code_does():
+    """Where nothing hides it, behind a slow network. Mutant: gradients travel in 16 bits."""
+    few, slow = replace(model_config("llama-3-70b"), num_layers=40), hardware.load("h100-100gbe")
+    family = hardware.software("minipar")
+    one = job("dp=16,zero=3,precision=bf16", config=few, machine=slow, software=family, seq=2048)
+    exposed = planner.simulate(planner.Ranked(one, {}, {})).exposed["dp"]
+    assert cost.seconds(one)["dp"] == pytest.approx(exposed, rel=0.15)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
