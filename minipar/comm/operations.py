@@ -2,10 +2,12 @@
 
 One law for what is simulated (`sim/`) and what is emulated (`device.py`): products and attention by
 their shapes, all else by the bytes that it reads and writes, and an optimizer as one pass over its
-own, as a fused one is. Views, and memory that nothing is written to, are free.
+own, as a fused one is. Views, and memory that nothing is written to, are free. And `fused_norms`:
+what is one operation on a GPU shall be one here.
 """
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -109,34 +111,43 @@ def is_view(op: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- norms, as GPUs do them
+_lock = threading.Lock()
+_fused: list[Any] = []
+"""What `F.rms_norm` was, once for each `fused_norms` that runs, on whatever thread."""
+
+
 @contextmanager
 def fused_norms() -> Iterator[None]:
     """In the body `F.rms_norm` is one operation, and its gradient is one, as torch has it on CUDA.
 
     Elsewhere torch spells it out, in a dozen operations that keep float32 beside 16 bits (as it
-    does on CUDA, too, where the weight is of another type than the input).
+    does on CUDA, too, where the weight is of another type than the input). Values are the same, bit
+    for bit. All threads see it; it ends with the last body that has begun.
     """
     _define()
-    spelled_out = F.rms_norm
-
-    def rms_norm(
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> Tensor:
-        given = input, weight
-        if has_torch_function(given):
-            return handle_torch_function(rms_norm, given, input, normalized_shape, weight, eps)
-        if eps is None or weight is None or weight.dtype != input.dtype:
-            return spelled_out(input, normalized_shape, weight, eps)
-        return torch.ops.minipar.rms_norm(input, weight, eps)[0]
-
-    F.rms_norm = rms_norm
+    with _lock:
+        _fused.append(_fused[0] if _fused else F.rms_norm)
+        F.rms_norm = _rms_norm
     try:
         yield
     finally:
-        F.rms_norm = spelled_out
+        with _lock:
+            spelled_out = _fused.pop()
+            F.rms_norm = _rms_norm if _fused else spelled_out
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    given = input, weight
+    if has_torch_function(given):
+        return handle_torch_function(_rms_norm, given, input, normalized_shape, weight, eps)
+    if eps is None or weight is None or weight.dtype != input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    return torch.ops.minipar.rms_norm(input, weight, eps)[0]
 
 
 @cache
@@ -150,7 +161,7 @@ def _define() -> Library:
     library.impl("rms_norm_backward", _norm_backward, "CompositeExplicitAutograd")
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)  # nobody asks for that of `scale`
+        ctx.set_materialize_grads(False)  # there is none of `scale`
         ctx.save_for_backward(*inputs[:2], output[1])
 
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:

@@ -1,7 +1,10 @@
 """The experts of a mixture, side by side: one small MLP after the other, or all in one product.
 
-Which of their tokens they get is the business of moe.py. Proved by tests/model/test_moe.py.
+Which of their tokens they get is the business of moe.py; rows become tokens again in `add_up`.
+Proved by tests/model/test_moe.py.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,3 +79,22 @@ def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
 def _swiglu(both: Tensor) -> Tensor:
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def add_up(rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """Add rows [M, D] to those of their `tokens` [M], of which there are N -> [N, D].
+
+    As torch's `index_add`, which would keep all rows for the sake of their shape.
+    """
+    return _AddUp.apply(rows, tokens, num_tokens)
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, tokens, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None

@@ -32,7 +32,7 @@ may take its place, as any sum of counts may that of `Router.sum_counts` and `su
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, importing the compiler if used
 
 from minipar.model import casts
-from minipar.model.experts import Experts
+from minipar.model.experts import Experts, add_up
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "microbatch", "batch")
@@ -440,22 +440,3 @@ def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tens
     # In the router's dtype: sums of k in low precision lose digits.
     wide = rows * routing.weights.flatten()[order, None]
     return add_up(wide, tokens, len(like)).to(like.dtype)
-
-
-def add_up(rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-    """Add rows [M, D] to those of their `tokens` [M], of which there are N -> [N, D].
-
-    As torch's `index_add`, which would keep all rows for the sake of their shape.
-    """
-    return _AddUp.apply(rows, tokens, num_tokens)
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, tokens, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.saved_tensors[0]], None, None

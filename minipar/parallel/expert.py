@@ -72,16 +72,8 @@ from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_host
-from minipar.model.moe import (
-    MoE,
-    MoEConfig,
-    Routing,
-    Seated,
-    add_up,
-    combine,
-    mixtures,
-    sort_by_expert,
-)
+from minipar.model.experts import add_up
+from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel import guard
 from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.pieces import check_divides, full_shape, mark

@@ -75,8 +75,7 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     pasted = parse_nccl(Path(config.nccl_tests), str(path)) if config.nccl_tests else []
     cores = min(8, psutil.cpu_count(logical=False) or 1)
     size = config.ranks or torch.cuda.device_count() or cores
-    on_cpu = backends.compute_device().type == "cpu"
-    events = trace(TINY, Plan(), seq_len=TOKENS, on_cpu=on_cpu).ranks[0].events()
+    events = trace(TINY, Plan(), seq_len=TOKENS, on_cpu=True).ranks[0].events()
     launches = sum(type(event) is Compute for event in events)
     backend = backend or backends.pick_backend(size)
     with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
@@ -85,7 +84,7 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     points = [fit.Point("", str(path), *row) for row in found[0][1]]
     machine = write(path, slowest, pasted or points, size)
     if "step" in slowest:
-        traces = trace(SMALL, Plan(), seq_len=SMALL.max_seq_len, on_cpu=on_cpu)
+        traces = trace(SMALL, Plan(), seq_len=SMALL.max_seq_len, on_cpu=True)
         predicted = replay(traces, machine).seconds
         slower = slowest["step"] / predicted
         print(f"a training step takes {slower:.2f} times as long as its operations by themselves")

@@ -261,9 +261,9 @@ class Software:
     fused: float  # 1: a gate's silu, which no product needs, is not kept
     rows: float  # numbers, per width, that are read and written of a token's row for an expert
     exposed: float  # share of data parallelism's collectives that hides behind nothing
-    copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch,
-    reduced: float  # that it sends of gradients, and
-    added: float  # that others move to add gradients to those of microbatches before
+    copies: float  # bytes per parameter that ZeRO 3 moves through memory, each microbatch
+    reduced: float  # bytes per gradient that ZeRO 3 sends
+    added: float  # bytes per gradient that others move, to add it to that of microbatches before
     fixed: float  # seconds of a step that depend on nothing
     selective: float  # share of a forward that selective recomputation repeats, but for scores
     kept: float  # share of what backward needs that it keeps, but for scores

@@ -69,3 +69,14 @@ def test_after_it_torch_spells_norms_out_again():
     with Names() as names:
         norm(*given(torch.float32))
     assert "rms_norm" not in names.seen
+
+
+def test_it_lasts_as_long_as_any_of_the_threads_that_want_it():
+    """Mutants: the first to end spells norms out for all; the last to end leaves them fused."""
+    torchs, first, second = F.rms_norm, fused_norms(), fused_norms()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert F.rms_norm is not torchs
+    second.__exit__(None, None, None)
+    assert F.rms_norm is torchs

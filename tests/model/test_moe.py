@@ -26,10 +26,10 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from minipar.model import hf
-from minipar.model.experts import why_not_grouped
+from minipar.model.experts import add_up, why_not_grouped
 from minipar.model.init import init_weights
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE, MoEConfig, Router, Routing, add_up, routers
+from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers
 from minipar.model.recompute import checkpoint_activations
 from tests.model.oracle import exact_norm, randomised, some_tokens
 

@@ -92,7 +92,7 @@ def curves(
 
 def _log_ticks(axis: Axis, values: Sequence[float]) -> None:
     """More ticks than powers of ten, for values that are not far apart: if powers of two, these."""
-    if not min(values, default=0) > 0 or max(values) >= 500 * min(values):
+    if not min(values, default=0) > 0 or max(values) >= 200 * min(values):
         return
     doubles = all(math.log2(v).is_integer() for v in values)
     axis.set_major_locator(
