@@ -35,8 +35,10 @@ from minipar.sim.hardware import BYTES, Device
 from minipar.sim.job import Job
 
 PAIRED_HIDDEN = 0.8
-"""Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most:
-the first and last microbatches have no other beside them (`lab.bench.expert_overlap.whole_steps`).
+"""Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most.
+
+On emulated devices one pair hides 87 %, and a step of 8 microbatches 69 %: half of its slots are no
+pairs (`lab.bench.expert_overlap`). With 120 microbatches on 16 stages a third of them is none.
 """
 LOGITS = 12
 """Bytes of a logit that the loss writes: in 16 bits, in float32, its gradient, and between."""
