@@ -159,8 +159,8 @@ def measured_page() -> str:
     """All rows that `minipar bench` has written, a table for each bench."""
     parts = [
         "# What was measured",
-        "`minipar bench` ran on two cores of a shared machine. In brackets: quartiles of a ratio, "
-        "the least and the largest gap.",
+        "`minipar bench` ran on two cores of a shared machine, `make gpu-check` on one that is "
+        "named below. In brackets: quartiles of a ratio, the least and the largest gap.",
         "![Published step times beside what the planner predicts for them]"
         "(notebooks/assets/predicted.png)",
     ]
@@ -205,8 +205,8 @@ def _merged(row: dict) -> dict[str, str]:
 def _number(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    if isinstance(value, float) and abs(value) < 1000:
-        return f"{value:.3g}"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return " ".join(str(value).split()).replace("|", "\\|")  # in one line, in one cell
 
 

@@ -23,6 +23,11 @@ for name in list(os.environ):
     if name.startswith(FOREIGN) or name.lower().endswith("_proxy"):
         del os.environ[name]
 
+# Tests know the numbers of a processor, to the last bit, and GPUs have a check of their own: `make
+# gpu-check`. With MINIPAR_GPU=1 tests see them, too, and those that need one run.
+if "MINIPAR_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # What a shell runs in the background ignores Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from minipar.comm import device, timeline, watchdog
 from minipar.comm.mesh import Axis
+from minipar.comm.recorder import Recorder
 
 
 class Observer(Protocol):
@@ -113,7 +114,7 @@ def launch(
                 # To wait here would stop the GPU; when its kernels ran, the profiler tells.
                 recorder.comm(verb, axis.name, sent, start, time.monotonic())
             else:
-                work = _Noted(work, recorder.travel(verb, axis.name, sent, start), start)
+                work = _Noted(work, recorder, verb, axis.name, sent, start)
     pending = Pending(work, result, finish, waiting, number)
     return pending if async_op else pending.wait()
 
@@ -121,8 +122,10 @@ def launch(
 class _Noted:
     """A work whose end is noted when it ends, not when it is waited for."""
 
-    def __init__(self, work: Any, note: Callable[[float, float], None], start: float) -> None:
-        self._work, self._note, self._start = work, note, start
+    def __init__(self, work: Any, recorder: Recorder, *words: Any) -> None:
+        self._work, self._start, self._recorder = work, words[-1], recorder
+        self._note = recorder.travel(*words)
+        recorder.unwaited.add(self)
         self._noted = threading.Event()
         self._error: BaseException | None = None
         self._thread = None
@@ -148,9 +151,15 @@ class _Noted:
             self._error = error
         self._over()
 
+    def land(self, patience: float) -> None:
+        """Wait, but no longer than that; who called still has to wait."""
+        if self._noted.wait(patience) and self._thread is None:
+            self._work.wait()  # gloo tells of the end before it has come to it
+
     def wait(self) -> None:
         if self._thread is None:
             self._work.wait()
         self._noted.wait()  # so that the ledger is complete when `wait` returns
+        self._recorder.unwaited.discard(self)
         if self._error is not None:
             raise self._error

@@ -15,7 +15,8 @@ file, so that no port can collide.
 
 *Failure.* When a rank raises, the others get `grace` seconds to finish and are then stopped, even
 if they wait inside of a collective: a control thread in each rank aborts its process groups from
-under it. A rank that does not even answer to that is killed. Then the process group is made anew,
+under it. Where ranks have but lost a connection, or say that all find the same, they get ten times
+as long. A rank that does not even answer to that is killed. Then the process group is made anew,
 dead ranks are forked again, and `RankError` shows the traceback of the rank that failed *first*.
 
 *End.* No rank outlives your process, however it ends: pipes that close end the ranks; on Linux the
@@ -124,7 +125,7 @@ class Ranks:
         size: number of ranks.
         backend: "gloo", "nccl", or "link" (gloo behind an emulated link).
         timeout: seconds after which a collective that is not joined by all fails.
-        grace: seconds that ranks may go on after another has failed.
+        grace: seconds that ranks may go on after another has failed; see *Failure* above.
         threads: threads of each rank for computing.
         sink: receives what ranks print, while they run; None lets them print for themselves.
         mend: after a failure make the pool usable again; otherwise end it.
@@ -379,7 +380,9 @@ class Ranks:
             self._stop(job)
         if job.failures and job.limit is None:
             found_by_all = any(failure.everywhere for failure in job.failures.values())
-            job.limit = now + self.grace * (10 if found_by_all else 1)
+            # A rank that was killed may still die: a GPU's memory is given back before it is gone.
+            only_felt = all(failure.broken for failure in job.failures.values())
+            job.limit = now + self.grace * (10 if found_by_all or only_felt else 1)
         if job.dead and not job.stopped:
             job.limit = now  # a wait for the dead is in vain
         if job.waiting and job.limit is not None and now >= job.limit:

@@ -6,7 +6,7 @@ its hooks away again.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Recorder:
         self.stack: list[_Frame] = []  # what is open, the innermost last
         self._thread = threading.get_ident()
         self._travelling: dict[object, tuple[str, str, int, float]] = {}
+        self.unwaited: set[Any] = set()  # works that nobody has waited for
 
     def travel(
         self, name: str, axis_name: str, num_bytes: int, start: float
@@ -60,6 +61,16 @@ class Recorder:
                 self.comm(name, axis_name, num_bytes, start, end)
 
         return arrive
+
+    def land(self, patience: float) -> None:
+        """Wait, for so many seconds at most, until all that travels has arrived.
+
+        torch's profiler, ended while gloo is at work for it, ends the process by a SIGSEGV.
+        """
+        for work in list(self.unwaited):
+            with suppress(Exception):  # who waits for the result will hear of it
+                work.land(patience)
+        self.unwaited.clear()
 
     def finish(self) -> None:
         """The recording ends, and with it what still travels: no byte is left out."""

@@ -303,7 +303,8 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     Communication and optimizers are always seen; with `model`, forward and backward of its blocks
     (`recorder.blocks` says which) and what the model does between them. Recomputing a checkpointed
     block is backward. What a loss computes outside of the model is idle unless it is in a `span`;
-    its backward is seen. A collective that still travels at the end of the body ends there.
+    its backward is seen. A collective that still travels at the end of the body ends there; beside
+    torch's profiler, which runs where there is a GPU, it is waited for.
     Raises RuntimeError when this process is recording already.
     """
     global _active
@@ -316,10 +317,14 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     _active = recorder
     # An emulated device's clock stands still but for work and waiting: all else is work, too.
     rest = recorder.open("compute", "step") if device.current() else None
+    patience = 5.0  # in vain where the body fails and the others do not come
     try:
         yield timeline
+        patience = 60.0
     finally:
         recorder.close(rest)
+        if profiler is not None:
+            recorder.land(patience)
         recorder.finish()
         _active, recorder.on = None, False
         for undo in remove:

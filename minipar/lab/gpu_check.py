@@ -7,9 +7,11 @@ Each check is a few rows of ``notebooks/assets/measured/gpu.json``:
   same collectives in the same order. In float32 alone: every schedule of a pipeline, every dispatch
   of experts, compiled blocks, offload, local SGD, compressors (`minipar.lab.gpu_parts`);
 - checkpoint: a run that was saved by one plan goes on by another, as if nothing had happened;
+- calibrate: what `minipar calibrate` finds, in ``gpu_machine.toml``;
 - utilisation: single-GPU training of a real Llama in several settings, one of which is fastest, in
   FLOP/s and as a share of what a large matrix product reaches on the same device; the first of them
-  beside tokens/s of `transformers` in the same loop; highest memory beside the closed form;
+  beside tokens/s of `transformers` in the same loop; seconds and highest memory beside what the
+  simulator says, of the machine that was measured and of the one that it knows by this name;
 - overlap: runs of several ranks by plans of each kind: tokens/s, and how much of communication is
   hidden; the timeline of one step, whose spans come from the profiler, is drawn;
 - scaling, on several GPUs: tokens/s of the same run on all of them, with the batch of one and with
@@ -45,10 +47,12 @@ from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
-from minipar.lab.gpu_parts import PARTS, steps_of
-from minipar.lab.gpu_speed import Setting, name_of, ours, settings, theirs
+from minipar.lab.gpu_parts import GROUPED, PARTS, steps_of
+from minipar.lab.gpu_speed import Setting, name_of, ours, settings, sheet_of, theirs, trace_of
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
+from minipar.sim import calibrate, hardware
+from minipar.sim.replay import replay
 from minipar.train import trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
@@ -66,7 +70,7 @@ ONCE = (
     *("ep=2,dispatch=hierarchical,expert_nodes=2", "ep=2,dispatch=padded; expert_capacity=2"),
     "ep=2,pp=2,microbatches=4,schedule=dualpipe_v,dispatch=paired; batch_size=8",
     *(f"{plan}; compile=inductor" for plan in ("dp=2", "dp=2,zero=3", "tp=2")),
-    *PARTS,
+    *(part for part in PARTS if part != GROUPED),
 )
 """In float32: plans, some with flags behind them; and parts of a run that are no plans."""
 RESUMED = (("dp=2,zero=3", "tp=2"), ("tp=2,sequence_parallel", "dp=2,zero=1"))
@@ -88,7 +92,7 @@ class GpuCheck:
     """Check parity, speed, overlap and scaling on this machine's GPUs; write what came out."""
 
     out: str = "notebooks/assets/measured"
-    """Folder for gpu.json and gpu_timeline.png."""
+    """Folder for gpu.json, gpu_machine.toml and gpu_timeline.png."""
     preset: str = "llama-3.2-1b"
     """The model whose training is timed."""
     rehearse: bool = False
@@ -124,13 +128,17 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     rows = Rows(folder / "gpu.json", check, gpus)
     with tempfile.TemporaryDirectory() as runs, Ranks(1, timeout=120, sink=None) as one:
-        for texts, precisions in ((PLANS, [*TOLERANCE]), (ONCE, ["float32"])):
+        for texts, *precisions in ((PLANS, *TOLERANCE), (ONCE, "float32"), ((GROUPED,), "bf16")):
             with noted(rows, "parity"):
                 parity(rows, one, gpus, runs, texts[::step], precisions)
         with noted(rows, "checkpoint"):
             checkpoints(rows, one, gpus, runs, RESUMED[::step])
+        with noted(rows, "calibrate"):
+            calibrated(rows, folder / "gpu_machine.toml")
         with noted(rows, "utilisation"):
             speed(rows, check.settings())
+        with noted(rows, "simulated"):
+            simulated(rows, check.settings(), folder / "gpu_machine.toml")
         with noted(rows, "overlap"):
             config, size = check.run(gpus), max(gpus, 2)
             plans = [plan.format(size) for plan in (TALKING[1:2] if check.rehearse else TALKING)]
@@ -197,6 +205,10 @@ def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
         how = ", ".join(f"{name}={best[name]}" for name in words)
         share = f"{best['share_of_matmul']:.0%} of a large matrix product"
         lines.append(f"fastest: {best['tokens_per_second']:,.0f} tokens/s with {how}: {share}")
+        for name in ("simulated_ms", "data_sheet_ms"):
+            found = [f"{row[name] / row['step_ms'] - 1:+.0%}" for row in fast if name in row]
+            if found:
+                lines.append(f"{name}: {', '.join(found)} of the measured step")
     if gpus < 2:
         rest = "NCCL, overlap over its links, and scaling: these take several GPUs"
         lines.append(f"not proved: {rest}")
@@ -367,6 +379,14 @@ def worst(errors: Iterable[float]) -> float:
 
 
 # ---------------------------------------------------------------------- how fast
+def calibrated(rows: Rows, path: Path) -> None:
+    """Measure this machine as `minipar calibrate` does, on one device."""
+    if not (path.is_file() and rows.have(check="calibrate")):
+        device = calibrate.run(calibrate.CalibrateConfig(str(path), ranks=1)).device
+        found = {"peak": device.peak, "memory_bandwidth": device.memory_bandwidth}
+        rows.add({"check": "calibrate", **found, "launch": device.launch})
+
+
 def speed(rows: Rows, tried: Sequence[Setting]) -> None:
     """Time each setting in a fresh process; where one does not fit, its row says so."""
     todo = [("utilisation", setting, ours) for setting in tried]
@@ -381,6 +401,23 @@ def speed(rows: Rows, tried: Sequence[Setting]) -> None:
                         raise
                     row = known | {"message": "does not fit into memory"}
             rows.add(row)
+
+
+def simulated(rows: Rows, tried: Sequence[Setting], measured: Path) -> None:
+    """Put beside each setting that is not compiled what the simulator says of its step.
+
+    On the machine of the file `measured`, and on the one that it knows by this device's name.
+    """
+    machines = {"simulated_ms": hardware.load(measured)}
+    if (sheet := sheet_of(backends.compute_device())) is not None:
+        machines["data_sheet_ms"] = sheet
+    for setting in tried:
+        for row in rows:
+            if not setting.compile and asdict(setting).items() <= row.items() and "step_ms" in row:
+                traces = trace_of(setting)
+                row["simulated_bytes"] = sum(traces.at_peak().values())
+                row |= {name: 1e3 * replay(traces, m).seconds for name, m in machines.items()}
+    rows.write()
 
 
 def overlap(
@@ -399,6 +436,8 @@ def overlap(
         if "zero=3" in text:
             device = name_of(backends.compute_device())
             step.label = f"measured, {device}, {config.preset}, {text}"
+            if 0 < gpus < config.num_ranks:
+                step.label += "; ranks share a GPU and talk through the host"
             draw.save(draw.timeline(step), figure)
 
 

@@ -4,6 +4,7 @@ Offload, models that train alone and agree, and compressed gradients, on ranks t
 of a batch, beside one rank that sees all of it. The two are equal where theory says so: the average
 of steps is the step of the average where the optimizer is plain SGD and each step ends with an
 agreement; and what all ranks send of a gradient is, with what each keeps back, the gradient.
+And experts in one product of torch's, which on a GPU takes bf16 alone, beside one after the other.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.optim import SGD
 from minipar.comm import backends
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, Mesh
+from minipar.model.experts import Experts
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import ddp, fsdp, local_sgd, offload, zero
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
@@ -73,7 +75,8 @@ LEARNERS: dict[str, Callable[[nn.Module, Axis], Learner]] = {
     "diloco": partial(local, method="diloco", **OUTER),
     "diloco delayed": partial(local, method="diloco delayed", delay=0, mix=0.0, **OUTER),
 }
-PARTS = (*LEARNERS, *(f"compression={name}" for name in COMPRESSORS))
+GROUPED = "experts in one product"
+PARTS = (GROUPED, *LEARNERS, *(f"compression={name}" for name in COMPRESSORS))
 
 
 def steps_of(part: str, size: int) -> list[dict[str, float]]:
@@ -82,6 +85,8 @@ def steps_of(part: str, size: int) -> list[dict[str, float]]:
     One rank does without it.
     """
     dp, device = Mesh(dp=size).dp, backends.compute_device()
+    if part == GROUPED:
+        return [product_of_experts("loop" if size == 1 else "grouped", device)]
     torch.manual_seed(dp.rank)  # all are to have the weights of rank 0
     model = Llama(PRESETS["tiny"]).to(device)
     if part not in LEARNERS:
@@ -101,6 +106,19 @@ def gradient(model: nn.Module, dp: Axis, compressor: str) -> dict[str, float]:
         p.grad += all_reduce(reduce.residue(p), dp)
     norm = grad_norm(model.parameters())
     return {"loss": result.loss.item(), "grad_norm": norm.item()}
+
+
+def product_of_experts(how: str, device: torch.device) -> dict[str, float]:
+    """Return loss and norm of the gradient of four experts, one of which nobody chose."""
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([5, 0, 40, 19])
+    experts = Experts(len(counts), 64, 128)
+    rows = torch.randn(counts.sum(), 64, generator=generator)
+    for p in experts.parameters():
+        nn.init.normal_(p, std=0.1, generator=generator)
+    rows, experts = rows.to(device, torch.bfloat16), experts.to(device, torch.bfloat16)
+    loss = experts(rows, counts.to(device), how).float().square().mean()
+    loss.backward()
+    return {"loss": loss.item(), "grad_norm": grad_norm(experts.parameters()).item()}
 
 
 def share(dp: Axis, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """How fast is one device? Training of a real Llama, over the settings that make it fast.
 
-For `gpu_check`, which runs each function of this file in a fresh process. FLOP/s by the model's own
-count are set beside what one large matrix product reaches on the same device in the same minute.
+For `gpu_check`, which runs `ours` and `theirs` in a fresh process each. FLOP/s by the model's own
+count are set beside what one large matrix product reaches on the same device in the same minute;
+seconds and memory, beside what the simulator says of the same step.
 """
 
 import statistics
@@ -19,11 +20,15 @@ from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import masters
-from minipar.sim import memory
+from minipar.parallel.plan import Plan
+from minipar.sim import hardware
+from minipar.sim.trace import Traces, trace
 from minipar.train.compiled import compile_blocks
 from minipar.train.peak import matmul_rate, synchronise
 from minipar.train.report import peak_memory
 from minipar.train.step import train_step
+
+PRECISIONS = {"fp32": "float32", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,16 @@ def settings(preset: str) -> list[Setting]:
         Setting(preset, 16, loss_chunk=4096),
         Setting(preset, 2, loss_chunk=2048, recompute="full"),
     ]
+
+
+def fresh(shape: LlamaConfig, device: torch.device) -> Llama:
+    """Return a model whose weights are drawn where it is: faster, and others than in a run."""
+    with torch.device("meta"):
+        model = Llama(shape)
+    model.to_empty(device=device).tie_weights()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    return model
 
 
 def learner(model: nn.Module, dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -78,7 +93,7 @@ def ours(setting: Setting) -> dict[str, Any]:
     """Train on one device; return tokens/s, FLOP/s by the model's own count, and memory."""
     mesh, device = Mesh(), backends.compute_device()
     shape, dtype = PRESETS[setting.preset], computing_dtype(device)
-    model = Llama(shape).to(device)
+    model = fresh(shape, device)
     optimizer = learner(model, dtype)
     model.loss_chunk = setting.loss_chunk
     checkpoint_activations(model, setting.recompute)
@@ -93,9 +108,6 @@ def ours(setting: Setting) -> dict[str, Any]:
     num_tokens = setting.batch_size * setting.seq_len
     rate = shape.flops_per_token(setting.seq_len) * num_tokens / seconds
     peak = matmul_rate(device, dtype, size=8192 if device.type == "cuda" else 512)
-    recipe = memory.FP32_ADAM if dtype == torch.float32 else memory.MASTER_ADAM
-    state = memory.model_state(shape.num_parameters, recipe=recipe).device_bytes
-    layer = sum(memory.llama_activations(shape, num_tokens).values())
     return {
         "check": "utilisation",
         "device": name_of(device),
@@ -107,9 +119,28 @@ def ours(setting: Setting) -> dict[str, Any]:
         "matmul_tflops": peak / 1e12,
         "share_of_matmul": rate / peak,
         "peak_bytes": peak_bytes,  # of a GPU; a process on the CPU holds much else
-        "state_bytes_closed_form": state,
-        "activation_bytes_closed_form": layer * shape.num_layers,  # all kept, without the logits
     }
+
+
+def trace_of(setting: Setting) -> Traces:
+    """Trace the step that `ours` measures, but for what is compiled of it."""
+    device = backends.compute_device()
+    dtype = hardware.type_name(computing_dtype(device))
+    return trace(
+        PRESETS[setting.preset],
+        Plan(precision=PRECISIONS[dtype], checkpointing=setting.recompute),
+        sequences=setting.batch_size,
+        seq_len=setting.seq_len,
+        loss_chunk=setting.loss_chunk,
+        on_cpu=device.type == "cpu",
+    )
+
+
+def sheet_of(device: torch.device) -> hardware.Machine | None:
+    """Return the machine that `minipar plan` knows by this device's name."""
+    name = name_of(device).lower().replace(" ", "")
+    known = [node for node in hardware.names() if node in name]
+    return hardware.load(max(known, key=len)) if known else None
 
 
 def theirs(setting: Setting) -> dict[str, Any]:
@@ -122,7 +153,8 @@ def theirs(setting: Setting) -> dict[str, Any]:
     except ImportError as error:
         return row | {"tokens_per_second": None, "message": str(error)}
     config = Config.from_dict(config_json(shape, torch.float32) | {"use_cache": False})
-    model = LlamaForCausalLM(config).to(device)
+    with device:
+        model = LlamaForCausalLM(config)
     optimizer = learner(model, computing_dtype(device))
 
     def step(batch: Any) -> None:

@@ -4,8 +4,9 @@ Every rank measures at the same time, since ranks share cores, memory and links:
 type, attention, an operation that moves bytes and one that does nothing; then collectives of all
 ranks by size, to which the constants of the network are fitted (`fit.py`). The slowest rank counts.
 What launches an operation on a processor computes nothing meanwhile: there, Python's and autograd's
-time is an operation's too, and a training step too small to compute anything tells how much; a
-larger one, how much longer products and moving bytes take among other operations.
+time is an operation's too, and a training step too small to compute anything tells how much. A
+larger step tells, on processors and GPUs, how much longer products and moving bytes take among
+other operations.
 Of networks between nodes one machine can tell nothing: `between` is a name in the file, to be
 edited, and a pasted output of nccl-tests can take the place of our own collectives.
 """
@@ -29,6 +30,7 @@ from minipar.comm.launch import Ranks, usable_cores
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import bounded_text, wire_bytes
 from minipar.model.llama import Llama, LlamaConfig
+from minipar.parallel import masters
 from minipar.parallel.plan import Plan
 from minipar.sim import fit, hardware
 from minipar.sim.replay import replay
@@ -40,14 +42,16 @@ from minipar.train.step import train_step
 
 TINY = LlamaConfig(16, 16, 16, num_layers=4, num_heads=2, num_kv_heads=1)
 TOKENS = 16
-SMALL = LlamaConfig(512, 192, 512, num_layers=3, num_heads=6, num_kv_heads=3, max_seq_len=192)
-"""A model whose step tells how much longer operations take among others, where caches are cold."""
 """A model, and a sequence, whose training step is all launching and no computing."""
+SMALL = LlamaConfig(512, 192, 512, num_layers=3, num_heads=6, num_kv_heads=3, max_seq_len=192)
+LARGE = LlamaConfig(32768, 2048, 8192, num_layers=4, num_heads=32, num_kv_heads=8, max_seq_len=4096)
+"""Models, of a processor and of a GPU, whose step tells how much longer operations take among
+others, where caches are cold and a GPU is as warm as training makes it."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-CPU = dict(cube=768, bytes=2**23, length=512, most=24)
-GPU = dict(cube=8192, bytes=2**30, length=8192, most=28)
-"""Sizes: of products, tensors that an operation reads, sequences, and the largest message as a
-power of 2."""
+CPU = dict(cube=768, bytes=2**23, length=512, short=128, heads=8, most=24)
+GPU = dict(cube=8192, bytes=2**30, length=4096, short=2048, heads=32, most=28)
+"""Sizes: of products, tensors that an operation reads, long and short sequences and their heads, of
+which a GPU needs many, and the largest message as a power of 2."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     points = [fit.Point("", str(path), *row) for row in found[0][1]]
     machine = write(path, slowest, pasted or points, size)
     if "step" in slowest:
-        traces = trace(SMALL, Plan(), seq_len=SMALL.max_seq_len, on_cpu=True)
+        model, plan = (LARGE, Plan(precision="bf16")) if is_gpu(slowest) else (SMALL, Plan())
+        traces = trace(model, plan, seq_len=model.max_seq_len, on_cpu=not is_gpu(slowest))
         predicted = replay(traces, machine).seconds
         slower = slowest["step"] / predicted
         print(f"a training step takes {slower:.2f} times as long as its operations by themselves")
@@ -107,12 +112,17 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     device = backends.compute_device()
     sizes = GPU if device.type == "cuda" else CPU
     n = sizes["cube"]
-    if device.type == "cpu":
+    if device.type == "cuda":
+        one, count = torch.zeros(1, device=device), 200  # in a row: the host waits for the last
+        found = {"launch": _seconds(lambda: [one.neg_() for _ in range(count)], device) / count}
+        found["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
+        with suppress(torch.OutOfMemoryError):  # of a small GPU, operations by themselves must do
+            found["step"] = _seconds(_step_of(LARGE, LARGE.max_seq_len, mesh.tp, device), device, 9)
+        torch.cuda.empty_cache()
+    else:
         keep_to_a_core(mesh.rank, size)
         found = {"launch": _seconds(_step_of(TINY, TOKENS, mesh.tp), device) / launches}
         found["step"] = _seconds(_step_of(SMALL, SMALL.max_seq_len, mesh.tp), device, 15)
-    else:
-        found = {"launch": _seconds(torch.zeros(1, device=device).neg_, device)}
     for name, dtype in DTYPES.items():
         if device.type == "cpu" and dtype == torch.float16:
             continue  # no processor's products
@@ -120,9 +130,13 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
         found[name] = _seconds(lambda a=a: a @ a, device) / (2 * n**3)
     a = torch.zeros(sizes["bytes"] // 4, device=device)
     found["byte"] = _seconds(lambda: a + 1.0, device) / (2 * sizes["bytes"])
-    found["length"] = sizes["length"]
-    found["forward"], found["backward"] = _attention(sizes["length"], device)
-    found["short"], _ = _attention(sizes["length"] // 4, device)
+    tokens = found["length"] = sizes["length"]
+    heads, short = sizes["heads"], sizes["short"]
+    found["shorter"] = tokens / short
+    found["forward"], found["backward"] = _attention(1, heads, tokens, device)
+    # Of as many tokens on a GPU, which must have enough to do.
+    batch = tokens // short if device.type == "cuda" else 1
+    found["short"], _ = _attention(batch, heads, short, device)
     memory = psutil.virtual_memory().total / size
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
@@ -150,27 +164,37 @@ def keep_to_a_core(rank: int, size: int) -> None:
                 os.sched_setaffinity(int(thread), {core})
 
 
-def _step_of(config: LlamaConfig, tokens: int, alone: Axis) -> Callable:
-    """A training step of a model on this rank; `alone` is an axis of one."""
-    model = Llama(config)
+def is_gpu(found: dict[str, float]) -> bool:
+    """Whether it was a GPU that `measure` has measured."""
+    return "processors" in found
+
+
+def _step_of(
+    config: LlamaConfig, tokens: int, alone: Axis, device: torch.device | str = "cpu"
+) -> Callable:
+    """A training step of a model on this rank, on GPUs in bf16; `alone` is an axis of one."""
+    with torch.device(device):
+        model = Llama(config)
+        tokens = torch.zeros(1, tokens, dtype=torch.int64)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
-    tokens = torch.zeros(1, tokens, dtype=torch.int64)
+    if tokens.is_cuda:
+        masters.keep(model, optimizer, torch.bfloat16)
     return partial(train_step, model, [], optimizer, [(tokens, tokens)], alone, max_norm=1.0)
 
 
-def _attention(length: int, device: torch.device) -> tuple[float, float]:
+def _attention(batch: int, heads: int, length: int, device: torch.device) -> tuple[float, float]:
     """Seconds per FLOP of causal attention over `length` tokens, forward and backward."""
-    heads = torch.randn(3, 1, 8, length, 64, device=device)
+    qkv = torch.randn(3, batch, heads, length, 64, device=device)
     if device.type == "cuda":
-        heads = heads.bfloat16()
-    q, k, v = heads.requires_grad_()
+        qkv = qkv.bfloat16()
+    q, k, v = qkv.requires_grad_()
 
     def attend() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    flops = 4 * 8 * length**2 * 64 / 2
+    flops = 4 * batch * heads * length**2 * 64 / 2
     forward = _seconds(attend, device) / flops
-    both = _seconds(lambda: torch.autograd.grad(attend().sum(), heads), device) / flops
+    both = _seconds(lambda: torch.autograd.grad(attend().sum(), qkv), device) / flops
     return forward, max(both - forward, forward) / 2.5
 
 
@@ -211,21 +235,23 @@ def write(
 ) -> hardware.Machine:
     """Write the file, fit its network to the points, and return the machine."""
     peaks = {name: 1 / slowest[name] for name in DTYPES if name in slowest}
-    kind = "bf16" if torch.cuda.is_available() else "fp32"
+    kind = "bf16" if is_gpu(slowest) else "fp32"
     # At L tokens attention takes 1 + x times as long per FLOP as at very many, x = half_length / L:
-    # at a quarter of L, 1 + 4x.
-    ratio = min(max(1.0, slowest["short"] / slowest["forward"]), 3.9)
-    x = (ratio - 1) / (4 - ratio)
+    # at one c-th of L, 1 + c x.
+    c = slowest["shorter"]
+    ratio = min(max(1.0, slowest["short"] / slowest["forward"]), 0.975 * c)
+    x = (ratio - 1) / (c - ratio)
     shares = {w: min(1.0, (1 + x) / slowest[w] / peaks[kind]) for w in ("forward", "backward")}
     device = {f"peak.{name}": rate for name, rate in peaks.items()}
     device |= {"memory": -slowest["memory"], "memory_bandwidth": 1 / slowest["byte"]}
     device |= {"launch": slowest["launch"], "memory_efficiency": 1.0}
+    device |= {"processors": slowest["processors"]} if is_gpu(slowest) else {}
     law = shares | {"half_length": max(1.0, x * slowest["length"])}
     device |= {f"attention.measured.{key}": value for key, value in law.items()}
     best = max((p.bus for p in points), default=1e9)
     network = {"bandwidth": 2 * best, "share": 0.5, "tree": 0.25, "nvls": 0, "launch": 1e-4}
     network |= {"latency": 0, "ramp": 0.3}
-    like = "gpu" if torch.cuda.is_available() else "this-cpu"
+    like = "gpu" if is_gpu(slowest) else "this-cpu"
     gpus = max([size, *(p.ranks for p in points)])  # a pasted output may be of more than measured
     source = "measured here" if points else "placeholder: one rank has no network to measure"
 

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -489,8 +490,21 @@ def killed_while_others_compute() -> None:
     time.sleep(60)
 
 
+def killed_slowly() -> None:
+    """As a process whose GPU's memory is given back last. Mutant: stopped before it is gone."""
+    if rank() == 2:
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_WR)
+        time.sleep(0.8)
+        os.kill(os.getpid(), signal.SIGKILL)
+    total()
+
+
 DEATHS = {
     killed: (-9, "signal 9 (SIGKILL)"),
+    killed_slowly: (-9, "signal 9 (SIGKILL)"),
     left: (3, "exit 3"),
     crashed: (-11, "signal 11 (SIGSEGV)"),
     killed_while_others_compute: (-9, "signal 9 (SIGKILL)"),

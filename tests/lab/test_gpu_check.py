@@ -36,16 +36,19 @@ def test_rehearsal_goes_through_all_checks(tmp_path, capsys, monkeypatch):
     assert {(row["plan"], row["precision"]) for row in by_check["parity"]} == {
         *((plan, precision) for plan in gpu_check.PLANS[::8] for precision in gpu_check.TOLERANCE),
         *((text, "float32") for text in gpu_check.ONCE[::8]),
+        (gpu_parts.GROUPED, "bf16"),
     }
     for row in by_check["parity"] + by_check["checkpoint"]:
         assert row["ok"] and row["error"] <= row["tolerance"]
     plain, [theirs], [talked] = (
         by_check[name] for name in ("utilisation", "transformers", "overlap")
     )
+    assert by_check["calibrate"][0]["peak"]["fp32"] > 1e8
     assert [row["recompute"] for row in plain] == ["none", "full"]
     for measured in plain:
         assert 0 < measured["share_of_matmul"] < 2
-        assert measured["state_bytes_closed_form"] == 16 * PRESETS["tiny"].num_parameters
+        assert measured["simulated_ms"] > 0
+        assert measured["simulated_bytes"] > 16 * PRESETS["tiny"].num_parameters
     assert theirs["tokens_per_second"] > 0
     assert talked["ok"] and {"forward", "backward", "comm", "optimizer"} <= set(talked["spans"])
     assert 0 < talked["hidden_fraction"] <= 1 and talked["communication_ms"] > 0
@@ -124,6 +127,27 @@ def test_what_is_no_number_is_not_equal():
     assert [row["ok"] for row in rows[1:]] == [False, True]
 
 
+def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
+    """Its steps, simulated again: by what was calibrated there, and by the data sheet. Mutants:
+    norms spelled out in operations; products at the rate of a data sheet's peak."""
+    folder = Path("notebooks/assets/measured")
+    told = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    rows = gpu_check.Rows(Path("unwritten"), gpu_check.GpuCheck(), 1)
+    rows[:] = [dict(row) for row in told]
+    monkeypatch.setattr(rows, "write", lambda: None)
+    monkeypatch.setattr(gpu_speed.backends, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(gpu_speed, "name_of", lambda _: told[0]["device"])
+    tried = gpu_speed.settings(told[0]["preset"])
+    gpu_check.simulated(rows, tried, folder / "gpu_machine.toml")
+    again = [(old, new) for old, new in zip(told, rows, strict=True) if "simulated_ms" in new]
+    assert len(again) == sum(not setting.compile for setting in tried)
+    for old, new in again:
+        assert new["simulated_bytes"] == pytest.approx(new["peak_bytes"], rel=0.02)
+        for name in ("simulated_ms", "data_sheet_ms"):
+            assert new[name] == pytest.approx(new["step_ms"], rel=0.07)
+            assert new[name] == pytest.approx(old[name], rel=0.01)
+
+
 def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monkeypatch):
     """Mutant: a model that does not fit ends the check before parity is tried."""
     tried = []
@@ -135,16 +159,17 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(tmp_path, capsys, monke
 
         return run
 
-    parts = ["parity", "parity", "checkpoints", "speed", "overlap"]
+    parts = ["parity", "parity", "parity", "checkpoints", "calibrated", "speed", "simulated"]
+    parts += ["overlap"]
     for name in parts:
         monkeypatch.setattr(gpu_check, name, fails(name))
     monkeypatch.setattr(gpu_check, "Ranks", lambda *_, **__: nullcontext(Here()))
     assert gpu_check.main(["--rehearse", "--out", str(tmp_path)]) == 1
     assert tried == parts
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))[1:]
-    assert [row["message"] for row in rows] == ["out of memory"] * 5
+    assert [row["message"] for row in rows] == ["out of memory"] * 8
     said = capsys.readouterr().out
-    assert "FAILED: parity; parity; checkpoint; utilisation; overlap" in said
+    assert "parity; checkpoint; calibrate; utilisation; simulated; overlap" in said
 
 
 def test_scaling_is_a_share_of_so_many_times_one_gpu(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from minipar.cli import main
 from minipar.sim import calibrate, fit, hardware
 
 MEASURED = {"launch": 4e-6, "fp32": 1e-11, "bf16": 2e-11, "byte": 1e-10, "memory": -8e9}
-MEASURED |= {"forward": 2e-11, "backward": 4e-11, "short": 3.2e-11, "length": 512}
+MEASURED |= {"forward": 2e-11, "backward": 4e-11, "short": 3.2e-11, "length": 512, "shorter": 4}
 PASTED = """# nThread 1 nGpus 2 ... all_reduce_perf
 #  Rank  0 Group  0 Pid  1 on  node device  0 [0x18] NVIDIA H100
 #  Rank  1 Group  0 Pid  1 on  node device  1 [0x2a] NVIDIA H100
@@ -20,8 +20,11 @@ PASTED = """# nThread 1 nGpus 2 ... all_reduce_perf
 """
 
 
-def test_a_written_machine_has_the_times_that_made_it(tmp_path):
-    """Mutants: a rate that is a time; a fit that is not written; sequences of any length alike."""
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_written_machine_has_the_times_that_made_it(tmp_path, kind):
+    """A processor's, and a GPU's, whose attention is measured in bf16. Mutants: a rate that is a
+    time; a fit that is not written; sequences of any length alike; a GPU without processors."""
+    measured = MEASURED | ({"processors": 114, "bf16": 5e-12} if kind == "bf16" else {})
     path, model = tmp_path / "m.toml", hardware.load("this-cpu")
     model = replace(model, inside=replace(model.inside, launch=3e-4, bandwidth=4e9, ramp=0.2))
     rows = [("all_reduce", int(n), 4, 1) for n in 2 ** np.arange(12, 26)]
@@ -29,18 +32,19 @@ def test_a_written_machine_has_the_times_that_made_it(tmp_path):
         fit.Point("", str(path), *row, fit.wire_bytes("all_reduce", row[1], 4)
                   / model.seconds_of_collective(*row)) for row in rows
     ]  # fmt: skip
-    machine = calibrate.write(path, MEASURED, points, 4)
+    machine = calibrate.write(path, measured, points, 4)
     assert (machine.gpus, machine.device.memory) == (4, 8e9)
+    assert machine.device.processors == (114 if kind == "bf16" else 1)
     assert machine.device.peak["fp32"] == pytest.approx(1e11)
     assert machine.device.seconds_of_bytes(1e9) == pytest.approx(0.1, rel=0.01)
     for length, seconds in ((512, MEASURED["forward"]), (128, MEASURED["short"])):
         sizes = 1, 8, length, length, 64
-        found = machine.device.seconds_of_attention(*sizes, "fp32") - MEASURED["launch"]
+        found = machine.device.seconds_of_attention(*sizes, kind) - MEASURED["launch"]
         assert found == pytest.approx(seconds * 2 * 8 * length**2 * 64, rel=0.01)
     for row in rows:
         found = machine.seconds_of_collective(*row)
         assert found == pytest.approx(model.seconds_of_collective(*row), rel=0.1)
-    assert calibrate.write(path, MEASURED, [], 1).gpus == 1
+    assert calibrate.write(path, measured, [], 1).gpus == 1
 
 
 def test_a_pasted_output_may_be_of_more_ranks_than_measure_here(tmp_path):
