@@ -109,10 +109,10 @@ def apply(
     parts = Parts()
 
     # 1. Experts: while all ranks still have whole ones. Ranks of ep hold other tokens, as those of
-    #    dp do; over cp, experts may be apart as well. What the balance counts is known here.
+    #    dp do; over cp and tp, experts may be apart as well. What the balance counts is known here.
     if model.config.moe is not None:
         cut = ("cp", "tp") if plan.sequence_parallel else ("cp",)  # over these, sequences are
-        over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
+        over = plan.expert_axes
         parts.expert = expert.apply(
             model,
             mesh.joint(*over),

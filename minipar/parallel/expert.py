@@ -15,11 +15,10 @@ Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
           experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
 
         `p.copies` of an expert names these, and ddp, zero and fsdp heed it (`copies_axis`).
-        Which ranks may share experts? Those of ep, or of ep and cp, in any number that divides E:
-        also fewer than cp x tp, as nothing asks for a least one. "MoE Parallel Folding", whose dp
-        is our dp x ep, folds tp, too. Here tp has a part of each of these experts, or copies: its
-        ranks hold the same tokens, and would send the same rows; with sequence_parallel they hold
-        different ones and could share experts, which is left out, as ep does it with more tokens.
+        Which ranks may share experts? All that hold different tokens, in any number that divides
+        E: those of ep, of cp, and with sequence_parallel those of tp; also fewer than cp x tp, as
+        nothing asks for a least one. That is "MoE Parallel Folding", whose dp is our dp x ep. Where
+        ranks of tp do not share experts, they have a part of each of them, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
         after dispatch [R, D] V@ep, R as many as the data wants; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them

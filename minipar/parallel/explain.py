@@ -128,7 +128,7 @@ def _cut_without_values(
     """Tensor and pipeline parallelism on a model on "meta", as on one of the ranks."""
     by_tensor = pipeline = None
     if model.config.moe is not None:
-        over = ("cp", "ep") if plan.experts_over_cp else ("ep",)
+        over = plan.expert_axes
         axis, copies = plan.axis(*over), plan.axis(*(a for a in plan.data_axes if a not in over))
         expert.ExpertParallel(model, axis, copies, plan.dispatch, plan.expert_nodes, (axis,), None)
     if plan.tp > 1:

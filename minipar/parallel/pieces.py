@@ -67,18 +67,27 @@ def copies_axis(p: Tensor, axis: Axis) -> Axis:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     All of them, unless the strategy that cut `p` says otherwise in `p.copies`: ranks of expert
-    parallelism share a batch, and yet each has experts of its own. `p.spread` is the axis of these.
-    Raises `ValueError` where both together are not as many ranks as the data axis.
+    parallelism share a batch, and yet each has experts of its own. `p.spread` is the axis of these,
+    of which `p.spread_outside` ranks, those of tensor parallelism, are not of the data axis. Raises
+    `ValueError` where both together are not as many ranks as the data axis.
     """
     copies, spread = getattr(p, "copies", axis), getattr(p, "spread", None)
-    if None not in (axis, spread) and spread.size * copies.size != axis.size:
+    if None in (axis, spread):
+        return copies
+    sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
+    if sharing != axis.size:
         raise ValueError(
             f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, so "
-            f"{spread.size * copies.size} ranks share their gradients, but data is over "
+            f"{sharing} ranks share their gradients, but data is over "
             f"{axis.name}={axis.size}; let both be the same ranks, as expert.apply(model, mesh.ep, "
             f'copies=mesh.dp) and then data over mesh.joint("dp", "ep")'
         )
     return copies
+
+
+def is_spread_over(p: Tensor, axis: Axis) -> bool:
+    """Whether `p` is an expert's, and ranks of `axis` have experts of their own."""
+    return hasattr(p, "spread") and axis.name in p.spread.name.split("+")
 
 
 def full_shape(p: Tensor) -> torch.Size:

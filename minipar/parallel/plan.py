@@ -68,6 +68,8 @@ class Plan:
     """Over ep, of dispatch=hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False
     """Ranks of cp have experts of their own, too: cp times ep of them share the experts."""
+    experts_over_tp: bool = False
+    """With sequence_parallel, so have ranks of tp: each sends the tokens of its part."""
     schedule: str = "1f1b"
     """Over pp, who runs forward and backward of which microbatch when: see `schedules.py`."""
     stages_per_rank: int = 0
@@ -126,6 +128,11 @@ class Plan:
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold different tokens: over them, gradients are summed."""
         return tuple(a for a in ("dp", "cp", "ep") if a == "dp" or getattr(self, a) > 1)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks share the experts: each has some of them, whole or cut."""
+        return ("cp",) * self.experts_over_cp + ("ep",) + ("tp",) * self.experts_over_tp
 
     @property
     def autocast(self) -> str:
@@ -208,8 +215,15 @@ class Plan:
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         if self.experts_over_cp and self.cp == 1:
             yield "experts_over_cp spreads experts over ranks that share sequences; cp=1 has none"
-        over = {"ep": self.ep} | ({"cp": self.cp} if self.experts_over_cp else {})
-        name, n = " x ".join(over), math.prod(over.values())
+        if self.experts_over_tp and not (self.sequence_parallel and self.tp > 1):
+            yield (
+                f"experts_over_tp spreads experts over ranks that hold different tokens; those of "
+                f"tp={self.tp} do with sequence_parallel, from tp=2 on"
+            )
+        if self.experts_over_tp and self.expert_tensor_parallel:
+            yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
+        name = " x ".join(axis for axis in ("ep", "cp", "tp") if axis in self.expert_axes)
+        n = math.prod(getattr(self, axis) for axis in self.expert_axes)
         if config.moe is None:
             if n > 1:
                 yield f"{name}={n} spreads experts, and this Llama has none (moe=None)"

@@ -14,7 +14,15 @@ from minipar.model.moe import alone, routers
 from minipar.parallel import guard
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.pieces import Row, axes_of, copies_axis, in_order, master_of, piece_of
+from minipar.parallel.pieces import (
+    Row,
+    axes_of,
+    copies_axis,
+    in_order,
+    is_spread_over,
+    master_of,
+    piece_of,
+)
 
 
 class Strategy:
@@ -205,7 +213,7 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     if is_data:
         share_counts(model, axis)
     for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_meta:
-            continue  # its first value is yet to come, alike for all
+        if tensor.is_meta or is_spread_over(tensor, axis):
+            continue  # its first value is yet to come, alike for all; or each rank has its own
         over = copies_axis(tensor, axis) if is_data else axis
         broadcast(tensor.data, over, src=0, out=tensor.data)

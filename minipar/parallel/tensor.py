@@ -64,8 +64,11 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 from minipar.parallel.overlap import OverlappedRowLinear, fuse
-from minipar.parallel.pieces import axes_of, check_divides, mark, piece_of
+from minipar.parallel.pieces import axes_of, check_divides, is_spread_over, mark, piece_of
 from minipar.parallel.strategy import Strategy, replicate
+
+LARGE = 2**20
+"""Bytes of a gradient from which a call of its own costs less than to copy it beside others."""
 
 
 def apply(
@@ -111,8 +114,15 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    if any(axis.name == a.name for p in model.parameters() for a in axes_of(p)):
+    spread = [p for p in model.parameters() if is_spread_over(p, axis)]
+    cut = [p for p in model.parameters() if not is_spread_over(p, axis)]
+    if any(axis.name == a.name for p in cut for a in axes_of(p)):
         raise ValueError(f"the model is cut along {axis.name} already")
+    if spread and not sequence:
+        raise ValueError(
+            f"experts are spread over {axis.name}, whose ranks would send the same tokens; "
+            f"sequence=True cuts sequences, so that they hold different ones"
+        )
     check_sizes(model.config, axis.size, axis.name)
 
 
@@ -171,9 +181,15 @@ class TensorParallel(Strategy):
                 if experts:
                     self._cut_experts(layer.mlp, f"model.layers.{i}.mlp")
         self._cut_vocabulary(z_loss)
+        # Experts that ranks of this axis share have seen the tokens of all of them.
+        apart = {n: p for n, p in model.named_parameters() if is_spread_over(p, self.axis)}
+        for p in apart.values():
+            p.spread_outside = self.axis.size
+        self.apart = apart.keys()
         if border.sequence:
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
-            self.whole = [n for n, _ in model.named_parameters() if n not in self.pieces]
+            names = dict(model.named_parameters()).keys()
+            self.whole = [n for n in names if n not in self.pieces and n not in self.apart]
             _pad_and_cut(model, self.axis.size)
         if self.axis.size > 1:
             self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
@@ -291,10 +307,15 @@ class TensorParallel(Strategy):
         """Add up gradients over the ranks of each of `num_groups` neighbourhoods, in one call.
 
         A neighbourhood writes into a row of its own, so that the axis needs no groups inside it.
+        What is large by itself, as copies of experts are, is added up where it lies.
         """
         params = dict(self.model.named_parameters())
         holders = [piece_of(params[name]) for name in names if name in params]
         grads = [p.grad for p in holders if p.grad is not None]
+        if num_groups == 1:
+            for grad in (grad for grad in grads if grad.nbytes >= LARGE):
+                collectives.all_reduce(grad, self.axis, out=grad)
+            grads = [grad for grad in grads if grad.nbytes < LARGE]
         if not grads or self.axis.size == 1:
             return
         own = self.axis.rank * num_groups // self.axis.size
@@ -307,6 +328,8 @@ class TensorParallel(Strategy):
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the ranks that have the same of a parameter as this one."""
+        if name in self.apart:
+            return (self.axis.rank,)
         if name not in self.pieces:
             return tuple(range(self.axis.size))
         spans = self.pieces[name].spans

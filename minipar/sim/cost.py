@@ -100,6 +100,10 @@ def seconds(job: Job) -> dict[str, float]:
         total["dp"] += times * (reduce - (1 - software.exposed) * hidden)
         if plan.zero:
             total["dp"] += _over_dp(job, "all_gather", software.weights, mine, shared)
+    if plan.sequence_parallel and job.experts_cut < job.experts_apart:
+        # Whole experts on ranks of tp that hold different tokens: their gradients are a sum.
+        summed = software.gradients * shared / (job.experts_copies if plan.zero else 1)
+        total["tp"] += job.collective("all_reduce", summed, 1, plan.tp)
     # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
     shard = _shard(job, mine, shared) if plan.zero else mine
     total["optimizer"] = _touch(job, shard * (2 * software.optimizer + 2 * software.gradients))
@@ -199,8 +203,11 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
     numbers = n * touched * job.software.passes
     parts = {"compute": times * (compute + _touch(job, 2 * numbers)) + attention}
+    parts["compute"] += times * job.software.launched * device.launch
     if backward:
         parts["compute"] += _sum_up(job, parameters(job)[0])
+        if plan.sequence_parallel:  # beyond the part of a sequence, which `touched` has
+            parts["compute"] += _touch(job, 2 * n * job.software.whole * width * (1 - 1 / tp))
     parts |= dict.fromkeys(AXES, 0.0)
     if tp > 1:
         parts["tp"] = (1 + (cut == tp)) * _over_tp(job, 2 * n * width)
@@ -356,6 +363,9 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     # Of one layer at a time all is there again.
     held["activations"] = most + stored - kept
     held["logits"] = software.logits * job.tokens * c.vocab_size / plan.tp * has_head
+    if freed and job.dp * plan.cp * plan.pp == 1:  # no buckets: gradients come as the others go
+        going = held["activations"] + held["logits"]
+        held["gradients"] = max(0.0, held["gradients"] - going)
     return held
 
 

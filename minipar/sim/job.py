@@ -61,13 +61,13 @@ class Job:
     @property
     def experts_over(self) -> int:
         """Ranks among which experts are shared out."""
-        plan = self.plan
-        return max(self.ep, plan.ep * (plan.cp if plan.experts_over_cp else 1))
+        return max(self.ep, math.prod(getattr(self.plan, axis) for axis in self.plan.expert_axes))
 
     @property
     def experts_apart(self) -> int:
         """The distance between two of those ranks: tp, or 1 where ranks of tp are among them."""
-        return 1 if self.dp * self.plan.cp % self.experts_over else self.plan.tp
+        over_tp = self.plan.experts_over_tp or self.dp * self.plan.cp % self.experts_over
+        return 1 if over_tp else self.plan.tp
 
     @property
     def experts_copies(self) -> int:

@@ -46,6 +46,8 @@ def _refused_by_torchtitan(job: Job) -> Iterator[str]:
             yield f"its DDP (zero=0, on {job.dp} ranks) goes with no other axis; use zero=1"
         if plan.precision != "float32":
             yield f"its tp and pp compute in float32, not {plan.precision}, without FSDP or cp"
+    if plan.experts_over_tp:
+        yield "its ranks of tp have experts of their own by a flag that is not written here"
     if plan.ep > 1 and (plan.ep % plan.cp or shard % plan.ep):
         yield (
             f"its ep is a multiple of cp={plan.cp} and divides the ranks of FSDP and cp, here "
@@ -108,8 +110,8 @@ def _megatron(job: Job, batch: int) -> str:
         f"--global-batch-size {batch} --seq-length {job.seq_len}"
     )
     text += "" if plan.precision == "float32" else f" --{plan.precision.removeprefix('autocast-')}"
-    if plan.ep > 1:
-        text += f" --expert-model-parallel-size {plan.ep}"
+    if job.config.moe is not None and job.experts_over > 1:
+        text += f" --expert-model-parallel-size {job.experts_over}"
     if job.config.moe is not None and plan.tp > 1:
         text += f" --expert-tensor-parallel-size {job.experts_cut}"
     text += " --sequence-parallel" if plan.sequence_parallel else ""

@@ -189,7 +189,7 @@ def trace(
     """
     plan.check(config)
     is_uneven = bool(load.check(experts, config))
-    if is_uneven and (plan.experts_over_cp or plan.dispatch == "hierarchical"):
+    if is_uneven and (plan.expert_axes != ("ep",) or plan.dispatch == "hierarchical"):
         raise ValueError(f"plan {plan}: a load is for experts over ep alone, and for one trip each")
     if plan.dispatch == "paired":
         raise ValueError(

@@ -110,6 +110,8 @@ class Parallel:
     """Over ep, of hierarchical: nodes that these ranks are on, one after the other."""
     experts_over_cp: bool = False
     """Ranks of cp have experts of their own as well."""
+    experts_over_tp: bool = False
+    """So have ranks of tp, with --sequence-parallel: each sends its part of a sequence."""
     pipeline_schedule: str = "1f1b"
     """Over pp: naive, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2,
     interleaved_zb, zb_v, dualpipe or dualpipe_v; of as many microbatches as --microbatches."""

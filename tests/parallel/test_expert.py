@@ -12,7 +12,7 @@ from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
-from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, zero
+from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
 from minipar.parallel.plan import Plan
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
@@ -144,6 +144,13 @@ def test_a_token_touches_as_many_nodes_as_chance_lets_it():
         ("ep=2", PRESETS["tiny"], "spreads experts, and this Llama has none"),
         ("cp=2,ep=2,experts_over_cp", CONFIG, "ep x cp=4 does not divide num_experts=6"),
         ("dp=2,experts_over_cp", CONFIG, "cp=1 has none"),
+        ("ep=2,tp=2,experts_over_tp", CONFIG, "those of tp=2 do with sequence_parallel"),
+        (
+            "tp=2,sequence_parallel,experts_over_tp,expert_tensor_parallel",
+            CONFIG,
+            "two ways to share experts over tp",
+        ),
+        ("ep=2,tp=2,sequence_parallel,experts_over_tp", CONFIG, "ep x tp=4 does not divide num_e"),
         ("dp=2,dispatch=halves", CONFIG, "with ep=1 none do"),
         ("pp=2,schedule=dualpipe,microbatches=4", CONFIG, "two copies of every router"),
         ("dp=2,expert_tensor_parallel", CONFIG, "tp=1 cuts nothing"),
@@ -301,6 +308,40 @@ def test_explain_says_that_tensor_parallelism_has_a_part_of_each_expert():
     assert (up.full_shape, up.shape) == ((6, 16, 16), (3, 8, 16))
     assert (down.full_shape, down.shape) == ((6, 16, 8), (3, 16, 4))
     assert up.cut_over == down.cut_over == ("ep", "tp") and rows["gate.weight"].cut_over == ()
+
+
+def test_explain_says_that_ranks_of_tp_have_experts_of_their_own():
+    """Of which they have all gradients, and all that is dense they sum. Mutant: summed over tp."""
+    found = Plan.parse("dp=2,tp=2,sequence_parallel,experts_over_tp").explain(CONFIG)
+    rows = {row.name.removeprefix("model.layers.0.mlp."): row for row in found.rows}
+    up, gate = rows["experts.gate_up_proj"], rows["gate.weight"]
+    assert (up.full_shape, up.shape) == ((6, 16, 16), (3, 16, 16))
+    assert up.cut_over == ("tp",) and up.summed == {"dp": "all-reduce"}
+    assert gate.cut_over == () and gate.summed.keys() == {"dp", "tp"}
+
+
+def _spread_over_tp(sequence: bool) -> str:
+    mesh, model = Mesh(dp=1, tp=2), models.llama(0, moe=SIX)
+    expert.apply(model, mesh.tp)
+    experts = model.model.layers[0].mlp.experts.down_proj
+    before = experts.detach().clone()
+    try:
+        strategy = tensor.apply(model, mesh.tp, sequence=sequence)
+    except ValueError as error:
+        return str(error)
+    assert torch.equal(experts, before)  # each rank keeps its own
+    assert strategy.holders("model.layers.0.mlp.experts.down_proj") == (mesh.tp.rank,)
+    with pytest.raises(ValueError, match="cut along tp already"):
+        tensor.apply(model, mesh.tp, sequence=sequence)
+    return ""
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tensor_parallelism_leaves_experts_of_its_ranks_to_them(ranks, sequence):
+    """Mutants: all ranks take over those of the first; the same tokens are sent twice."""
+    says = "" if sequence else "whose ranks would send the same tokens; sequence=True"
+    for told in ranks(2).run(_spread_over_tp, sequence):
+        assert says in told and bool(says) == bool(told)
 
 
 # ---------------------------------------------------------------------- traps

@@ -599,3 +599,25 @@ def test_the_vocabulary_loss_makes_one_copy_of_the_logits(dtype):
     expected = logits.detach().float().requires_grad_()
     F.cross_entropy(expected, targets, reduction="sum").backward()
     torch.testing.assert_close(logits.grad.float(), expected.grad, rtol=1e-2, atol=1e-4)
+
+
+def _sums(large: int) -> tuple[list[tuple[bool, Tensor]], int]:
+    """The summed gradients of whole parameters, and whether each still lies where it lay."""
+    axis, model = Mesh(tp=2).tp, models.llama(0)
+    strategy = tensor.apply(model, axis, sequence=True)
+    whole = [model.get_parameter(name) for name in strategy.whole]
+    for i, p in enumerate(whole):
+        p.grad = torch.full_like(p, i + 10.0**axis.rank)
+    before = [p.grad.data_ptr() for p in whole]
+    with mock.patch.object(tensor, "LARGE", large), LiveBytes() as live:
+        strategy._sum(strategy.whole, num_groups=1)
+    found = [(p.grad.data_ptr() == at, p.grad) for p, at in zip(whole, before, strict=True)]
+    return found, live.peak
+
+
+def test_what_is_large_is_summed_where_it_lies(ranks):
+    """Copies of experts are. Mutants: beside all others in a buffer; not at all."""
+    (one, buffered), (other, in_place) = (ranks(2).run(_sums, n)[0] for n in (2**20, 1))
+    assert in_place < 0.5 * buffered
+    for i, ((lies, ours), (_, theirs)) in enumerate(zip(one, other, strict=True)):
+        assert lies and torch.equal(ours, theirs) and (ours == 2 * i + 11).all()

@@ -136,6 +136,11 @@ FOLDED = [
     "ep=2,tp=2,sequence_parallel,zero=1",
     "ep=2,tp=2,expert_tensor_parallel",
     "ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=2",
+    "ep=2,tp=2,sequence_parallel,experts_over_tp",
+    "tp=4,sequence_parallel,experts_over_tp,dispatch=hierarchical,expert_nodes=2",
+    "dp=2,tp=2,sequence_parallel,experts_over_tp,zero=3,dispatch=overlapped",
+    "cp=2,tp=2,sequence_parallel,tp_overlap,experts_over_cp,experts_over_tp,zero=2",
+    "pp=2,tp=2,sequence_parallel,experts_over_tp,schedule=zb_v,dispatch=halves,microbatches=2",
     "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
     "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
 ]
@@ -157,7 +162,7 @@ def test_experts_folded_with_all_else(ranks, text):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_every_legal_plan_of_four_ranks(ranks):
-    flags = "experts_over_cp", "sequence_parallel", "expert_tensor_parallel"
+    flags = "experts_over_cp", "experts_over_tp", "sequence_parallel", "expert_tensor_parallel"
     for moe in (FOUR, replace(FOUR, capacity_factor=0.75)):
         config, plans = task_of(moe, num_layers=4).build(0).config, []
         for sizes, context, *options in itertools.product(

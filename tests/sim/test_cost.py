@@ -357,11 +357,13 @@ def test_minipars_zero_3_sends_what_its_code_does():
         "dp=2,pp=4,zero=1,microbatches=8",
         "pp=4,dp=2,zero=1,schedule=zb_h1,microbatches=8",
         "ep=4,pp=2,zero=1,microbatches=4",
+        "ep=4,tp=2,sequence_parallel",
+        "ep=4,tp=2,sequence_parallel,experts_over_tp",
     ],
 )
 def test_the_family_minipar_is_its_own_code(plan):
     """In time and memory, as replayed. Mutants: it moves, copies, adds and keeps as others do;
-    experts move no more than dense layers, or keep no rows."""
+    experts move no more than dense layers, or keep no rows; copies of them on tp are no sum."""
     few = replace(PRESETS["mixtral-8x7b" if "ep" in plan else "llama-3-8b"], num_layers=8)
     one = job(f"{plan},precision=bf16", config=few, software=hardware.software("minipar"))
     simulated = planner.simulate(planner.Ranked(one, {}, {}))
@@ -380,6 +382,7 @@ def test_the_family_minipar_is_its_own_code(plan):
         ("ep=16,dispatch=hierarchical,expert_nodes=2", None),
         ("ep=32,dispatch=hierarchical,expert_nodes=4", None),
         ("cp=4,ep=8,experts_over_cp", None),
+        ("tp=4,ep=4,sequence_parallel,experts_over_tp", None),
     ],
 )
 def test_each_dispatch_takes_what_its_traced_code_does(plan, capacity):
@@ -390,7 +393,7 @@ def test_each_dispatch_takes_what_its_traced_code_does(plan, capacity):
     family = hardware.software("minipar")
     one = job(f"{plan},precision=bf16", config=moe, software=family, seq=4096)
     one.plan.check(moe)
-    axis = "cp+ep" if one.plan.experts_over_cp else "ep"
+    axis = one.plan.axis(*one.plan.expert_axes).name
     replayed = planner.simulate(planner.Ranked(one, {}, {})).exposed[axis]
     assert cost.seconds(one)["ep"] == pytest.approx(replayed, rel=0.15)
 
@@ -488,3 +491,14 @@ def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
     one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
     peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
     assert held(one) == pytest.approx(peak, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "microbatch"), [("", 4), ("dp=8", 4), ("checkpointing=full", 2), ("microbatches=2", 4)]
+)
+def test_alone_a_rank_has_its_gradients_when_activations_are_gone(plan, microbatch):
+    """Beside others, buckets for them stay. Mutant: both at once."""
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
+    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
+    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
+    assert held(one) == pytest.approx(peak, rel=0.02)

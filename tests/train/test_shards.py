@@ -55,6 +55,7 @@ OF_MIXTURE = [
     "dp=2,ep=2,zero=1",
     "dp=2,ep=2,zero=3",
     "tp=2,ep=2,zero=3,expert_tensor_parallel",
+    "tp=2,ep=2,sequence_parallel,experts_over_tp",
     "pp=2,ep=2,microbatches=2",
 ]
 
