@@ -142,13 +142,16 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
             own = ["zb_h1"] * (base.software.name == "minipar")
             schedules = dict.fromkeys(["1f1b", "interleaved_1f1b", *own, base.plan.schedule])
         again = ("none", "selective", "full")
-        cuts = (False, True) if moe is not None and tp > 1 else (False,)
-        every = itertools.product(micros, zeros, schedules, again, cuts)
-        for micro, zero, schedule, recompute, cut in every:
+        # Of whole experts ranks of tp have copies; or a part of each; or experts of their own.
+        shares = ((False, False), (True, False), (False, True))
+        shares = shares if moe is not None and tp > 1 else shares[:1]
+        every = itertools.product(micros, zeros, schedules, again, shares)
+        for micro, zero, schedule, recompute, (cut, over_tp) in every:
             plan = replace(
                 base.plan, **sizes, zero=zero, schedule=schedule, microbatches=mine // micro,
                 checkpointing=recompute, sequence_parallel=tp > 1, expert_tensor_parallel=cut,
-                dispatch=base.plan.dispatch if ep > 1 else "all_to_all",
+                experts_over_tp=over_tp,
+                dispatch=base.plan.dispatch if ep > 1 or over_tp else "all_to_all",
             )  # fmt: skip
             yield replace(base, plan=plan, microbatch=micro)
 
@@ -226,7 +229,8 @@ def _has(job: cost.Job, fix: dict[str, Any]) -> bool:
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
     """Say of each choice of the best plan what the best plan without it would pay."""
     lines, job, plan, machine = [], best.job, best.job.plan, best.job.machine
-    for name in (*(axis for axis in MESH if axis != "dp"), "zero", "checkpointing", "schedule"):
+    names = *(axis for axis in MESH if axis != "dp"), "expert_tensor_parallel", "experts_over_tp"
+    for name in (*names, "zero", "checkpointing", "schedule"):
         own, plain = getattr(plan, name), getattr(Plan, name)
 
         def is_plain(ranked: Ranked, name: str = name, plain: Any = plain) -> bool:
