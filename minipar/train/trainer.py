@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minipar.comm import link, strict, watchdog
 from minipar.comm.backends import compute_device
-from minipar.comm.collectives import all_gather_object, all_reduce, barrier
+from minipar.comm.collectives import all_gather_object, all_reduce, barrier, broadcast
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
 from minipar.model import hf
@@ -362,22 +362,25 @@ class Trainer:
     def sample(self) -> tuple[str, str]:
         """Return a prompt, and the text that the model writes, on the first rank; a collective.
 
-        The prompt is the beginning of the validation text. Where a model in parts is cut along more
-        than dp, no rank could have it whole, and a word on that takes the place of the text.
+        The prompt is the beginning of the validation text. A model in parts writes with all ranks,
+        but where they have different layers, or parts of a sequence: a word on that takes the place
+        of the text.
         """
         total, start = self.config.sample_tokens, self.corpus.validation[:32]
         if not total:
             return "", ""
-        model = self.model
+        model, world, agreeing = self.model, self.mesh.world, nullcontext()
         if strategies.is_in_parts(self.config):
-            if self.mesh.size > self.mesh.dp.size:
+            if self.mesh.pp.size * self.mesh.cp.size > 1:
                 return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
+            # All go on by the token of the first, whose rounding may differ from the others'.
+            agreeing = model.register_forward_hook(lambda *args: broadcast(args[-1][:, -1:], world))
         else:
             # With whole weights on one rank, or all would have to gather them for each token.
             weights = self.setup.full_state_dict()
             if not self.is_first:
                 for _ in range(0, total, 8):  # as the first rank writes: see `told`
-                    barrier(self.mesh.world)
+                    barrier(world)
                 return "", ""
             with torch.device("meta"):
                 model = Llama(self.model.config)
@@ -387,12 +390,13 @@ class Trainer:
 
         def told(done: int) -> None:
             nonlocal last
-            barrier(self.mesh.world)  # so that none waits for all of it, longer than --timeout
+            barrier(world)  # so that none waits for all of it, longer than --timeout
             if time.monotonic() - last > TELL_SECONDS:
                 say(self.mesh, f"Writing the sample: {done:,} of {total:,} tokens ...")
                 last = time.monotonic()
 
-        return write(model.eval(), self.tokenizer, start, total, self.config.seed, told=told)
+        with agreeing:
+            return write(model.eval(), self.tokenizer, start, total, self.config.seed, told=told)
 
 
 def train(

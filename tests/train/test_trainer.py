@@ -568,9 +568,23 @@ def test_a_sample_keeps_no_rank_waiting_and_draws_no_weights(ranks, text, tmp_pa
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_model_in_parts_on_more_than_dp_has_a_word_in_place_of_its_sample(run):
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [("tp=2", {}), ("ep=2", {"preset": "tiny-moe"}), ("tp=2", {"sequence_parallel": True})],
+)
+def test_a_model_in_parts_writes_what_a_whole_one_does(run, mesh, more):
+    """Mutant: a word takes its place."""
+    same = dict(zero=3, steps=1, sample_tokens=19) | more
+    parts = run(2, "parts", mesh=mesh, **same)
+    whole = run(1, "whole", **same | {"zero": 0, "sequence_parallel": False})
+    ours, theirs = ((folder / "sample.txt").read_bytes() for folder in (parts, whole))
+    assert ours == theirs and len(ours) > 19
+
+
+def test_a_model_in_parts_that_sees_parts_of_a_text_has_a_word_in_place_of_its_sample(run):
     """Mutant: every rank gathers the whole model at the end, which none could hold."""
-    folder = run(2, "parts", mesh="tp=2", zero=3, steps=1, sample_tokens=9)
+    folder = run(2, "parts", mesh="cp=2", zero=3, steps=1, sample_tokens=9)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert told["prompt"] == "" and told["sample"].startswith("(none: no rank has the whole model")
     assert (folder / "sample.txt").read_text(encoding="utf-8") == told["sample"] + "\n"
