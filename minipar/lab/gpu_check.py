@@ -28,8 +28,10 @@ import json
 import math
 import sys
 import tempfile
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,7 +45,7 @@ import tyro
 
 from minipar.comm import backends, calls
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks
+from minipar.comm.launch import RankError, Ranks, usable_cores
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
@@ -124,13 +126,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     step = 8 if check.rehearse else 1
+    hands = max(1, min(4, usable_cores() // 4)) if gpus < 2 else 1  # who share a GPU anyway
     folder = Path(check.out)
     folder.mkdir(parents=True, exist_ok=True)
     rows = Rows(folder / "gpu.json", check, gpus)
     with tempfile.TemporaryDirectory() as runs, Ranks(1, timeout=120, sink=None) as one:
         for texts, *precisions in ((PLANS, *TOLERANCE), (ONCE, "float32"), ((GROUPED,), "bf16")):
             with noted(rows, "parity"):
-                parity(rows, one, gpus, runs, texts[::step], precisions)
+                parity(rows, one, gpus, runs, texts[::step], precisions, hands)
         with noted(rows, "checkpoint"):
             checkpoints(rows, one, gpus, runs, RESUMED[::step])
         with noted(rows, "calibrate"):
@@ -158,7 +161,7 @@ class Rows(list):
         head = {"check": "machine", "torch": torch.__version__, "gpus": gpus, **asdict(check)}
         head["device"] = name_of(backends.compute_device())
         head.pop("out")
-        self.path = path
+        self.path, self.lock = path, threading.Lock()
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         super().__init__(found if found[:1] == [head] else [head])
         self[:] = [row for row in self if row.get("ok") is not False]
@@ -168,9 +171,10 @@ class Rows(list):
         return any(known.items() <= row.items() for row in self)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append, and write all."""
-        self.append(row)
-        self.write()
+        """Append, and write all; any thread may."""
+        with self.lock:
+            self.append(row)
+            self.write()
 
     def write(self) -> None:
         """Write all."""
@@ -261,11 +265,14 @@ def parity(
     folder: str,
     texts: Sequence[str],
     precisions: Sequence[str] = (),
+    hands: int = 1,
 ) -> None:
     """Do what each text says, a plan or one of `PARTS`; compare every step with `one` process.
 
-    In all `precisions`, if none is named.
+    In all `precisions`, if none is named. So many `hands` take their share of texts at a time, each
+    with ranks of its own.
     """
+    lock = threading.Lock()
     serial: dict[TrainConfig, list[dict[str, Any]]] = {}  # metrics of runs on one device
 
     def num_ranks(text: str) -> int:
@@ -279,8 +286,9 @@ def parity(
         if text in PARTS:
             return one.run(steps_of, text, 1)[0]
         config = alone(configure(text, precision))
-        if config not in serial:
-            serial[config] = one.run(train, config, f"{folder}/alone {precision} {text}")[0][0]
+        with lock:
+            if config not in serial:
+                serial[config] = one.run(train, config, f"{folder}/alone {precision} {text}")[0][0]
         return serial[config]
 
     def found(ranks: Ranks, text: str, precision: str) -> tuple[list[dict[str, Any]], str]:
@@ -288,17 +296,21 @@ def parity(
             return ranks.run(steps_of, text, ranks.size)[0], ""
         return ranks.run(train, configure(text, precision), f"{folder}/{precision}-{text}")[0]
 
-    todo = filter(missing, sorted(texts, key=num_ranks))
-    for size, group_of in groupby(todo, num_ranks):
-        with group(size, gpus) as ranks:
-            for text in group_of:
-                for precision in missing(text):
-                    run = partial(found, ranks, text, precision)
-                    compare(rows, "parity", text, precision, expected(text, precision), run)
-                if "compile=" in text:  # what was compiled for one plan is not for the next
-                    ranks.restart()
-                else:  # without the process groups of runs before
-                    ranks.run(dist.destroy_process_group)
+    def do(some: Sequence[str]) -> None:
+        for size, group_of in groupby(some, num_ranks):
+            with group(size, gpus) as ranks:
+                for text in group_of:
+                    for precision in missing(text):
+                        run = partial(found, ranks, text, precision)
+                        compare(rows, "parity", text, precision, expected(text, precision), run)
+                    if "compile=" in text:  # what was compiled for one plan is not for the next
+                        ranks.restart()
+                    else:  # without the process groups of runs before
+                        ranks.run(dist.destroy_process_group)
+
+    todo = [*filter(missing, sorted(texts, key=num_ranks))]
+    with ThreadPoolExecutor(hands) as pool:
+        list(pool.map(do, (todo[k::hands] for k in range(hands))))
 
 
 def checkpoints(

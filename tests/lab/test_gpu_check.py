@@ -80,7 +80,8 @@ def test_a_plan_that_does_another_thing_is_noticed(ranks, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_what_is_done_in_float32_alone_equals_one_device(ranks, tmp_path):
-    """A flag behind a plan, and each kind of part. Mutant, run here: ranks that do not talk."""
+    """A flag behind a plan, and each kind of part, by two hands. Mutant, run here: ranks that do
+    not talk."""
     rows = gpu_check.Rows(tmp_path / "gpu.json", gpu_check.GpuCheck(rehearse=True), 0)
     compiled = "dp=2; compile=aot_eager"
     texts = [
@@ -90,8 +91,9 @@ def test_what_is_done_in_float32_alone_equals_one_device(ranks, tmp_path):
         "compression=int8",
         "compression=powersgd",
     ]
-    gpu_check.parity(rows, ranks(1), 0, str(tmp_path), texts, ["float32"])
-    assert [row["plan"] for row in rows[1:]] == texts and all(row["ok"] for row in rows[1:])
+    gpu_check.parity(rows, ranks(1), 0, str(tmp_path), texts, ["float32"], hands=2)
+    assert {row["plan"] for row in rows[1:]} == {*texts} and all(row["ok"] for row in rows[1:])
+    assert len(rows) == 1 + len(texts)
     config = gpu_check.configure(compiled, "float32")
     assert config.compile == "aot_eager" and gpu_check.alone(config).compile == "none"
     for part in (*LEARNERS, "compression=random-k"):
