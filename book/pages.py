@@ -171,6 +171,9 @@ def measured_page() -> str:
         checks = dict.fromkeys(row.get("check") for row in rows)  # one and the same for a bench
         parts += [f"## {path.stem}", paragraphs(ast.get_docstring(ast.parse(module)))]
         parts += [rows_table([row for row in rows if row.get("check") == c]) for c in checks]
+        if (figure := path.with_name(f"{path.stem}_timeline.png")).exists():
+            words = "A step of ZeRO 3 on two ranks that share the GPU and talk through its host"
+            parts.append(f"![{words}]({figure.relative_to(ROOT).as_posix()})")
     parts.append("## Idle time of each pipeline schedule: predicted above measured")
     for path in sorted((ROOT / "notebooks/assets/pipeline_idle").glob("*.png")):
         where = path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""`minipar overlap`, `hang`, `prove` and `plan`: look at trainings, anybody's and planned ones."""
+"""`minipar overlap`, `hang`, `prove` and `plan`: look at trainings, of any code, or planned."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from minipar.sim import planner
 
 @dataclass(frozen=True)
 class Overlap:
-    """Show how much communication a training job hides: its own, or anybody's PyTorch traces."""
+    """Show how much communication a training job hides: its own, or any PyTorch traces."""
 
     traces: tyro.conf.Positional[list[str]]
     """Chrome traces of torch.profiler (.json or .json.gz), one file per rank, or a folder of them;

@@ -5,6 +5,7 @@ its hooks away again.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Recorder:
         self.stack: list[_Frame] = []  # what is open, the innermost last
         self._thread = threading.get_ident()
         self._travelling: dict[object, tuple[str, str, int, float]] = {}
-        self.unwaited: set[Any] = set()  # works that nobody has waited for
+        self.unwaited: set[Any] = set()  # works that have not been waited for
 
     def travel(
         self, name: str, axis_name: str, num_bytes: int, start: float
@@ -63,13 +64,14 @@ class Recorder:
         return arrive
 
     def land(self, patience: float) -> None:
-        """Wait, for so many seconds at most, until all that travels has arrived.
+        """Wait, for so many seconds in all, until all that travels has arrived.
 
         torch's profiler, ended while gloo is at work for it, ends the process by a SIGSEGV.
         """
+        deadline = time.monotonic() + patience
         for work in list(self.unwaited):
             with suppress(Exception):  # who waits for the result will hear of it
-                work.land(patience)
+                work.land(max(0.0, deadline - time.monotonic()))
         self.unwaited.clear()
 
     def finish(self) -> None:

@@ -109,7 +109,7 @@ def gradient(model: nn.Module, dp: Axis, compressor: str) -> dict[str, float]:
 
 
 def product_of_experts(how: str, device: torch.device) -> dict[str, float]:
-    """Return loss and norm of the gradient of four experts, one of which nobody chose."""
+    """Return loss and norm of the gradient of four experts, one of which gets no rows."""
     generator, counts = torch.Generator().manual_seed(0), torch.tensor([5, 0, 40, 19])
     experts = Experts(len(counts), 64, 128)
     rows = torch.randn(counts.sum(), 64, generator=generator)

@@ -187,7 +187,7 @@ class Bucket:
             p.grad = self.views[p].copy_(p.grad.detach())
 
     def _is_kept(self, p: nn.Parameter) -> bool:
-        """Whether the gradient of `p` that was here is still somebody's, though ``p.grad`` is not.
+        """Whether the gradient of `p` that was here is still in use, though ``p.grad`` is not.
 
         Such as g = p.grad, or a view of it: another name for the tensor, or one more of its memory.
         """

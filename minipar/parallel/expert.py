@@ -75,7 +75,7 @@ from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel import guard
 from minipar.parallel.async_all_to_all import AsyncAllToAll
-from minipar.parallel.pieces import check_divides, full_shape, mark
+from minipar.parallel.pieces import axes_of, check_divides, full_shape, is_part, mark
 from minipar.parallel.strategy import Strategy, replicate, sum_over
 
 Dispatch = Literal[
@@ -112,9 +112,10 @@ def apply(
         pieces: the ranks that share each sequence, which the other balances need; by default, none.
 
     Raises `ValueError` for a model without experts, or with experts that are spread already, or
-    trained by ddp, zero or fsdp; for an axis that does not divide them, a bias of another shape, an
-    unknown `dispatch`, "padded" without a capacity, a capacity for sequences in `pieces`, or nodes
-    that do not divide the axis, before the first collective.
+    trained by ddp, zero or fsdp; for weights that tensor parallelism has cut along `axis`; for an
+    axis that does not divide them, a bias of another shape, an unknown `dispatch`, "padded" without
+    a capacity, a capacity for sequences in `pieces`, or nodes that do not divide the axis, before
+    the first collective.
     """
     found = dict(mixtures(model))
     if not found:
@@ -127,6 +128,10 @@ def apply(
         if other := other or getattr(p, "claimed_by", None):
             raise ValueError(
                 f"{name} is shared by {other} already; apply expert once, before ddp, zero or fsdp"
+            )
+        if any(is_part(a, axis) for a in axes_of(p)):
+            raise ValueError(
+                f"{name} is cut along {axis.name} already; apply expert before tensor parallelism"
             )
     for name, moe in found.items():
         check_sizes(moe.config, axis.size, axis.name)

@@ -85,9 +85,14 @@ def copies_axis(p: Tensor, axis: Axis) -> Axis:
     return copies
 
 
+def is_part(axis: Axis, joint: Axis) -> bool:
+    """Whether `joint` is that axis, or several at once of which it is one."""
+    return axis.name in joint.name.split("+")
+
+
 def is_spread_over(p: Tensor, axis: Axis) -> bool:
     """Whether `p` is an expert's, and ranks of `axis` have experts of their own."""
-    return hasattr(p, "spread") and axis.name in p.spread.name.split("+")
+    return hasattr(p, "spread") and is_part(axis, p.spread)
 
 
 def full_shape(p: Tensor) -> torch.Size:

@@ -188,8 +188,8 @@ class TensorParallel(Strategy):
         self.apart = apart.keys()
         if border.sequence:
             # What is still whole and lies outside of the borders: norms, biases of second matrices.
-            names = dict(model.named_parameters()).keys()
-            self.whole = [n for n in names if n not in self.pieces and n not in self.apart]
+            own = self.pieces.keys() | self.apart
+            self.whole = [n for n, _ in model.named_parameters() if n not in own]
             _pad_and_cut(model, self.axis.size)
         if self.axis.size > 1:
             self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
@@ -312,11 +312,13 @@ class TensorParallel(Strategy):
         params = dict(self.model.named_parameters())
         holders = [piece_of(params[name]) for name in names if name in params]
         grads = [p.grad for p in holders if p.grad is not None]
+        if self.axis.size == 1:
+            return
         if num_groups == 1:
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):
                 collectives.all_reduce(grad, self.axis, out=grad)
             grads = [grad for grad in grads if grad.nbytes < LARGE]
-        if not grads or self.axis.size == 1:
+        if not grads:
             return
         own = self.axis.rank * num_groups // self.axis.size
         flat = torch.cat([grad.flatten() for grad in grads])

@@ -84,7 +84,8 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     backend = backend or backends.pick_backend(size)
     with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
         found = ranks.run(measure, size, launches)
-    slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
+    measured = set.intersection(*(set(rank[0]) for rank in found))  # a step may fit on some alone
+    slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0] if key in measured}
     points = [fit.Point("", str(path), *row) for row in found[0][1]]
     machine = write(path, slowest, pasted or points, size)
     if "step" in slowest:

@@ -254,7 +254,7 @@ class Software:
     host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
     passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
     launched: float  # elementwise operations of a layer's forward, each of which takes a launch
-    whole: float  # numbers per width of which backward touches all tokens that tp has gathered
+    whole: float  # numbers per token and width that backward touches of sequences not yet cut
     attention: float  # seconds of attention, as a multiple of the kernel's
     cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
     beside: float  # 1: collectives of tp run in parts beside the products that they belong to

@@ -30,8 +30,7 @@ from minipar.train.straggler import parse_slow
 from minipar.train.tokenizer import ByteTokenizer, try_out
 
 _ALIKE = "zero sequence_parallel expert_tensor_parallel tp_overlap context stages_per_rank "
-_ALIKE += "microbatches precision dispatch expert_nodes experts_over_cp "
-_ALIKE += "experts_over_tp"
+_ALIKE += "microbatches precision dispatch expert_nodes experts_over_cp experts_over_tp"
 IN_A_PLAN = {name: name for name in _ALIKE.split()} | {
     "pipeline_schedule": "schedule",
     "compress": "compression",

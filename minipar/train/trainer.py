@@ -374,7 +374,9 @@ class Trainer:
             if self.mesh.pp.size * self.mesh.cp.size > 1:
                 return "", f"(none: no rank has the whole model; minipar generate {self.folder})"
             # All go on by the token of the first, whose rounding may differ from the others'.
-            agreeing = model.register_forward_hook(lambda *args: broadcast(args[-1][:, -1:], world))
+            agreeing = model.register_forward_hook(
+                lambda model, tokens, logits: broadcast(logits[:, -1:], world)
+            )
         else:
             # With whole weights on one rank, or all would have to gather them for each token.
             weights = self.setup.full_state_dict()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
@@ -141,6 +142,17 @@ def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu_speed, "name_of", lambda _: told[0]["device"])
     tried = gpu_speed.settings(told[0]["preset"])
     gpu_check.simulated(rows, tried, folder / "gpu_machine.toml")
+    table = re.findall(
+        r"^\| \d+[^|]* \| (\d+) ms \| (\d+) ms \| (\d+) ms \| ([\d.]+) GB \| ([\d.]+) GB \|$",
+        Path("README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    times, sizes = ("step_ms", "data_sheet_ms", "simulated_ms"), ("peak_bytes", "simulated_bytes")
+    assert table == [
+        (*(f"{row[t]:.0f}" for t in times), *(f"{row[s] / 1e9:.1f}" for s in sizes))
+        for row in told
+        if "simulated_ms" in row
+    ]
     again = [(old, new) for old, new in zip(told, rows, strict=True) if "simulated_ms" in new]
     assert len(again) == sum(not setting.compile for setting in tried)
     for old, new in again:

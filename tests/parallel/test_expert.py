@@ -333,6 +333,10 @@ def _spread_over_tp(sequence: bool) -> str:
     assert strategy.holders("model.layers.0.mlp.experts.down_proj") == (mesh.tp.rank,)
     with pytest.raises(ValueError, match="cut along tp already"):
         tensor.apply(model, mesh.tp, sequence=sequence)
+    other = models.llama(0, moe=SIX)
+    tensor.apply(other, mesh.tp, sequence=sequence)
+    with pytest.raises(ValueError, match="apply expert before tensor parallelism"):
+        expert.apply(other, mesh.tp)
     return ""
 
 
