@@ -202,7 +202,11 @@ def plan(command: planner.PlanConfig) -> None:
 
 def _simulated(command: planner.PlanConfig, plan: planner.Ranked) -> None:
     """Print and draw what becomes of the plan when minipar's own code runs it."""
-    simulated = planner.simulate(plan)
+    try:
+        simulated = planner.simulate(plan)
+    except ValueError as error:
+        print(f"\nminipar's own code: not traced: {error}")
+        return
     exposed = [f"{axis} {s:.2f} s" for axis, s in simulated.exposed.items() if s > 5e-3]
     print(
         f"\nminipar's own code, traced and replayed: {simulated.seconds:.2f} s a step, "

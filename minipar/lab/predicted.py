@@ -17,6 +17,8 @@ def main(tables: list[str]) -> None:
         measured, predicted = dots.setdefault(name, ([], []))
         measured.append(run.seconds)
         predicted.append(run.predicted)
+    dots = dict(sorted(dots.items(), key=lambda source: "(fitted)" not in source[0]))  # below all
+    grey = {name: draw.MUTED for name in dots if "(fitted)" in name}
     ends = [f(run.seconds for run in runs) for f in (min, max)]
     new = [run for run in runs if run.split != "tune"]
     near = (validate.errors((r.predicted for r in new), [r.seconds for r in new]) <= 0.15).mean()
@@ -29,7 +31,7 @@ def main(tables: list[str]) -> None:
         note="published runs on 8 to 3,072 GPUs",
         logx=True,
         logy=True,
-        colours={"as measured": draw.MUTED, "zero bubble": draw.EXPOSED, "torchtitan": draw.INK},
+        colours=grey | {"as measured": draw.INK, "zero bubble": draw.EXPOSED},
     )
     print(f"drawn into {draw.save(figure, OUT)}")
 

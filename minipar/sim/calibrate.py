@@ -286,6 +286,12 @@ def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
     text = bounded_text(path, errors="replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
+    hosts = {*re.findall(r"^#\s+Rank\s+\d+\b.* on\s+(\S+)\s+device", text, re.MULTILINE)}
+    if len(hosts) > 1:
+        raise ValueError(
+            f"{path}: nccl-tests ran on {len(hosts)} hosts ({', '.join(sorted(hosts)[:4])}), and a "
+            "calibration is of one node: give the output of a run inside of one"
+        )
     row = r"^\s*(\d{1,15})\s+\d+\s+\w+\s+\S+\s+(?:-?\d+\s+)?[\d.]+\s+[\d.]+\s+(\d{1,5}(?:\.\d+)?)\s"
     rows = [(int(n), float(bus)) for n, bus in re.findall(row, text, re.MULTILINE)]
     if not verb or ranks < 2 or not any(bus for _, bus in rows):

@@ -26,6 +26,9 @@ Limits: no stragglers, no other users of a network, no allocator under pressure.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -66,13 +69,15 @@ def seconds(job: Job) -> dict[str, float]:
     once = {part: forward[part] + backward[part] for part in forward}
     group = job.dp * plan.cp
     layer, experts, words = parameters(job)
+    layers = job.layers()
+    words *= 1 + (plan.pp == 1 and not job.config.tie_embeddings)  # embedding and head
     if plan.zero == 3 and group > 1:
-        gather = _over_dp(job, "all_gather", 2, layer, experts)
-        reduce = _over_dp(job, "reduce_scatter", software.reduced, layer, experts)
+        sent = layer + words / max(layers)
+        gather = _over_dp(job, "all_gather", 2, sent, experts)
+        reduce = _over_dp(job, "reduce_scatter", software.reduced, sent, experts)
         pairs = (gather, forward), (gather + reduce, backward)
         waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
         once["dp"] = waits + _touch(job, software.copies * layer)
-    layers = job.layers()
     table = 4 * _touch(job, job.tokens * job.config.hidden_size * 2) * (plan.pp > 1)
     ends = [first * table + last * _head(job) for first, last in map(job.ends, range(plan.pp))]
     if plan.schedule == "dualpipe":  # where half of the microbatches enter, the others end
@@ -83,7 +88,8 @@ def seconds(job: Job) -> dict[str, float]:
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
     # The gradients of weights are products alone, as many as in a forward.
-    bubble = job.bubble(sum(_products(job)[:3]) / sum(once.values()))
+    weights = sum(share * sum(_products(kind)[:3]) for share, kind in job.kinds())
+    bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
         far = 1 + (plan.num_ranks > job.machine.gpus)
@@ -172,7 +178,21 @@ def _heads(job: Job) -> tuple[float, float]:
 
 
 def _layer(job: Job, backward: bool) -> dict[str, float]:
-    """Return the seconds of a layer in one direction, by part."""
+    """Return the seconds of a layer in one direction, by part: the mean of all."""
+    return _mean((share, _layer_of(kind, backward)) for share, kind in job.kinds())
+
+
+def _mean(kinds: Iterable[tuple[float, dict[str, float]]]) -> dict[str, float]:
+    """Return the sum of tables of numbers, each times its share."""
+    total: dict[str, float] = defaultdict(float)
+    for share, parts in kinds:
+        for part, number in parts.items():
+            total[part] += share * number
+    return dict(total)
+
+
+def _layer_of(job: Job, backward: bool) -> dict[str, float]:
+    """Return the seconds of a layer in one direction, by part, where all are alike."""
     c, plan, n = job.config, job.plan, job.tokens
     device, times = job.machine.device, 2 if backward else 1
     width, tp = c.hidden_size, plan.tp
@@ -222,10 +242,14 @@ def _layer(job: Job, backward: bool) -> dict[str, float]:
         if plan.dispatch == "paired":  # a forward and a backward, which is twice as long
             beside = 1.5 / times * parts["compute"]
             parts["ep"] -= min(PAIRED_HIDDEN * parts["ep"], beside)
-    host, doublings = job.software.host, math.log2(tp)
+    return parts | {"host": max(0.0, host(job) - sum(parts.values()))}
+
+
+def host(job: Job) -> float:
+    """Return the seconds that a host needs to launch a layer, in one direction."""
+    plan, software = job.plan, job.software
     far = plan.pp > 1 and plan.num_ranks > job.machine.gpus
-    host += doublings * (job.software.host_tp + job.software.host_across * far)
-    return parts | {"host": max(0.0, host - sum(parts.values()))}
+    return software.host + math.log2(plan.tp) * (software.host_tp + software.host_across * far)
 
 
 def _over_tp(job: Job, num_bytes: float) -> float:
@@ -318,21 +342,28 @@ def room(device: Device) -> float:
 def parameters(job: Job) -> tuple[float, float, float]:
     """Return a rank's parameters before ZeRO: a layer's, of these experts', and a table's.
 
-    The table is the embedding, or the head.
+    The table is the embedding, or the head; a layer is the mean of all.
     """
+    whole = experts = 0.0
+    for share, kind in job.kinds():
+        c, hidden = kind.config, kind.config.intermediate_size
+        layer = float(c.layer_parameters())
+        if c.moe is not None:
+            one = c.moe.expert_size * c.hidden_size
+            layer -= 3 * c.moe.num_experts * one
+            each = c.moe.num_experts * one / (job.experts_over * job.experts_cut)
+            experts += share * (2 + job.gated) * each
+            hidden = c.moe.num_shared * c.moe.expert_size
+        whole += share * (layer if job.gated else layer - c.hidden_size * hidden)
     c, tp = job.config, job.plan.tp
-    layer, experts = float(c.layer_parameters(c.num_layers - 1)), 0.0
-    if c.moe is not None:
-        experts = 3.0 * c.moe.num_experts * c.moe.expert_size * c.hidden_size
-        layer -= experts
-        experts /= job.experts_over * job.experts_cut
-    elif not job.gated:
-        layer -= c.hidden_size * c.intermediate_size
-    return layer / tp + experts, experts, c.vocab_size * c.hidden_size / tp
+    return whole / tp + experts, experts, c.vocab_size * c.hidden_size / tp
 
 
 def memory(job: Job) -> dict[str, float]:
     """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
+    moe = job.config.moe
+    if moe is not None and moe.first_dense and job.plan.pp > 1:  # later stages have none of these
+        job = replace(job, config=replace(job.config, moe=replace(moe, first_dense=0)))
     ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers()))
     return max(ranks, key=lambda held: sum(held.values()))
 
@@ -357,7 +388,7 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     stored = sum(activations(job).values())
     inputs = 2 * job.tokens * c.hidden_size / (plan.tp if plan.sequence_parallel else 1)
     kept = {"none": stored, "selective": software.kept * stored, "full": inputs}[plan.checkpointing]
-    waits = layers * _put_off(job)
+    waits = layers * sum(share * _put_off(kind) for share, kind in job.kinds())
     waits += 2 * job.tokens * (c.hidden_size + c.vocab_size / plan.tp) * has_head
     most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
     # Of one layer at a time all is there again.
@@ -375,8 +406,12 @@ def activations(job: Job) -> dict[str, float]:
     As `memory.llama_activations`, but as software on GPUs does it: norms may keep float32 beside 16
     bits, unfused gates keep their silu, and sequence parallelism leaves some of what it gathers
     whole. Rows of experts are kept as they come and as they go. Of a GPT layer, dropout's masks;
-    without flash attention, softmax's input and output and its mask, T x T each.
+    without flash attention, softmax's input and output and its mask, T x T each. The mean of all.
     """
+    return _mean((share, _activations_of(kind)) for share, kind in job.kinds())
+
+
+def _activations_of(job: Job) -> dict[str, float]:
     c, plan, tp = job.config, job.plan, job.plan.tp
     fused, whole = job.software.fused, job.software.gathered * plan.sequence_parallel
     norms = job.software.norms if job.gated else 5

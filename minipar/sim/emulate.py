@@ -17,7 +17,7 @@ from torch import nn
 
 from minipar.comm import device as devices
 from minipar.comm import link as links
-from minipar.comm import timeline
+from minipar.comm import strict, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
@@ -119,13 +119,14 @@ def film(
 
     `device`, `wire`: what to compute on and to talk over; None: as it is. No warning is given of
     a machine too busy for its device: the clocks, and with them the timeline, are reckoned as ever.
+    Races are not looked for meanwhile (`comm/strict.py`), as that takes time.
     """
     before = devices.current(), links.current()
     if device is not None:
         devices.use(device)
     links.use(links.current() if wire is None else wire)
     try:
-        with devices.running(), warnings.catch_warnings():
+        with strict.paused(), devices.running(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:

@@ -271,6 +271,7 @@ class Software:
     kept: float  # share of what backward needs that it keeps, but for scores
     gathered: float  # numbers per width and token of which sequence parallelism keeps all
     biases: float  # 1: a GPT has biases and dropout; 0: neither
+    even: float  # 1: stages have the same number of layers, where these can be shared out so
     scattered: float  # 1: ranks of tp send a part each to the next stage, and gather it there
     weights: float  # bytes per parameter; with those of
     gradients: float
@@ -303,7 +304,7 @@ _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_leng
 _POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
 _SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused", "per_node"}
-_SHARES |= {"buffered"}
+_SHARES |= {"buffered", "even"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""
 
@@ -346,6 +347,13 @@ def load(name: str | Path) -> Machine:
 def software(name: str) -> Software:
     """Return a family of training software. Raises `HardwareError` for an unknown one."""
     return _make("software", name, _built_in(), "software")
+
+
+@cache
+def networks() -> dict[str, Network]:
+    """Return all networks by name."""
+    known = _built_in()
+    return {name: _make("network", name, known, name) for kind, name in known if kind == "network"}
 
 
 @cache

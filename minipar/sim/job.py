@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from minipar.model.llama import LlamaConfig
@@ -94,12 +94,18 @@ class Job:
         default = 2 if looped or self.plan.schedule in V_SHAPED else 1
         return self.plan.stages_per_rank or default
 
+    def kinds(self) -> list[tuple[float, "Job"]]:
+        """Return the shares of layers with experts and without, each with a job of these alone."""
+        return [(share, replace(self, config=config)) for share, config in _kinds(self.config)]
+
     def layers(self) -> list[float]:
         """Return for each rank of the pipeline how many layers a microbatch goes through there.
 
         Those of dualpipe are a mean: there are two copies, each for half of the microbatches.
         """
         p, v = self.plan.pp, self.chunks
+        if self.software.even and not self.config.num_layers % (p * v):
+            return [self.config.num_layers / p] * p
         if self.plan.schedule == "dualpipe":
             cut = _cut(self.config, p)
             return [(down + up) / 2 for down, up in zip(cut, reversed(cut), strict=True)]
@@ -141,6 +147,16 @@ class Job:
         """Return the seconds of a collective of the ranks that `spread` describes."""
         nodes = self.spread(inner, size)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
+
+
+@cache
+def _kinds(config: LlamaConfig) -> list[tuple[float, LlamaConfig]]:
+    moe, count = config.moe, config.num_layers
+    sparse = 0 if moe is None else sum(map(moe.is_sparse, range(count))) / count
+    found = [(1 - sparse, replace(config, moe=None))] if sparse < 1 else []
+    if sparse:
+        found.append((sparse, replace(config, moe=replace(moe, first_dense=0, every=1))))
+    return found
 
 
 @cache

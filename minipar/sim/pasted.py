@@ -7,6 +7,7 @@ Source. `torchtitan/config/job_config.py` of pytorch/torchtitan (000204a), with 
 
 from collections.abc import Iterator
 
+from minipar.parallel.plan import Plan
 from minipar.sim.job import Job
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
@@ -32,6 +33,9 @@ def flags(job: Job) -> dict[str, str]:
 
 def _refused_by_torchtitan(job: Job) -> Iterator[str]:
     plan = job.plan
+    yield from _without_a_flag(job, "tp_overlap")
+    if plan.cp > 1 and plan.context == "ulysses":
+        yield "its context parallelism passes keys and values on, and no heads"
     shard, multiple = (job.dp if plan.zero else 1) * plan.cp, 2 * plan.tp * plan.cp
     if plan.schedule not in SCHEDULES:
         yield f"it has no schedule {plan.schedule}"
@@ -55,6 +59,14 @@ def _refused_by_torchtitan(job: Job) -> Iterator[str]:
         )
 
 
+def _without_a_flag(job: Job, *more: str) -> Iterator[str]:
+    """Say which words of the plan no flag is written for here."""
+    for word in ("compression", "dispatch", *more):
+        value = getattr(job.plan, word)
+        if value != getattr(Plan, word):
+            yield f"{word}={value} has no flag here"
+
+
 def _torchtitan(job: Job, batch: int) -> str:
     plan, p = job.plan, "--parallelism."
     cut = ("shard", "replicate") if plan.zero else ("replicate", "shard")
@@ -67,8 +79,13 @@ def _torchtitan(job: Job, batch: int) -> str:
         f"{p}tensor_parallel_degree {plan.tp} {p}context_parallel_degree {plan.cp} "
         f"{p}pipeline_parallel_degree {plan.pp} --activation_checkpoint.mode {plan.checkpointing}"
     )
+    if plan.checkpointing == "selective":  # by operation, as it is priced
+        text += " --activation_checkpoint.selective_ac_option op"
     if plan.zero:
         text += f" {p}fsdp_reshard_after_forward {'always' if plan.zero == 3 else 'never'}"
+    if plan.cp > 1:
+        method = "allgather" if plan.context == "gather" else "alltoall"
+        text += f" {p}context_parallel_rotate_method {method}"
     if plan.ep > 1:
         text += f" {p}expert_parallel_degree {plan.ep}"
     if plan.pp > 1:
@@ -79,6 +96,15 @@ def _torchtitan(job: Job, batch: int) -> str:
 
 def _refused_by_megatron(job: Job) -> Iterator[str]:
     plan, layers, stages = job.plan, job.config.num_layers, job.plan.pp * job.chunks
+    multiple = (2 * plan.cp if plan.cp > 1 else 1) * (plan.tp if plan.sequence_parallel else 1)
+    yield from _without_a_flag(job)
+    if plan.cp > 1 and plan.context == "gather":
+        yield "context=gather has no flag here"
+    if plan.checkpointing == "selective" and job.software.kept < 1:
+        yield (
+            "its selective recomputation leaves out the scores of attention alone, and keeps more "
+            "than this plan, which may not fit; ask with --fix checkpointing=none or full"
+        )
     if plan.schedule not in SCHEDULES:
         yield f"it has no schedule {plan.schedule}"
     if layers % stages:
@@ -98,8 +124,8 @@ def _refused_by_megatron(job: Job) -> Iterator[str]:
         yield "its --use-torch-fsdp2 goes with no pp, ep, fp16 or tied embeddings"
     if plan.ep > 1 and plan.precision == "fp16":
         yield "its ep goes with no fp16"
-    if plan.cp > 1 and job.seq_len % (2 * plan.cp):
-        yield f"its seq-length is a multiple of 2 x cp = {2 * plan.cp}, and {job.seq_len} is not"
+    if job.seq_len % multiple:
+        yield f"its seq-length is a multiple of {multiple} here, and {job.seq_len} is not"
 
 
 def _megatron(job: Job, batch: int) -> str:
@@ -114,7 +140,11 @@ def _megatron(job: Job, batch: int) -> str:
         text += f" --expert-model-parallel-size {job.experts_over}"
     if job.config.moe is not None and plan.tp > 1:
         text += f" --expert-tensor-parallel-size {job.experts_cut}"
+    if plan.cp > 1:
+        text += f" --cp-comm-type {'a2a' if plan.context == 'ulysses' else 'p2p'}"
     text += " --sequence-parallel" if plan.sequence_parallel else ""
+    overlaps = plan.tp_overlap or (job.software.beside and plan.sequence_parallel)
+    text += " --tp-comm-overlap" if overlaps and plan.tp > 1 else ""
     if plan.zero == 1:
         text += " --use-distributed-optimizer"
     if plan.zero == 3:

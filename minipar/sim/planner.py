@@ -227,7 +227,10 @@ def _has(job: cost.Job, fix: dict[str, Any]) -> bool:
 
 # ---------------------------------------------------------------------- words
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
-    """Say of each choice of the best plan what the best plan without it would pay."""
+    """Say of each choice of the best plan what the best plan with it switched off would pay.
+
+    Another value of a choice (tp=4 in the place of tp=2, not tp=1) may cost less: see the ranking.
+    """
     lines, job, plan, machine = [], best.job, best.job.plan, best.job.machine
     names = *(axis for axis in MESH if axis != "dp"), "expert_tensor_parallel", "experts_over_tp"
     for name in (*names, "zero", "checkpointing", "schedule"):
@@ -368,13 +371,13 @@ def simulate(ranked: Ranked) -> Simulated:
     """Trace minipar's own code under a plan, and replay it on the machine: no closed form.
 
     What no trace tells, hosts and the efficiency of attention in training, is the software's.
+    Raises `ValueError` for a plan that cannot be traced.
     """
     job = ranked.job
     traces = trace(
         job.config, job.plan, sequences=job.microbatch, seq_len=job.seq_len, experts=job.experts
     )
-    software = job.software
-    return replay(traces, job.machine, host=software.host, attention=software.attention)
+    return replay(traces, job.machine, host=cost.host(job), attention=job.software.attention)
 
 
 def as_minipar(ranked: Ranked) -> str:
@@ -387,7 +390,10 @@ def as_minipar(ranked: Ranked) -> str:
     limit = cost.room(job.machine.device)
     some = min(plan.microbatches, 4 * plan.pp) if plan.pp > 1 else plan.microbatches
     shorter = replace(ranked, job=replace(job, plan=replace(plan, microbatches=some)))
-    simulated = simulate(shorter)
+    try:
+        simulated = simulate(shorter)
+    except ValueError as error:
+        return f"not traced: {error}"
     seconds = simulated.seconds + job.software.fixed
     time = f"{seconds:.2f} s"
     if some < plan.microbatches:

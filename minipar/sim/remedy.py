@@ -34,8 +34,9 @@ def page_of(config: TrainConfig, folder: Path) -> str:
         noted = json.loads((folder / out_of_memory.FILE).read_text(encoding="utf-8"))
         saved = available(folder / "checkpoints")
         return f"\n{page(config, noted, str(folder) if saved else '')}\n"
-    except (OSError, RuntimeError, MemoryError, KeyError) as error:
-        return f"\nwhat would fit cannot be said: {type(error).__name__}\n"
+    except (OSError, RuntimeError, MemoryError, KeyError, ValueError) as error:
+        why = error if type(error) is ValueError else type(error).__name__
+        return f"\nwhat would fit cannot be said: {why}\n"
 
 
 def page(config: TrainConfig, noted: dict[str, Any], start: str = "") -> str:

@@ -39,9 +39,9 @@ from minipar.sim import cost, fit, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
 FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
-"""By the beginning of a table's `framework`; "any" for others."""
+"""By what is in a table's `framework`, the first that is; "any" for others."""
 LATER = {"megatron": "megatron-core"}
-"""What has become of a family on devices that have 8 bits."""
+"""What has become of a family on devices that have 8 bits, but for forks of what it was."""
 NETWORKS = {"nanotron": "-efa-busy"}
 """Where a table of the same cluster tells more of its network than its bandwidth."""
 SCHEDULES = {name.replace("_", ""): name for name in schedules.SCHEDULES}
@@ -82,7 +82,8 @@ class Run:
         """What runs have in common that a planner could choose between."""
         job = self.job
         batch = job.plan.dp * job.plan.microbatches * job.microbatch
-        return self.source, str(job.config), job.machine.device.name, self.gpus, job.seq_len, batch
+        same = str(job.config), job.machine, job.software, job.dtype
+        return self.source, *map(str, same), self.gpus, job.seq_len, batch
 
     @cached_property
     def predicted(self) -> float:
@@ -100,7 +101,9 @@ class Run:
         job, c = self.job, self.job.config
         flops = c.flops_per_token(job.seq_len, causal=True)
         if not job.gated:
-            flops -= 6 * c.num_layers * c.hidden_size * c.intermediate_size
+            active = 1 if c.moe is None else c.moe.top_k + c.moe.num_shared
+            width = c.intermediate_size if c.moe is None else c.moe.expert_size
+            flops -= 6 * c.num_layers * c.hidden_size * active * width
         return flops * job.tokens_of_step / self.gpus / job.machine.device.peak[job.dtype]
 
 
@@ -127,6 +130,8 @@ def read(
     for cells in body:
         row = Row(zip(names, map(str.strip, cells), strict=False), source=Path(path).stem)
         try:
+            if any(map(str.strip, cells[len(names) :])):
+                raise ValueError("more cells than columns: is a number with commas not quoted?")
             run = _run(row)
             if not math.isfinite(run.predicted * run.held):
                 raise ValueError("what is predicted is beyond numbers")
@@ -151,6 +156,8 @@ class Row(dict[str, str]):
         """Return a number; raise `ValueError` for what is none or out of bounds."""
         text = self.get(name, "")
         try:
+            if "," in text and not re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text):
+                raise ValueError("4,5 is no number, and 4,500 is one")
             number = float(text.replace(",", "")) if text else default
         except ValueError:
             number = math.nan
@@ -179,15 +186,20 @@ class Row(dict[str, str]):
 
 def _run(row: Row) -> Run:
     number, whole, framework = row.number, row.whole, row.get("framework", "").lower()
-    family = next((v for k, v in FAMILIES.items() if framework.startswith(k)), "any")
-    gated = row.flag("gated", row.get("kind") != "gpt")
+    family = next((v for k, v in FAMILIES.items() if k in framework), "any")
+    gated = row.flag("gated", row.word("kind") != "gpt")
     width, heads, seq = whole("hidden", 0), whole("heads", 0), whole("seq", 0)
-    moe = None
+    moe, ep = None, whole("ep")
     if whole("experts", 0, 0) > 1:
+        chosen = whole("top_k", 0)
         moe = MoEConfig(
-            whole("experts"), whole("top_k"), whole("moe_ffn", whole("ffn", 4 * width)),
-            num_shared=whole("shared_experts", 0, 0),
+            whole("experts"), chosen, whole("moe_ffn", whole("ffn", 4 * width)),
+            num_shared=whole("shared_experts", 0, 0), normalise=chosen > 1,
         )  # fmt: skip
+        if moe.num_experts % ep:
+            raise ValueError(f"ep={ep} must divide experts={moe.num_experts}")
+    elif row.word("kind") == "moe" or ep > 1:
+        raise ValueError("a mixture needs experts=, how many there are")
     config = LlamaConfig(
         whole("vocab", 50_000), width, whole("ffn", 4 * width), whole("layers", 0), heads,
         whole("kv_heads", heads), whole("head_dim", max(1, width // heads)), max_seq_len=seq,
@@ -198,7 +210,6 @@ def _run(row: Row) -> Run:
     dp = whole("dp", max(1, gpus // (tp * pp * cp)))
     if dp * tp * pp * cp != gpus:
         raise ValueError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} are not gpus={gpus}")
-    ep = whole("ep")
     if dp * tp * cp % ep:
         raise ValueError(f"ep={ep} must divide dp x tp x cp = {dp * tp * cp}")
     if pp > config.num_layers:  # stages may be more: the ends of some are an embedding or a head
@@ -209,6 +220,8 @@ def _run(row: Row) -> Run:
     schedule = SCHEDULES[schedule]
     if schedule == "1f1b" and chunks > 1:  # Megatron-LM calls both 1F1B
         schedule = "interleaved_1f1b"
+    if pp * max(1, chunks) > config.num_layers + 2:
+        raise ValueError(f"{chunks} stages on each of pp={pp} are more than layers + 2")
     recompute, zero = row.word("recompute") or "none", whole("zero", 0, 0)
     recompute = RECOMPUTE.get(recompute.removeprefix("selective"), recompute)
     if recompute not in ("none", "selective", "full") or zero > 3:
@@ -216,12 +229,12 @@ def _run(row: Row) -> Run:
     dtype = row.get("dtype", "bf16").lower()
     dtype = hardware.type_name(next((t for word, t in DTYPES.items() if word in dtype), dtype))
     machine = _machine(row.get("device", ""), family, number("inter_gbps_per_gpu", 0),
-                       whole("gpus_per_node", 0, 0))  # fmt: skip
-    if "fp8" in machine.device.peak:
+                       whole("gpus_per_node", 0, 0), row.get("intra", "").lower())  # fmt: skip
+    if "fp8" in machine.device.peak and "deepspeed" not in framework:
         family = LATER.get(family, family)
     if dtype in ("fp8", "fp4") and family == "any":
         family = "compiled"  # as torchao's products of few bits have to be
-    if framework.startswith("torchtitan") and pp > 1 and zero == 3:
+    if "torchtitan" in framework and pp > 1 and zero == 3:
         zero = 1  # its default in a pipeline: weights stay gathered, and gradients go once a step
     plan = Plan(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, schedule=schedule, checkpointing=recompute,
@@ -267,8 +280,11 @@ def _with_batch(row: Row, job: cost.Job) -> cost.Job:
 
 
 @cache
-def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Machine:
-    """Return the machine of a device as tables name it: h100-sxm, NVIDIA A100-SXM4-40GB."""
+def _machine(device: str, family: str, gbits: float, gpus: int, inside: str) -> hardware.Machine:
+    """Return the machine of a device as tables name it: h100-sxm, NVIDIA A100-SXM4-40GB.
+
+    `inside` is its network inside of a node; the device's own, if it is none that we know.
+    """
     words = re.split(r"[\s_-]+", re.sub(r"rtx[\s_-]+", "rtx", device.lower()))
     drop = r"nvidia|tesla|geforce|[dh]gx|sxm\d?|\d+w|hbm\w*|nvl72"
     words = [w.removesuffix("gb") for w in words if not re.fullmatch(drop, w)]
@@ -282,6 +298,7 @@ def _machine(device: str, family: str, gbits: float, gpus: int) -> hardware.Mach
     machine = hardware.load(name if name in known else device)
     if f"{name}{NETWORKS.get(family, '')}" in hardware.names():
         machine = hardware.load(name + NETWORKS.get(family, ""))
+    machine = replace(machine, inside=hardware.networks().get(inside, machine.inside))
     if gbits:
         machine = replace(machine, between=machine.between.with_ports(gbits * 1e9 / 8))
     return replace(machine, gpus=gpus or machine.gpus)

@@ -76,6 +76,9 @@ def test_the_output_of_nccl_tests_is_read(tmp_path):
         ("all_reduce", 2**20, 2, 20.97e9),
         ("all_reduce", 2**30, 2, 357.91e9),
     ]
+    path.write_text(PASTED.replace("on  node device  1", "on  other device  1"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"ran on 2 hosts \(node, other\)"):
+        calibrate.parse_nccl(path, "h100")
     path.write_text("nothing of the kind", encoding="utf-8")
     with pytest.raises(ValueError, match="no output of nccl-tests"):
         calibrate.parse_nccl(path, "h100")

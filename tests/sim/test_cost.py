@@ -186,6 +186,34 @@ def test_the_head_is_where_the_last_stage_is():
     assert one.layers() == one.layers()[::-1]
 
 
+@pytest.mark.parametrize("family", ["megatron", "megatron-core"])
+def test_stages_of_megatron_have_the_same_number_of_layers(family):
+    """Where these can be shared out so. Mutant: the last one has fewer, beside the head."""
+    for plan, even in (
+        ("pp=4,microbatches=8", [8.0] * 4),
+        ("pp=4,microbatches=8,schedule=interleaved_1f1b", [8.0] * 4),
+        ("pp=3,microbatches=6", None),
+    ):
+        theirs, ours = (job(plan, software=s).layers() for s in (hardware.software(family), ANY))
+        assert theirs == (even or ours) and ours[-1] < ours[0]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_head_of_its_own_is_gathered_reduced_and_takes_steps(zero):
+    """Behind a slow network, where nothing hides it. Mutants: an embedding alone; layers alone."""
+    slow, free = replace(H100, between=H100.between.with_ports(1e8)), replace(ANY, copies=0.0)
+    own, tied = configs = [replace(PRESETS["llama-3-8b"], tie_embeddings=t) for t in (False, True)]
+    options = dict(machine=slow, software=free, seq=1024)
+    parts = [cost.seconds(job(f"dp=16,zero={zero}", config=c, **options)) for c in configs]
+    for part, rel in (("dp", 0.01), ("optimizer", 1e-4)):
+        found = parts[0][part] / parts[1][part]
+        assert found == pytest.approx(own.num_parameters / tied.num_parameters, rel=rel), part
+    # Ends of a pipeline have one table each, whatever is tied.
+    for part in ("dp", "optimizer"):
+        ends = [cost.seconds(job("dp=16,pp=2,zero=1", config=c, **options))[part] for c in configs]
+        assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=16,pp=4"])
 def test_zero_2_reduces_each_microbatch(mesh):
     """As minipar.parallel.zero does. Mutant: once, beside the last backward."""
@@ -219,6 +247,33 @@ def test_experts_cost_memory_by_all_and_time_by_those_chosen():
     assert held(sparse) > 3 * held(dense) and step(sparse) < 3 * step(dense)
     assert held(replace(sparse, ep=8)) < 0.5 * held(sparse)
     assert cost.seconds(replace(sparse, ep=8))["ep"] > 0 == cost.seconds(sparse)["ep"]
+
+
+PARTLY = MoEConfig(8, 2, 14_336, num_shared=1, first_dense=3, every=2)
+"""Experts in 15 layers of 32."""
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("moe", [replace(PARTLY, first_dense=0, every=1), PARTLY])
+def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated):
+    """Mutants: all layers as the last; three matrices of an expert without a gate."""
+    c = replace(PRESETS["llama-3-8b"], moe=moe)
+    layer, experts, table = cost.parameters(job("tp=2,ep=4", config=c, gated=gated))
+    found = 2 * (c.num_layers * (layer - experts) + 2 * table) + 4 * c.num_layers * experts
+    wide = sum(9 if moe.is_sparse(n) else 1 for n in range(c.num_layers)) * 14_336
+    assert found == pytest.approx(c.num_parameters - (not gated) * c.hidden_size * wide, rel=1e-6)
+
+
+def test_layers_with_experts_and_without_are_priced_by_their_shares():
+    """Mutant: all of them as the last one."""
+    dense = PRESETS["llama-3-8b"]
+    whole = replace(dense, moe=replace(PARTLY, first_dense=0, every=1))
+    jobs = [job("ep=8,zero=1", config=c) for c in (dense, whole, replace(dense, moe=PARTLY))]
+    for table, part in (
+        (cost.seconds, "compute"), (cost.seconds, "ep"), (cost.memory, "activations"),
+    ):  # fmt: skip
+        none, all_of_it, some = (table(one)[part] for one in jobs)
+        assert some == pytest.approx((17 * none + 15 * all_of_it) / 32) and none < all_of_it
 
 
 def test_rows_travel_while_others_compute():

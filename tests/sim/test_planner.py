@@ -154,6 +154,18 @@ FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-a
         ("torchtitan", "dp=4,ep=2,zero=1", "expert_parallel_degree 2"),
         ("torchtitan", "pp=2,cp=2,microbatches=4,schedule=interleaved_1f1b,stages_per_rank=4",
          "cannot: its ranks of interleaved_1f1b have 2 stages, and the plan's have 4"),
+        ("torchtitan", "dp=8,zero=3,checkpointing=selective", "mode selective "
+         "--activation_checkpoint.selective_ac_option op"),
+        ("Megatron-LM", "cp=8", "--cp-comm-type p2p"),
+        ("Megatron-LM", "cp=8,context=ulysses", "--cp-comm-type a2a"),
+        ("Megatron-LM", "cp=8,context=gather", "cannot: context=gather has no flag"),
+        ("torchtitan", "cp=8", "context_parallel_rotate_method alltoall"),
+        ("torchtitan", "cp=8,context=gather", "context_parallel_rotate_method allgather"),
+        ("torchtitan", "cp=8,context=ulysses", "cannot: its context parallelism passes keys"),
+        ("Megatron-LM", "tp=8,sequence_parallel,tp_overlap", "--tp-comm-overlap"),
+        ("torchtitan", "dp=2,tp=4,zero=1,sequence_parallel,tp_overlap", "cannot: tp_overlap=True"),
+        ("Megatron-LM", "dp=8,compression=int8", "cannot: compression=int8 has no flag"),
+        ("torchtitan", "dp=4,ep=2,zero=1,dispatch=halves", "cannot: dispatch=halves has no flag"),
     ],
 )  # fmt: skip
 def test_what_another_project_refuses_at_its_start_is_said(project, plan, words):
@@ -162,6 +174,16 @@ def test_what_another_project_refuses_at_its_start_is_said(project, plan, words)
     config = replace(base.config, moe=MoEConfig(8, 2, 14_336) if "ep=" in plan else None)
     given = planner.flags(replace(base, config=config, plan=_in_bf16(plan)))[project]
     assert words in given and words.startswith("cannot") == given.startswith("cannot")
+
+
+@pytest.mark.parametrize("software", ["any", "megatron"])
+def test_selective_recomputation_of_megatron_is_its_own(software):
+    """Mutants: a plan that fits as another one alone; refused where it is priced as it is."""
+    base = planner.base_of(replace(EIGHT, software=software))
+    plan = _in_bf16("dp=8,checkpointing=selective")
+    given = planner.flags(replace(base, plan=plan))["Megatron-LM"]
+    words = {"any": "cannot: its selective", "megatron": "--recompute-granularity selective"}
+    assert words[software] in given
 
 
 def test_fsdp_of_megatron_unties_embeddings():
@@ -175,14 +197,22 @@ def _in_bf16(plan):
     return Plan.parse(plan if "precision" in plan else f"{plan},precision=bf16")
 
 
-@pytest.mark.parametrize(("tokens", "plan"), [(101, "dp=8"), (8190, "dp=4,cp=2,zero=1")])
+@pytest.mark.parametrize(
+    ("tokens", "plan"),
+    [
+        (101, "dp=8"),
+        (8190, "dp=4,cp=2,zero=1"),
+        (8190, "dp=2,tp=4,zero=1,sequence_parallel"),
+        (8184, "tp=4,cp=2,sequence_parallel"),
+    ],
+)
 def test_sequences_that_only_we_pad_are_no_ones_else(tokens, plan):
     """Mutants: a plan that is refused, though `Composed.shard` pads; one that others get."""
     job = replace(planner.base_of(EIGHT), plan=_in_bf16(plan), seq_len=tokens)
     assert planner.problem(job) is None
     given = planner.flags(job)
     assert "cannot: its seq_len is a multiple" in given["torchtitan"]
-    assert ("cannot: its seq-length is a" in given["Megatron-LM"]) == ("cp" in plan)
+    assert ("cannot: its seq-length is a" in given["Megatron-LM"]) == (plan != "dp=8")
 
 
 def test_words_without_a_price_are_said():
@@ -493,6 +523,24 @@ def test_a_device_has_the_bandwidth_that_is_asked_of_the_network():
         for what in ("", "nvlink=300")
     ]
     assert seconds[1] < 0.5 * seconds[0]
+
+
+def test_hosts_are_as_slow_in_the_simulator_as_in_the_closed_form():
+    """Per doubling of tp, too. Mutant: as if tp had no operations of its own."""
+    job = replace(planner.base_of(replace(EIGHT, model="tiny", seq=64)), plan=Plan(tp=2))
+    slow = replace(job, software=replace(job.software, host_tp=1.0))  # next to that, all is free
+    found = planner.simulate(planner.Ranked(slow, {}, {})).seconds
+    assert found == pytest.approx(cost.seconds(slow)["host"], rel=0.01)
+
+
+def test_a_plan_that_cannot_be_traced_is_a_sentence(capfd):
+    """Mutant: an error, after all that was asked for."""
+    plan = "pp=2,ep=2,schedule=dualpipe_v,microbatches=4,dispatch=paired"
+    asked = "--model tiny-moe --gpus 4 --global-batch 8 --seq 64 --explain"
+    code, printed, err = call(capfd, *asked.split(), plan)
+    assert code == 0 and not err and "own code: not traced: plan pp=2" in printed
+    (ranked,) = planner.answer(commands.parse(["plan", *asked.split(), plan])[1])[1]
+    assert planner.as_minipar(ranked).startswith("not traced: plan pp=2")
 
 
 @pytest.mark.slow

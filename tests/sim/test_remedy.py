@@ -1,5 +1,6 @@
 """The page of a run out of memory: what was held, and changes that fit when they are traced."""
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 from minipar.cli import commands
 from minipar.model.llama import PRESETS
 from minipar.sim import remedy
+from minipar.train import out_of_memory
 from minipar.train.config import TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -67,3 +69,13 @@ def test_a_run_with_a_checkpoint_is_resumed_and_nothing_is_said_where_nothing_fi
     assert not any("--mesh dp=2 " in line or "--weight-decay" in line for line in lines)
     nothing = remedy.page(CONFIG, noted | {"held": {}, "free": 10**5})
     assert "No plan on 2 ranks takes less" in nothing
+
+
+def test_a_run_that_cannot_be_traced_ends_in_a_line_that_says_so(tmp_path):
+    """Mutant: another error in the place of the one that the run ended with."""
+    noted = {"rank": "rank 0 of 4", "held": {"all else": 10**7}, "free": 0}
+    (tmp_path / out_of_memory.FILE).write_text(json.dumps(noted), encoding="utf-8")
+    plan = "pp=2,ep=2,schedule=dualpipe_v,microbatches=4,dispatch=paired"
+    config = replace(CONFIG, preset="tiny-moe", mesh="", plan=plan)
+    said = remedy.page_of(config, tmp_path).strip()
+    assert said.startswith("what would fit cannot be said: plan pp=2") and "\n" not in said

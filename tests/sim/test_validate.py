@@ -1,6 +1,7 @@
 """What README says of the errors on published runs holds; nothing is fitted to `public-check`."""
 
 import csv
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,7 +150,8 @@ def test_torchtitan_prints_gib_that_are_reserved(tmp_path):
     ("framework", "dtype", "pp", "software", "zero"),
     [
         ("megatron-lm", "bf16", 1, "megatron-core", 3),  # on H100; below, on A100
-        ("NeMo 25.02", "fp8", 8, "megatron-core", 3),
+        ("NVIDIA NeMo 25.02", "fp8", 8, "megatron-core", 3),
+        ("Megatron-DeepSpeed", "bf16", 1, "megatron", 3),
         ("torchtitan", "bf16", 1, "any", 3),
         ("torchtitan", "fp8", 1, "compiled", 3),
         ("torchtitan", "bf16", 8, "any", 1),
@@ -188,6 +190,8 @@ GOOD = "here,a,32,4096,32,4096,NVIDIA H100 80GB SXM5,8,8,1,64,bf16,4.5"
         (",4.5=,nan", "step_seconds=nan must be"),
         (",4.5=,-1", "step_seconds=-1 must be"),
         (",4.5=,0", "step_seconds=0 must be above 0"),
+        (',4.5=,"4,5"', "step_seconds=4,5 must be a number"),
+        (",4.5=,4,500", "more cells than columns: is a number with commas not quoted?"),
         (",8,8,1=,16,8,1", "dp=8 x tp=1 x pp=1 x cp=1 are not gpus=16"),
         (",64,bf16=,60,bf16", "global_batch=60 is not microbatch=1"),
         (",32,4096,32=,,4096,32", "layers= must be a number of 1 or more"),
@@ -295,19 +299,23 @@ def test_a_schedule_has_its_own_number_of_stages_where_the_table_has_none(tmp_pa
         ("device", "H200 SXM 141GB", "h200"),
         ("device", "GB200 NVL72", "gb200"),
         ("device", "NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("gated", "GPT", False),
+        ("inside", "PCIe5", "pcie5"),
+        ("inside", "a bridge", "nvlink4"),
     ],
 )
 def test_labels_of_other_projects_are_understood(tmp_path, column, cell, found):
-    good, name = GOOD.replace(",8,8,1,64,", ",8,1,1,64,"), column
-    name = {"checkpointing": "recompute"}.get(column, column)
-    head, row = f"{HEAD},pp,schedule,recompute".split(","), f"{good},8,1f1b,none".split(",")
-    row[head.index(name)] = cell
+    good, named = GOOD.replace(",8,8,1,64,", ",8,1,1,64,"), {"checkpointing": "recompute"}
+    named |= {"gated": "kind", "inside": "intra"}
+    head = f"{HEAD},pp,schedule,recompute,kind,intra".split(",")
+    row = f"{good},8,1f1b,none,,".split(",")
+    row[head.index(named.get(column, column))] = cell
     path = tmp_path / "table.csv"
     path.write_text(f"{','.join(head)}\n{','.join(row)}\n", encoding="utf-8")
     job = validate.read(path)[0].job
-    assert found == {"dtype": job.dtype, "device": job.machine.device.name}.get(
-        column, getattr(job.plan, column, "")
-    )
+    known = {"dtype": job.dtype, "device": job.machine.device.name, "gated": job.gated}
+    known["inside"] = job.machine.inside.name
+    assert found == known.get(column, getattr(job.plan, column, ""))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +339,43 @@ def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
     assert (few.experts_over, few.experts_cut, few.experts_apart) == (8, 8, 8)
     assert (many.experts_over, many.experts_cut, many.experts_apart) == (64, 1, 1)
     assert cost.parameters(few)[1] == cost.parameters(many)[1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "message"),
+    [
+        ("kind", "moe", "a mixture needs experts="),
+        ("ep", "8", "a mixture needs experts="),
+        ("experts", "8", "top_k= must be a number of 1 or more"),
+        ("experts,top_k,ep", "6,2,4", "ep=4 must divide experts=6"),
+        ("virtual_stages", "35", "35 stages on each of pp=1 are more than layers + 2"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_left_out(tmp_path, columns, cells, message):
+    """Mutants: a dense model in the place of a mixture; one expert of a token; parts of experts."""
+    path, left_out = tmp_path / "table.csv", Counter()
+    path.write_text(f"{HEAD},{columns}\n{GOOD},{cells}\n", encoding="utf-8")
+    assert not validate.read(path, left_out) and message in "".join(left_out)
+
+
+def test_experts_without_a_gate_have_two_matrices_and_may_be_chosen_alone(tmp_path):
+    """Of 3072 they are three of 2048. Mutants: the dense layer's width; a row left out."""
+    columns = "kind,experts,top_k,moe_ffn,shared_experts"
+    for top_k, shared in ((1, ""), (2, 1)):
+        gpt, gated = (
+            _one(tmp_path, columns, f"{kind},8,{top_k},{width},{shared}")
+            for kind, width in (("gpt", 3072), ("moe", 2048))
+        )
+        assert gpt.ideal == pytest.approx(gated.ideal) and gpt.job.config.moe.top_k == top_k
+
+
+def test_a_planner_chooses_no_type_no_software_and_no_network(tmp_path):
+    """Mutant: runs in 8 bits and in 16 bits are of one cell."""
+    columns = "dtype,framework,inter_gbps_per_gpu,microbatch"
+    rows = "bf16,fms,400,1", "fp8,fms,400,1", "bf16,nanotron,400,1", "bf16,fms,200,1"
+    cells = [_one(tmp_path, columns, row.replace("fms", "fms-fsdp")).cell for row in rows]
+    assert len({*cells}) == 4
+    assert _one(tmp_path, columns, "bf16,fms-fsdp,400,2").cell == cells[0]
 
 
 def test_a_row_with_fewer_layers_than_ranks_of_a_pipeline_is_left_out(tmp_path, capsys):
@@ -405,7 +450,10 @@ def test_a_hostile_table_is_read_or_refused_in_one_line(tmp_path, count):
 
 def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):
     """An unknown microbatch is the fastest that fits; tokens a second stand for seconds."""
-    head, good = HEAD.replace("step_seconds", "tokens_per_s_per_gpu"), GOOD.replace(",4.5", ",7282")
+    head, good = (
+        HEAD.replace("step_seconds", "tokens_per_s_per_gpu"),
+        GOOD.replace(",4.5", ',"7,282"'),
+    )
     good = good.replace(",1,64,", ",,64,").replace("a,32,", "a,4,")
     rows = [
         good,
