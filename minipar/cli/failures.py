@@ -24,15 +24,21 @@ def exit_code(error: Exception) -> int:
         case out_of_memory.OutOfMemory():  # of torchrun's ranks, maybe of this one alone
             complain(error, f"{Mesh.label}: ")
             return 1
-        case OSError() | FloatingPointError():
+        case OSError():  # likewise, maybe before they have met
+            complain(error, f"rank {os.environ['RANK']}: " if backends.under_torchrun() else "")
+            return 1
+        case FloatingPointError():
             complain(error)
             return 1
     raise error
 
 
 def complain(error: BaseException, who: str = "") -> None:
-    """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0 or isinstance(error, MemoryError):
+    """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all.
+
+    But memory and files may fail on any of them alone.
+    """
+    if backends.local_rank() == 0 or isinstance(error, MemoryError | OSError):
         said = printable(who + " ".join(str(error).split()))
         print(f"minipar: error: {said}", file=sys.stderr, flush=True)
         _print_notes(error)

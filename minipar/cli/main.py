@@ -1,6 +1,5 @@
 """What `minipar` calls: a command is run."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,13 +27,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = explain(error)
     if code == BROKEN_PIPE:
         mute()
-    if code and int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        time.sleep(3)  # torchrun ends all ranks with the first: let the one that speaks be first
     sys.exit(code)
 
 
 def explain(error: Exception) -> int:
     """Print what went wrong; return the exit code. Raises again what is a bug."""
     from minipar.cli import failures  # and torch with it, which help does without
+    from minipar.comm import backends
 
-    return failures.exit_code(error)
+    code = failures.exit_code(error)
+    if backends.local_rank() > 0:
+        time.sleep(3)  # torchrun ends all ranks with the first: let the one that speaks be first
+    return code

@@ -89,6 +89,11 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def local_rank() -> int:
+    """The number of this rank among those of its host, as the launcher says; 0 without one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
+
+
 def restarts() -> int:
     """How often the torchrun of this host has started its ranks again (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -173,8 +178,16 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
 
 
 def _gpu() -> str:
-    """Return the identity of this rank's GPU, "" where it has none."""
+    """Return the identity of this rank's GPU, "" where it has none.
+
+    Raises `ValueError` where the launcher does not say which of several GPUs it is.
+    """
     device = compute_device()
     if device.type != "cuda":
         return ""
+    if "LOCAL_RANK" not in os.environ and (count := torch.cuda.device_count()) > 1:
+        raise ValueError(
+            f"which of the {count} GPUs of its host is rank {os.environ['RANK']} to use? The "
+            f"launcher sets no LOCAL_RANK; export it, as of Slurm LOCAL_RANK=$SLURM_LOCALID"
+        )
     return str(torch.cuda.get_device_properties(device).uuid)

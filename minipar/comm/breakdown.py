@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.comm.spans import Interval, Span, aligned, covered, intersect, measure
+from minipar.comm.spans import Interval, Span, aligned, covered, intersect, measure, printable
 from minipar.comm.timeline import Timeline
 from minipar.comm.traces import matched
 
@@ -94,7 +94,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
     keys = {
         "collective": lambda s: s.name,
         "group": lambda s: s.axis or "not recorded",
-        "call site": lambda s: s.meta.get("site", "not recorded"),
+        "call site": lambda s: printable(s.meta.get("site", "not recorded")),
     }
     for kind, key in keys.items():
         groups: dict[str, dict[int, list[Span]]] = defaultdict(lambda: {rank: [] for rank in comm})

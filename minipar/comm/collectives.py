@@ -29,6 +29,7 @@ from minipar.comm.calls import Pending, launch
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import (
     Op,
+    as_bytes,
     check_buffer,
     check_counts,
     check_dim,
@@ -192,7 +193,7 @@ def broadcast(
     check_peer("broadcast", "src", src, axis)
     check_out("broadcast", out, tensor, tensor.shape)
     result = copy_into(out, tensor)
-    call = partial(dist.broadcast, result, None, axis.group, group_src=src)
+    call = partial(dist.broadcast, as_bytes(result), None, axis.group, group_src=src)
     sent = _sent("broadcast", tensor, axis)
     return launch("broadcast", axis, sent, call, result, async_op, partial(deliver, out=out))
 
@@ -339,7 +340,8 @@ def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
     messages of ours, each to its place. Not where several ranks share the card of one of several
     hosts: each of them would send its piece to all other hosts, and of a ring only the last does.
     """
-    several_share_a_host = ranks_per_host() not in (1, dist.get_world_size())
+    # All ranks choose alike: hosts may differ in how many ranks they have.
+    several_share_a_host = 1 < num_hosts() < dist.get_world_size()
     is_ring_better = piece.nbytes < _LARGE or several_share_a_host
     if is_ring_better or not _is_gloo(piece, axis):
         return dist.all_gather_single(joined, piece, axis.group, is_async)
@@ -348,6 +350,11 @@ def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
     peers = [(axis.rank + k) % axis.size for k in range(1, axis.size)]
     sends, recvs = [(piece, peer) for peer in peers], [(places[peer], peer) for peer in peers[::-1]]
     return _post(sends, recvs, axis, _PIECES) or _All([])
+
+
+def num_hosts() -> int:
+    """Return how many hosts the job has: torchrun says so, to all ranks alike; without it, 1."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 def ranks_per_host() -> int:

@@ -174,7 +174,8 @@ def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
     return spans
 
 
-_HOST = ("python_function", "cpu_op", "user_annotation")
+HOST = "python_function", "cpu_op", "user_annotation"
+"""What the host was doing; not a launch, which has no duration here."""
 _NOT_MINE = re.compile(
     r"(torch|site-packages|dist-packages|threading|<frozen)\b.*\(\d+\)|<built-in|nn\.Module"
 )
@@ -187,7 +188,7 @@ def _enclosing(events: list[dict[str, Any]], at: set[tuple]) -> dict[tuple, tupl
     for thread, moment in at:
         moments[thread].append(moment)
     for event in events:
-        if event.get("cat") in _HOST and event.get("tid") in moments:
+        if event.get("cat") in HOST and event.get("tid") in moments:
             threads[event.get("tid")].append(event)
     for thread, wanted in moments.items():
         ours = threads[thread]
@@ -221,7 +222,7 @@ def _host_context(events: list[dict[str, Any]]) -> Callable[[Any, float], str]:
     for event in events:
         name = event["name"]
         kind = "optimizer" if name.startswith(_OPTIMIZER) else "backward"
-        if kind == "optimizer" or name.startswith(_BACKWARD):
+        if name.startswith((_OPTIMIZER, _BACKWARD)) and event.get("cat") in HOST:
             start = float(event["ts"])
             ranges[event.get("tid"), kind].append((start, start + float(event["dur"])))
     merged = {key: union(intervals) for key, intervals in ranges.items()}
@@ -264,9 +265,12 @@ def _verb(name: str) -> str:
 
 
 def _axis_name(group: Any) -> str:
-    """torch calls the group of a mesh axis "mesh_tp", and the one of all ranks "default_pg"."""
+    """torch calls the group of a mesh axis "mesh_tp", and the one of all ranks "default_pg".
+
+    Empty where the trace does not say which group it is: that may be any.
+    """
     group = printable(group)
-    return "world" if group in ("", "0", "default_pg") else group.removeprefix("mesh_")
+    return "world" if group in ("0", "default_pg") else group.removeprefix("mesh_")
 
 
 def _cpu_spans(events: list[dict[str, Any]], axis: str) -> list[Span]:

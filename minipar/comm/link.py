@@ -79,7 +79,7 @@ class Link:
 
 
 _TCP = "; latency: of the order of a TCP message through a switch, rounded"
-_NCCL = "; latency: a ring step in NCCL's own cost model (tuning.cc, hwLat, Simple)"
+_NCCL = "; latency: a ring step in the cost model of NCCL 2.17 (tuning.cc, hwLat, Simple)"
 LINKS = {
     "none": Link("none", 0.0, math.inf, "as fast as this machine goes"),
     "1gbe": Link("1 GbE", 50e-6, 125e6, "IEEE 802.3ab, 1 Gb/s" + _TCP),

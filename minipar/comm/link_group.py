@@ -223,6 +223,12 @@ class LinkGroup(dist.ProcessGroup):
         device.synchronize()  # what is to be sent is there
         pieces, size = args[op.piece : op.piece + 1], self.size()
         whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
+        if op.gloo in ("_allgather_base", "_reduce_scatter_base"):  # where gloo ends the process
+            joined = tensors_in(args[1 - op.piece : 2 - op.piece])
+            for one, all_of_them in zip(tensors_in(pieces), joined, strict=True):
+                if size * one.numel() != all_of_them.numel():
+                    are_not = f"pieces of {tuple(one.shape)} are not {tuple(all_of_them.shape)}"
+                    raise ValueError(f"{op.verb} over {size} ranks: {size} {are_not}")
         if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
             whole = size * _num_bytes(pieces)
         elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's

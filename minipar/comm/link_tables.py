@@ -131,10 +131,18 @@ class Cards:
 
 
 def _new_file(numbers: int) -> str:
-    """Make a file for so many numbers, all 0; return its path."""
-    with tempfile.NamedTemporaryFile(prefix="minipar-link-", delete=False) as file:
-        file.truncate(8 * numbers)
-    return file.name
+    """Make a file for so many numbers, all 0; return its path.
+
+    Raises `OSError` on a full disk. No hole: who writes into one there is killed.
+    """
+    handle, path = tempfile.mkstemp(prefix="minipar-link-")
+    try:
+        with open(handle, "wb") as file:
+            file.write(bytes(8 * numbers))
+    except OSError as error:
+        os.unlink(path)
+        raise OSError(f"{path}: {error.strerror} for what an emulated link notes") from None
+    return path
 
 
 def _numbers(path: str) -> memoryview:

@@ -46,7 +46,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair()
         self._ready = False
         self._before = self._inherited(setup)
-        call = f"_nursery({theirs.fileno()}, {setup.folder!r}, {setup.preload!r})"
+        call = f"_nursery({theirs.fileno()}, {os.getpid()}, {setup.folder!r}, {setup.preload!r})"
         self._process = _python(call, [theirs.fileno()], setup.threads)
         theirs.close()
 
@@ -59,7 +59,10 @@ class Nursery:
         return self._ready
 
     def ask(self, request: tuple, fds: tuple[int, ...] = ()) -> Any:
-        """Send a request; return the answer. Raises `RuntimeError` when the nursery is gone."""
+        """Send a request; return the answer.
+
+        Raises `RuntimeError` when the nursery is gone, `OSError` when it cannot fork.
+        """
         answer = b""
         self.ready(None)
         with suppress(OSError):
@@ -67,7 +70,10 @@ class Nursery:
             answer = self._socket.recv(1 << 16)
         if not answer:
             raise RuntimeError("the process that ranks are forked from has ended")
-        return pickle.loads(answer)
+        answer = pickle.loads(answer)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     @property
     def ended(self) -> bool:
@@ -89,7 +95,7 @@ class Nursery:
         self._process.wait()
 
 
-def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
+def _nursery(fd: int, parent_pid: int, folder: str, preload: tuple[str, ...]) -> None:
     """Import torch once, fork a rank per request, report exits; end with the parent.
 
     What a rank leaves behind in a session of its own becomes a child of this process, and ends with
@@ -108,24 +114,16 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     parent, pids, folders = socket.socket(fileno=fd), set(), {folder}
     with suppress(OSError):  # the parent ended while we were answering
         parent.send(b".")
-        while True:
+        while _is_asked(parent, parent_pid):
             request, fds, _, _ = socket.recv_fds(parent, 1 << 16, 2)
             if not request:
                 break
             what, content = pickle.loads(request)
             if what == "fork":
                 folders.add(content.folder)  # of another pool, if it was handed on
-                pid = os.fork()
-                if pid == 0:
-                    parent.close()
-                    os.setpgid(0, 0)  # with all that it will start, so that they end together
-                    with suppress(OSError, AttributeError):
-                        # PR_SET_PDEATHSIG: the kernel ends a rank with the nursery, come what may.
-                        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-                    rank_main(content, *fds)
-                with suppress(OSError):  # done already, by the child
-                    os.setpgid(pid, pid)
-                pids.add(pid)
+                pid = _fork(content, fds, parent)
+                if isinstance(pid, int):
+                    pids.add(pid)
                 for theirs in fds:
                     os.close(theirs)
                 parent.send(pickle.dumps(pid))
@@ -142,6 +140,32 @@ def _nursery(fd: int, folder: str, preload: tuple[str, ...]) -> None:
     for each in folders:
         shutil.rmtree(each, ignore_errors=True)
     os._exit(0)
+
+
+def _is_asked(parent: socket.socket, parent_pid: int) -> bool:
+    """Wait for a request; False if the parent ends, whose socket a fork of it may hold open."""
+    while not wait([parent], 1.0):
+        if os.getppid() != parent_pid:
+            return False
+    return True
+
+
+def _fork(setup: Setup, fds: list[int], parent: socket.socket) -> int | OSError:
+    """Fork a rank; return its process id, or why there cannot be one."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return OSError(error.errno, f"a rank cannot be forked: {error.strerror}; see ulimit -u")
+    if pid == 0:
+        parent.close()
+        os.setpgid(0, 0)  # with all that it will start, so that they end together
+        with suppress(OSError, AttributeError):
+            # PR_SET_PDEATHSIG: the kernel ends a rank with the nursery, come what may.
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        rank_main(setup, *fds)
+    with suppress(OSError):  # done already, by the child
+        os.setpgid(pid, pid)
+    return pid
 
 
 def kill_group(pid: int) -> None:

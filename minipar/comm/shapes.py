@@ -110,6 +110,11 @@ def landing(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
     return out if out is not None and out.is_contiguous() else like.new_empty(shape)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: a link may not know the dtype of what it only moves."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 @torch.no_grad()
 def deliver(result: Tensor, out: Tensor | None) -> Tensor:
     """Return `out`, holding `result`, if there is one."""

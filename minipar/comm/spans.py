@@ -146,6 +146,8 @@ LARGEST_TRACE = 4 << 30
 """Characters of JSON: what would unpack to more is refused."""
 MOST_EVENTS = 10_000_000
 """Some hundreds of bytes each; a small file can unpack to many more."""
+LARGEST_VALUE = 8 << 20
+"""Characters of one event, or of all process groups: as objects they take 25 times as much."""
 LARGEST_TEXT = 64 << 20
 """Bytes of a manifest, a table or a description, which are held as a whole."""
 
@@ -220,6 +222,10 @@ class _Text:
             except ValueError:
                 if self.ended:
                     raise ValueError("it ends too early, or holds what is no JSON") from None
+                if len(self.text) - self.at >= LARGEST_VALUE:
+                    raise ValueError(
+                        f"it holds what is no JSON, or a value over {LARGEST_VALUE >> 20} MiB"
+                    ) from None
             self.more()
 
     def _goes_on(self, end: str) -> bool:

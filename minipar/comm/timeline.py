@@ -164,7 +164,7 @@ class Timeline:
             times = (f"{1e3 * t:.1f}" for t in (o.total, o.hidden, o.exposed))
             part = f"{o.hidden / o.total:.0%}" if o.total else "-"
             sent = f"{o.num_bytes / 1e6:.2f}"
-            rows.append((str(o.rank), o.axis, str(o.count), sent, *times, part))
+            rows.append((str(o.rank), o.axis or "not recorded", str(o.count), sent, *times, part))
         return "\n".join(aligned(rows, left=0))
 
     def __repr__(self) -> str:
@@ -340,13 +340,18 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
 def _loaded(event: dict[str, Any]) -> Span:
     """A span out of a file that `save` wrote; KeyError or TypeError for one that it did not."""
-    args = event["args"]
-    start, end, rank, num_bytes = args["start"], args["end"], event["pid"], args.get("bytes", 0)
+    args, rank = event["args"], event["pid"]
+    start, end, meta, num_bytes = args["start"], args["end"], args["meta"], args.get("bytes", 0)
     numbers = is_number(start) and is_number(end) and start <= end
-    if not (numbers and type(rank) is type(num_bytes) is int and isinstance(args["meta"], dict)):
+    numbers = numbers and kineto.whole(rank, -1) >= 0 and kineto.whole(num_bytes, -1) >= 0
+    plain = isinstance(meta, dict) and all(isinstance(x, _PLAIN) for x in meta.values())
+    if not (numbers and plain):
         raise TypeError(f"the event {event!s:.100} is none of ours")
     kind, name, axis = (printable(x) for x in (event["cat"], event["name"], args.get("axis", "")))
-    return Span(kind, name, rank, start, end, axis, num_bytes, args["meta"])
+    return Span(kind, name, rank, start, end, axis, num_bytes, meta)
+
+
+_PLAIN = str | int | float | None
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from minipar.comm.kernels import looks_like_communication
-from minipar.comm.kineto import KEPT, about, base_time, seconds, spans_of, thinned, usable, whole
+from minipar.comm.kineto import (
+    HOST,
+    KEPT,
+    about,
+    base_time,
+    seconds,
+    spans_of,
+    thinned,
+    usable,
+    whole,
+)
 from minipar.comm.spans import Span, moved, printable, read_json
 
 Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, in seconds
@@ -89,7 +99,9 @@ def _each(files: list[Path]) -> Iterator[_Read]:
 
 def _read_elsewhere(file: Path) -> _Read:
     # No multiprocessing: its workers would import our caller's main module, with all of torch.
-    code = "from minipar.comm.traces import _answer; _answer()"
+    # Ctrl-C reaches it, too, which then ends without a word: ours is enough.
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    code += "from minipar.comm.traces import _answer; _answer()"
     command = [sys.executable, "-c", code, str(file)]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
@@ -125,9 +137,8 @@ def _read(file: Path) -> _Read:
 
 def _steps(events: list[dict[str, Any]], spans: list[Span]) -> list[Step]:
     """The ProfilerStep#N of the host; one that launched kernels lasts from the first of them on."""
-    said = sorted(
-        {(*seconds(e), e["name"]) for e in events if e["name"].startswith("ProfilerStep")}
-    )
+    told = (e for e in events if e.get("cat") in HOST)  # the profiler repeats them for the GPU
+    said = sorted({(*seconds(e), e["name"]) for e in told if e["name"].startswith("ProfilerStep")})
     begun = sorted((s.meta["launched"], s.start, s.end) for s in spans if "launched" in s.meta)
     marks, steps = [launched for launched, _, _ in begun], []
     for start, end, name in said:

@@ -66,13 +66,15 @@ class _Page:
     NUM_BYTES = HEADER + SLOT * SLOTS
 
     def __init__(self, path: str | None) -> None:
-        """In the file `path`; without one, memory of this process alone."""
+        """In the file `path`; without one, memory of this process alone.
+
+        Raises `ValueError` for a file that is too short.
+        """
         if path is None:
             self.memory = mmap.mmap(-1, self.NUM_BYTES)
             return
         with open(path, "r+b") as file:
-            file.truncate(self.NUM_BYTES)  # a hole: takes no room
-            self.memory = mmap.mmap(file.fileno(), 0)
+            self.memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
 
     def write_header(self) -> None:
         """Say who this is."""
@@ -191,7 +193,9 @@ class Watchdog:
     def _meet(self) -> tuple[dict[int, _Page], str]:
         """Return the pages of all ranks of this machine, and a name for this meeting."""
         handle, mine = tempfile.mkstemp(prefix="minipar-watch-")
-        os.close(handle)
+        # No hole: who writes into one on a full disk is killed. There, the page is not shared.
+        with suppress(OSError), open(handle, "wb") as file:
+            file.write(bytes(_Page.NUM_BYTES))
         cards: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(cards, (mine, platform.node(), os.getpid()))
@@ -204,7 +208,8 @@ class Watchdog:
                 self._where = [""] * self.size
             pages = {}
             for rank, path in enumerate(paths):
-                with suppress(OSError):  # that rank is on another machine, or files are refused
+                # That rank is on another machine, its disk is full, or files are refused.
+                with suppress(OSError, ValueError):
                     pages[rank] = _Page(path)
             if self.rank not in pages:
                 pages[self.rank] = _Page(None)

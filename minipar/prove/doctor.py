@@ -24,7 +24,7 @@ import torch
 import minipar
 from minipar.comm import backends, meeting
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier
-from minipar.comm.launch import RankError, Ranks, usable_cores
+from minipar.comm.launch import Ranks, usable_cores
 from minipar.comm.mesh import Axis, Mesh
 from minipar.train.folder import held
 from minipar.train.out_of_memory import free_bytes
@@ -209,7 +209,7 @@ def _pool() -> list[Line]:
         with Ranks(RANKS, timeout=30) as ranks:
             begun = time.perf_counter() - start
             times = max(ranks.run(probe, RANKS))
-    except (RankError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError) as error:  # also of ranks
         return [Line("FAIL", f"{RANKS} ranks", " ".join(str(error).split())[:300])]
     return [Line("ok", f"{RANKS} ranks", f"start in {begun:.1f} s; {_told(*times)}"), *_notebooks()]
 
@@ -238,7 +238,7 @@ def _notebooks() -> list[Line]:
 # ---------------------------------------------------------------------- under torchrun
 def _of_hosts(world: Axis) -> list[Line]:
     """What each host tells of itself: of rank 0's all, of others what is not ok. A collective."""
-    mine = machine() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else []
+    mine = machine() if backends.local_rank() == 0 else []
     return [
         line._replace(says=f"{host}: {line.says}" if rank else line.says)
         for rank, (host, found) in enumerate(all_gather_object((platform.node(), mine), world))
@@ -255,8 +255,8 @@ def _together(world: Axis) -> Line:
 
 def _writable(out: Path) -> Line:
     """Whether this user can write into the folder of runs, or make it."""
-    there = next((path for path in (out, *out.absolute().parents) if path.is_dir()), Path("/"))
     try:
+        there = next(path for path in (out, *out.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             return Line("ok", "run folder", f"{out}/ can be written")
     except OSError as error:

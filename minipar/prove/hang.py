@@ -153,7 +153,7 @@ def read(paths: Sequence[str | Path]) -> tuple[dict[int, Recording], list[str]]:
     for file, host in files:
         if file.is_dir():
             continue
-        is_named = str(file) in map(str, paths)
+        is_named = file in map(Path, paths)
         try:
             recordings = _recordings(file, printable(host))
         except _NoDump as error:
@@ -201,6 +201,10 @@ class _Plain(pickle._Unpickler):
         raise pickle.UnpicklingError("it asks for a class; only plain data is read")
 
 
+_ODD = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+"""What is raised where a dump holds something else than is expected there."""
+
+
 def _recordings(file: Path, host: str) -> list[Recording]:
     if not file.is_file():  # a pipe or a device might never end
         raise _NoDump("it is no file")
@@ -225,7 +229,7 @@ def _recordings(file: Path, host: str) -> list[Recording]:
         return [_of_recorder(dump, file, host)]
     except _NoDump:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _ODD as error:
         why = printable(f"{error!r:.150}")
         raise ValueError(f"{file} is not what a flight recorder writes: {why}") from None
 
@@ -346,48 +350,51 @@ def _grouped(recordings: dict[int, Recording]) -> dict[str, Group]:
 
 
 def _explain_group(group: Group, report: Report) -> None:
-    """Append what is wrong at the first numbers of the group at which ranks wait."""
+    """Append what is wrong at the first number of the group at which ranks wait.
+
+    What comes later follows from this: NCCL's calls queue up behind one that is stuck.
+    """
     waiting = {n for calls in group.calls.values() for n, e in calls.items() if not e.done}
-    for number in sorted(waiting):
-        here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
-        absent = [r for r in group.ranks if max(group.calls.get(r, ()), default=0) < number]
-        missing = [r for r in absent if report.knows(r)]
-        unknown = [r for r in absent if not report.knows(r)]
-        verb, like = _most({r: e.verb for r, e in here.items()})
-        call = f"{verb} #{number} on {group.name}"
-        others = {r: e for r, e in here.items() if r not in like}
-        for r, other in others.items():
+    if not waiting:
+        return
+    number = min(waiting)
+    here = {r: calls[number] for r, calls in group.calls.items() if number in calls}
+    absent = [r for r in group.ranks if max(group.calls.get(r, ()), default=0) < number]
+    missing = [r for r in absent if report.knows(r)]
+    unknown = [r for r in absent if not report.knows(r)]
+    verb, like = _most({r: e.verb for r, e in here.items()})
+    call = f"{verb} #{number} on {group.name}"
+    others = {r: e for r, e in here.items() if r not in like}
+    for r, other in others.items():
+        group.odd.add((r, number))
+        again = [n for n, e in group.calls[like[0]].items() if e.verb == other.verb]
+        order = next((n for n in sorted(again) if n > number), None)
+        report.findings.append(
+            f"rank {r} called {other.verb} where {names(like)} called {call}"
+            + (f"; theirs comes at #{order}: another order." if order else ".")
+        )
+    data, same = _most({r: here[r].data for r in like})
+    for r in like:
+        if r not in same and here[r].data:
             group.odd.add((r, number))
-            again = [n for n, e in group.calls[like[0]].items() if e.verb == other.verb]
-            order = next((n for n in sorted(again) if n > number), None)
             report.findings.append(
-                f"rank {r} called {other.verb} where {names(like)} called {call}"
-                + (f"; theirs comes at #{order}: another order." if order else ".")
+                f"rank {r} gave {here[r].data} to {call}, {names(same)} gave {data}."
             )
-        data, same = _most({r: here[r].data for r in like})
-        for r in like:
-            if r not in same and here[r].data:
-                group.odd.add((r, number))
-                report.findings.append(
-                    f"rank {r} gave {here[r].data} to {call}, {names(same)} gave {data}."
-                )
-        stuck = [r for r in sorted(here) if not here[r].done]
-        if missing:
-            report.findings.append(f"{names(missing)} did not come to {call}.")
-        if unknown:
-            report.findings.append(f"Whether {names(unknown)} came to {call} is unknown.")
-        if not absent and not others and same == like:
-            alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
-            report.findings.append(f"All have called {call}, and it does not end.{alone}")
-        for verb in dict.fromkeys(here[r].verb for r in stuck):
-            mine = [r for r in stuck if here[r].verb == verb]
-            against = [r for r in here if here[r].verb != verb]
-            name = f"{verb} #{number} on {group.name}"
-            report.waits.append(Wait(mine, name, sorted({*absent, *against})))
-        if absent or others:
-            if others:  # they wait for each other: one of each kind
-                report.culprits += [r for r in (*others, like[0]) if r not in report.culprits]
-            return  # what comes later follows from this
+    stuck = [r for r in sorted(here) if not here[r].done]
+    if missing:
+        report.findings.append(f"{names(missing)} did not come to {call}.")
+    if unknown:
+        report.findings.append(f"Whether {names(unknown)} came to {call} is unknown.")
+    if not absent and not others and same == like:
+        alone = " Who else is in that group, the dumps do not say." * (len(group.ranks) == 1)
+        report.findings.append(f"All have called {call}, and it does not end.{alone}")
+    for verb in dict.fromkeys(here[r].verb for r in stuck):
+        mine = [r for r in stuck if here[r].verb == verb]
+        against = [r for r in here if here[r].verb != verb]
+        name = f"{verb} #{number} on {group.name}"
+        report.waits.append(Wait(mine, name, sorted({*absent, *against})))
+    if others:  # they wait for each other: one of each kind
+        report.culprits += [r for r in (*others, like[0]) if r not in report.culprits]
 
 
 def _most(values: dict[int, str]) -> tuple[str, list[int]]:

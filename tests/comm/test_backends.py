@@ -34,6 +34,13 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
     assert backends.compute_device() == torch.device("cpu")
 
 
+def test_a_launcher_must_number_the_ranks_of_a_host(four_gpus, monkeypatch):
+    """Mutant: all ranks of a host take its first GPU, and talk through gloo."""
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match="of the 4 GPUs of its host is rank 2 to use"):
+        backends._gpu()
+
+
 @pytest.mark.slow
 def test_restarts_are_counted(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

@@ -342,6 +342,20 @@ def test_a_large_all_gather_holds_the_whole_once(size):
     assert num_bytes * 0.9 < highest(lambda: comm.all_gather(mine, axis)) < num_bytes * 1.3
 
 
+@on_ranks(3)
+def test_hosts_of_one_and_of_two_ranks_gather_alike():
+    """Mutant: each rank chooses by the ranks of its own host, and all wait for ever."""
+    axis, way = Mesh(dp=3).dp, []
+    mine, whole = torch.ones(comm._LARGE), torch.ones(3 * comm._LARGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if axis.rank else "1")
+        patch.setenv("GROUP_WORLD_SIZE", "2")
+        patch.setattr(comm, "_post", lambda *_: way.append("messages"))
+        patch.setattr(dist, "all_gather_single", lambda *_: way.append("a ring"))
+        comm._gather(whole, mine, axis, False)
+    assert comm.all_gather_object(way, axis) == [["a ring"]] * 3
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_odd_shapes_uneven_counts_and_peers(ranks, size):
     ranks(size).run(check_small_shapes)

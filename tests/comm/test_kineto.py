@@ -10,6 +10,8 @@ import json
 import math
 import os
 import random
+import signal
+import subprocess
 import time
 import tracemalloc
 
@@ -128,11 +130,11 @@ def test_gpu_profiles_by_kernels_and_who_launched_them(tmp_path):
     reduce, message = t.select(kind="comm")
     assert (reduce.name, reduce.axis) == ("all_reduce", "dp")
     assert reduce.num_bytes == 2 * 3 * 2000 // 4  # ring, 4 ranks, 1000 items of 2 bytes
-    assert (message.name, message.axis, message.num_bytes) == ("exchange", "world", 0)
+    assert (message.name, message.axis, message.num_bytes) == ("exchange", "", 0)
     assert reduce.start == pytest.approx(250e-6) and t.duration == pytest.approx(400e-6)
-    dp, world = t.overlap()
+    unknown, dp = t.overlap()
     assert (dp.hidden, dp.exposed) == (pytest.approx(50e-6), pytest.approx(50e-6))
-    assert world.exposed == pytest.approx(0)
+    assert unknown.exposed == pytest.approx(0) and "not recorded" in t.table()
 
 
 def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
@@ -447,6 +449,14 @@ def test_a_trace_of_too_many_events_is_refused(tmp_path, monkeypatch):
                 spans.read_json(path)
 
 
+def test_one_value_without_end_is_refused(tmp_path, monkeypatch):
+    """Lists take 25 times the room of their text. Mutant: the value is read, however long."""
+    monkeypatch.setattr(spans, "LARGEST_VALUE", 1 << 20)
+    path = write(tmp_path / "a.json", {"traceEvents": [], "x": [[]] * (1 << 20)})
+    with pytest.raises(ValueError, match=r"a\.json is no .* or a value over 1 MiB"):
+        spans.read_json(path)
+
+
 def test_most_of_a_trace_is_never_held(tmp_path):
     """Shapes, stacks and flow events are most of a file. Catches keeping what nobody reads."""
     bulk = {"Call stack": "x" * 50, "Input Dims": [[[1, 2]]] * 4, "External id": 1}
@@ -527,6 +537,45 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     assert waited.seconds == pytest.approx(60e-6)
 
 
+def test_steps_are_those_of_the_host(tmp_path):
+    """Mutants: the profiler's copies of them for the GPU count, or a launch that is called so."""
+    document = steps_trace(0)
+    plain = Timeline.from_profiler(write(tmp_path / "a.json", document)).steps
+    document["traceEvents"] += [
+        _host("ProfilerStep#3", 100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 1100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 5, 5, 1, cat="cuda_runtime", correlation=98),
+        _host("Optimizer.step#A", 5, 5, 1, cat="cuda_runtime", correlation=99),
+    ]
+    assert Timeline.from_profiler(write(tmp_path / "a.json", document)).steps == plain
+
+
+def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
+    """Mutant: collectives of any group are those of all ranks, and one of them is late."""
+    for rank in range(2):
+        document = steps_trace(rank, late=30.0 * rank)
+        for event in document["traceEvents"]:
+            event["args"].pop("Process Group Description", None)
+            event["args"].pop("Process Group Ranks", None)
+        write(tmp_path / f"r{rank}.json", document)
+    parts = breakdown(Timeline.from_profiler(tmp_path))
+    assert parts.waited == [] and "all_gather" in str(parts)
+
+
+def test_ctrl_c_ends_readers_without_a_word(tmp_path, monkeypatch):
+    """Mutant: the traceback of each of them."""
+    asked = []
+    monkeypatch.setattr(traces.subprocess, "run", lambda *words, **_: asked.extend(words))
+    with pytest.raises(AttributeError):
+        traces._read_elsewhere(tmp_path / "a.json")
+    (program, option, code, _), wait = asked[0], "print(1, flush=True); import time; time.sleep(99)"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([program, option, code.replace("_answer()", wait)], **pipes) as reader:
+        reader.stdout.readline()
+        reader.send_signal(signal.SIGINT)
+        assert reader.communicate() == (b"", b"")
+
+
 def test_a_trace_that_is_bad_is_named_from_another_process(two_hosts):
     (two_hosts / "r2.json").write_text('{"traceEvents": [1', encoding="utf-8")
     with pytest.raises(ValueError, match=r"r2\.json is no readable trace"):
@@ -577,13 +626,20 @@ def overlap(path, picture=None) -> str | None:
         assert path.name in str(error), error
         return str(error)
     assert t.spans and all(math.isfinite(s.start) and s.start <= s.end for s in t)
-    str(t).encode()
+    str(t).encode() + str(breakdown(t)).encode()
     if picture is not None:
         try:
             draw.save(draw.timeline(t.select(rank=t.ranks[0])), picture)
         except ValueError as error:
             assert "no length" in str(error)
     return None
+
+
+def ours(**args) -> bytes:
+    """A timeline of one message, as `Timeline.save` writes it but for `args`."""
+    event = {"ph": "X", "cat": "comm", "name": "send", "pid": 0}
+    event["args"] = {"start": 0.0, "end": 1.0, "meta": {}} | args
+    return json.dumps({"minipar": 1, "label": "", "traceEvents": [event]}).encode()
 
 
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
@@ -601,10 +657,16 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
         (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
         (b'{"minipar": 1, "traceEvents": [null], "label": ""}', "not what Timeline.save writes"),
         (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
+        (ours(axis="dp", bytes=10**400), "not what Timeline.save writes"),
+        (ours(meta={"group": [1]}), "not what Timeline.save writes"),
+        (ours(meta={"seq": [1]}), "not what Timeline.save writes"),
+        (ours(meta={"site": [1]}), "not what Timeline.save writes"),
         (gzip.compress(b"{}")[:-6], "no readable trace"),
     ]:
         (tmp_path / "x.json").write_bytes(content)
         assert why in overlap(tmp_path / "x.json"), content[:50]
+    (tmp_path / "x.json").write_bytes(ours(meta={"site": 5}))
+    assert overlap(tmp_path / "x.json") is None
     (tmp_path / "empty").mkdir()
     assert "no .json or .json.gz in the folder" in overlap(tmp_path / "empty")
     assert "it is no file" in overlap(tmp_path / "pipe.json")

@@ -906,6 +906,9 @@ start, end = sys.argv[1:]
 ranks = Ranks(3, start=start, sink=None)
 nursery = [ranks._nursery._process.pid] if ranks._nursery else []
 print(*ranks.pids, *nursery, ranks._folder, flush=True)
+if nursery and end == "SIGKILL" and os.fork() == 0:  # it holds all that its parent has open
+    time.sleep(20)
+    os._exit(0)
 def busy():
     subprocess.Popen(["sleep", "600"])
     if dist.get_rank() == 0:
@@ -1004,3 +1007,13 @@ def test_spawn_is_a_pool_for_one_call(ranks):
     assert spawn(lambda x, y: (rank(), x - y), 2, 5, y=3) == [(0, 2), (1, 2)]
     after = {child.pid for child in psutil.Process().children(recursive=True)}
     assert after <= before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked from one")
+def test_why_no_rank_can_be_forked_is_told(tmp_path, monkeypatch):
+    """Mutant: that the nursery has ended, and never why."""
+    no = "import os\ndef fork(): raise BlockingIOError(11, 'no more processes')\nos.fork = fork"
+    (tmp_path / "no_forks.py").write_text(no, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(OSError, match="cannot be forked: no more processes; see ulimit -u"):
+        Ranks(1, preload=("no_forks",))

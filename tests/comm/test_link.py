@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import algorithms, collectives, link, link_group
+from minipar.comm import algorithms, collectives, link, link_group, link_tables
 from minipar.comm.link import LINKS, Link, Topology
 from minipar.comm.link_tables import Cards
 from minipar.comm.mesh import Axis
@@ -664,6 +665,18 @@ def test_ranks_of_a_node_share_its_card(ranks):
     for name, want in model.items():
         last = [max(took) for took in zip(*(rank[name] for rank in every), strict=True)]
         assert 0.95 * want <= min(last) < want + SLACK, (name, last)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    """Mutant: a hole, and whoever writes into it on a full disk is killed."""
+    monkeypatch.setattr(link_tables.tempfile, "tempdir", str(tmp_path))
+    assert 512 * os.stat(link_tables._new_file(10_000)).st_blocks >= 80_000
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most[1]))
+    with pytest.raises(OSError, match=r"minipar-link-\w+: .* for what an emulated link notes"):
+        link_tables._new_file(10_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 HOLD = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, 2); print(1, flush=True); "

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import tempfile
 import threading
@@ -303,6 +304,25 @@ def test_leaves_no_thread_and_no_file(ranks):
     assert set(glob.glob(pattern)) <= before
 
 
+@on_ranks(2)
+def test_a_page_has_its_room_before_anyone_writes():
+    """Mutants: a hole, and on a full disk whoever writes there is killed; or a short file fails."""
+    made, init = {}, watchdog._Page.__init__
+    rank, most = torch.distributed.get_rank(), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def note(page: watchdog._Page, path: str | None) -> None:
+        made[path] = path and 512 * os.stat(path).st_blocks
+        init(page, path)
+
+    if rank == 1:  # as if its disk were full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most[1]))
+    with mock.patch.object(watchdog._Page, "__init__", note), watchdog.watch(60):
+        assert list(watchdog._active._pages) == [0, 1][: 1 + rank]
+        comm.barrier(Mesh(dp=2).dp)
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert next(iter(made.values())) >= watchdog._Page.NUM_BYTES
+
+
 def test_alone_there_is_nobody_to_wait_for():
     with watchdog.watch(0.01), watchdog.watch(0):
         assert watchdog._active is None
@@ -315,7 +335,7 @@ def test_alone_there_is_nobody_to_wait_for():
 
 def test_a_call_costs_microseconds(tmp_path, monkeypatch):
     """1.4 on a quiet machine, far less than any collective; and the page says what was called."""
-    (tmp_path / "page").touch()
+    (tmp_path / "page").write_bytes(bytes(watchdog._Page.NUM_BYTES))
     watching = watchdog.Watchdog.__new__(watchdog.Watchdog)
     watching._page, watching._slots = watchdog._Page(str(tmp_path / "page")), {}
     watching._page.write_header()

@@ -85,12 +85,20 @@ def test_ranks_are_timed_and_their_sum_is_looked_at(ranks):
         assert 0 < small < large < seconds < 10
 
 
-def test_ranks_that_do_not_start_are_red(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("has ended")])
+def test_ranks_that_do_not_start_are_red(monkeypatch, error):
     def fails(*args, **kwargs):
-        raise OSError(24, "Too many open files")
+        raise error
 
     monkeypatch.setattr(doctor, "Ranks", fails)
     assert [line.mark for line in doctor._pool()] == ["FAIL"]
+
+
+def test_a_file_is_no_folder_of_runs(tmp_path):
+    """Mutant: the folder that the file is in can be written, so all is well."""
+    (tmp_path / "runs").touch()
+    for out, mark in (("runs", "FAIL"), ("runs/in", "FAIL"), ("new", "ok"), (".", "ok")):
+        assert doctor._writable(tmp_path / out).mark == mark
 
 
 def test_every_notebook_has_its_minutes(monkeypatch):

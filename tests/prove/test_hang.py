@@ -207,6 +207,14 @@ def test_a_type_that_differs_and_a_call_that_all_have_reached(tmp_path):
     assert "does not end" in told(tmp_path / "dumps", *dumps).findings[0]
 
 
+def test_what_queues_up_behind_a_call_is_no_hang_of_its_own(tmp_path):
+    """On a GPU ranks run ahead, and not equally far. Mutant: who is less far is to blame."""
+    ahead = ((rank, [("all_reduce", n, False) for n in range(10, 14 - rank)]) for rank in range(2))
+    report = told(tmp_path, *(nccl(rank, calls) for rank, calls in ahead))
+    assert report.findings == ["All have called all_reduce #10 on default_pg, and it does not end."]
+    assert report.culprits == [0, 1]
+
+
 def test_who_waits_in_turn_is_a_victim(tmp_path):
     """0 waits for 1 in dp, 1 for 3 in tp, and 3 waits for nobody: it is the one to look at."""
     dp, tp = (("1", "dp"), "[0, 1]"), (("2", "tp"), "[1, 3]")
@@ -343,11 +351,15 @@ def test_what_cannot_be_read_is_skipped_beside_a_dump(tmp_path, content):
     other.write_bytes(content)
     recordings, (note,) = hang.read([folder])
     assert list(recordings) == [0] and note.startswith(f"skipped: {other} is no")
-    with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
-        hang.read([folder / "trace_0", other])
+    for named in (other, f"{folder}//{other.name}"):
+        with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
+            hang.read([folder / "trace_0", named])
     (folder / "trace_0").unlink()
     with pytest.raises(ValueError, match=r"metrics_1\.jsonl is no"):
         hang.read([folder])
+
+
+DEEP = b"\x80\x02}X\x07\0\0\0entries]}X\x05\0\0\0pg_id" + b"]" * 10**5 + b"a" * 99_999 + b"sas."
 
 
 class Evil:
@@ -370,6 +382,7 @@ def test_a_pickle_calls_nothing_and_takes_no_memory(tmp_path, monkeypatch):
         (b"{}", "no list `entries`"),
         (b'{"entries": [null]}', "not what a flight recorder writes"),
         (b'{"minipar_stall": [{}]}', "not what a flight recorder writes"),
+        (DEEP, "not what a flight recorder writes"),
     ]:
         (tmp_path / "rank_0").write_bytes(content)
         with pytest.raises(ValueError, match="rank_0") as error:
