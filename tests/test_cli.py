@@ -73,6 +73,7 @@ def work(tmp_path_factory):
     (work / "no_text.jsonl").write_text('{"body": "fine"}\n', encoding="utf-8")
     (work / "trace.json").write_text('{"what": 1}', encoding="utf-8")
     (work / "folder").mkdir()
+    (work / "dangling").symlink_to(work / "nowhere/at/all")
     config = TrainConfig(
         mesh="dp=1",
         data=str(work / "a.txt"),
@@ -161,6 +162,9 @@ MALFORMED = {
     "train --name a/b": "--name 'a/b' must be a plain name",
     "train --data W/a.txt --seq-len 32 --out W/a.txt": "--out",
     "train --data W/a.txt --seq-len 32 --out /proc/none": "--out /proc/none: cannot make",
+    "train --data W/a.txt --seq-len 32 --out W/dangling": "cannot make",
+    "train --resume ''": "one of the arguments is empty; is a variable of the shell not set?",
+    "train --resume=": "--resume does not exist; name the folder of a run",
     "train --resume W/nowhere": "does not exist",
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/bad_config": "is not the configuration of a run",
@@ -184,6 +188,8 @@ MALFORMED = {
     "export W/linked W/out": "linked/tokenizer.json is no tokenizer.json",
     "export W/truncated W/out": "weights_00000.safetensors has 1000 bytes instead of",
     "export W/run W/a.txt": "is a file; a checkpoint is a folder",
+    "export W/run W/a.txt/out": "export: cannot write",
+    "export W/run ''": "one of the arguments is empty",
     "train --resume W/run/checkpoints/step_000001": "does not exist",
     "train --resume W/run --mesh dp=0": "'dp=0' is not axis=size",
     "bench": "'bench' is no command",
@@ -246,7 +252,7 @@ def test_a_malformed_call_is_one_clear_line(work, capfd, no_ranks, monkeypatch, 
     if "/proc" in words and not os.path.isdir("/proc"):
         pytest.skip("needs a folder that even root cannot write to")
     monkeypatch.chdir(tmp_path)
-    typed = [word.replace("W/", f"{work}/", 1) for word in words.split()]
+    typed = [word.replace("W/", f"{work}/", 1) for word in shlex.split(words)]
     assert_one_line(*call(capfd, *typed), MALFORMED[words])
     assert list(tmp_path.iterdir()) == []  # no trace of a run
     assert not (work / "out").exists()  # nor of an export
@@ -398,7 +404,8 @@ def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
 
 def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
-    for typed in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
+    twice = ["--resume=another", "--resume", str(tmp_path)]  # the last one counts
+    for typed in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"], twice):
         _, config = commands.parse(["train", *typed, "--steps", "20"])
         assert (config.steps, config.lr, config.mesh, config.ddp) == (20, 0.5, "dp=3", "naive")
         assert config.resume == str(tmp_path)
@@ -792,3 +799,18 @@ def test_torchrun_with_another_mesh_is_one_clear_line(work, capfd, monkeypatch, 
     monkeypatch.setattr(main.time, "sleep", lambda _: None)  # so that the other ends first
     assert call(capfd, *typed) == (2, "", "")
     assert list(tmp_path.iterdir()) == []
+
+    # But of files, each speaks: its disk may be the only one that is full.
+    def is_full(_: TrainConfig) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "train", is_full)
+    says = "minipar: error: rank 0: [Errno 28] No space left on device\n"
+    assert call(capfd, "train") == (1, "", says)
+
+
+@pytest.mark.parametrize("local", ["", "x", "1"])
+def test_a_rank_that_no_launcher_made_is_none(capfd, monkeypatch, local):
+    """Mutants: a traceback of `int`, or no word of what is wrong."""
+    monkeypatch.setenv("LOCAL_RANK", local)
+    assert_one_line(*call(capfd, "overlap", "nowhere.json"), "no such trace: nowhere.json")

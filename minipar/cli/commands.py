@@ -38,8 +38,13 @@ def parse(argv: list[str]) -> tuple[str, Any]:
         hint = f"did you mean {near[0]}? There are" if near else "use one of"
         raise ValueError(f"{asked!r} is no command; {hint} {', '.join(COMMANDS)}")
     kind, flags = COMMANDS[name].config, argv[len(name.split()) :]
+    if "" in flags:
+        raise ValueError(
+            "one of the arguments is empty; is a variable of the shell not set? To take a value "
+            "away, write --flag="
+        )
     default = tyro.MISSING_NONPROP
-    if name == "train" and (resumed := _value_of("--resume", flags)):
+    if name == "train" and (resumed := _value_of("--resume", flags)) is not None:
         default = importlib.import_module("minipar.cli.training").config_of(resumed)
     complaint = io.StringIO()
     try:
@@ -88,12 +93,14 @@ def _usage() -> str:
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
+    """The last value that `flag` is given: that is the one which counts."""
+    value = None
     for i, word in enumerate(argv):
         if word == flag and i + 1 < len(argv):
-            return argv[i + 1]
+            value = argv[i + 1]
         if word.startswith(flag + "="):
-            return word.partition("=")[2]
-    return None
+            value = word.partition("=")[2]
+    return value
 
 
 def _first_words(box: str) -> str:

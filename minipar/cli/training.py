@@ -107,7 +107,7 @@ def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str |
             if rank == 0 and not (folder / "config.json").exists():  # it has not begun
                 (folder / trainer.STALLED).unlink(missing_ok=True)
                 forget_job(folder)
-            if not isinstance(error, ValueError) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            if not isinstance(error, ValueError) and backends.local_rank() == 0:
                 again = "Unless torchrun starts the ranks again: " * (backends.restarts_left() > 0)
                 error.add_note(f"\n{again}{how_to_go_on(folder)}")
             raise
@@ -169,17 +169,18 @@ def new_folder(config: TrainConfig) -> Path:
         try:
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            continue  # two runs that start at once do not share it, either
         except OSError as error:
-            raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
+            # Maybe by a run that starts at once. Of a link to nowhere it is --out that exists.
+            is_taken = isinstance(error, FileExistsError) and os.path.lexists(folder)
+            if not is_taken:
+                raise ValueError(f"--out {config.out}: cannot make {folder}: {error}") from None
     raise AssertionError("there is always another number")
 
 
 def run_of(path: str, asked: str = "--resume") -> Path:
     """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
     folder = Path(path)
-    if not folder.exists():
+    if not path or not folder.exists():
         raise ValueError(f"{asked} {path} does not exist; name the folder of a run")
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (run / "config.json").is_file():

@@ -70,7 +70,10 @@ def export(command: Export) -> None:
         )
     start = checkpoint_of(Path(command.run), "export")
     tokenizer = _tokenizer_of(run, "export")
-    checkpoint.export(start, folder)
+    try:
+        checkpoint.export(start, folder)
+    except OSError as error:
+        raise ValueError(f"export: cannot write {folder}: {error}") from None
     tokenizer.save(folder / "tokenizer.json")
     # Or transformers would take the tokenizer of a Llama, which has other rules for blanks.
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

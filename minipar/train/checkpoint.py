@@ -5,7 +5,8 @@ Layout. One folder per checkpoint, `checkpoints/step_000120/`:
     weights_00002.safetensors   rank 2's share of the weights, under their serial names
     state_00002.safetensors     and of all other tensors: optimizer/state/lm_head.weight/exp_avg ...
     state.pt                    the rest of the state: numbers, and where those tensors belong
-    manifest.json               length and CRC-32 of the other files; written last
+    manifest.json               length and CRC-32 of the other files, and a number that grows with
+                                each save of a run; written last
 
 A tensor is whole, as one device would have it, in the file of whichever rank wrote it; or files
 have boxes of it, of which a file keeps the second under the key "NAME#1". What a box is of, the
@@ -81,6 +82,17 @@ def available(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The number of steps done when `checkpoint` was written."""
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def number_of(checkpoint: Path) -> float:
+    """The number that its manifest has: of two, the one with the higher was written later.
+
+    It is 0 for checkpoints of versions that had no numbers, and infinite if it cannot be read.
+    """
+    try:
+        return int(json.loads(bounded_text(checkpoint / "manifest.json")).get("number", 0))
+    except (OSError, *_NOT_JSON, AttributeError):
+        return math.inf
 
 
 class Box(NamedTuple):

@@ -321,7 +321,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
 
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return any(type(value) is type(word) and value == word for word in get_args(kind))
     if isinstance(value, bool) or kind is bool:
         return type(value) is kind
     return isinstance(value, (int, float) if kind is float else kind)

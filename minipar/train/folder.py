@@ -4,7 +4,8 @@ started again finds it.
 *One job.* Rank 0 keeps `running.json` locked for as long as the run lasts, with its host, process
 and a word made up for this start. The kernel lets go of the lock when the process ends, however
 that happens. On NFS it holds between hosts as well; where a file system has no locks, the file
-itself must do.
+itself must do. Who removes the folder or this file ends the run, at its next save: a lock on a file
+that nobody can see keeps no other run away.
 
 *Seen by all.* Each rank must read that word before it trains. One that cannot is on a host that
 does not share the folder: its part of every checkpoint would be lost.
@@ -21,7 +22,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -36,18 +37,19 @@ from minipar.comm.spans import bounded_text
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import write_whole
+from minipar.train.saver import make_newest
 
 RUNNING, JOB = "running.json", "job.json"
 PATIENCE = 5.0  # seconds until a file system that is shared shows what another host has written
 
 
 @contextmanager
-def held(folder: Path, axis: Axis) -> Iterator[None]:
+def held(folder: Path, axis: Axis) -> Iterator[Callable[[], bool]]:
     """Hold the folder of a run while the body lasts; a collective of `axis`, all ranks of the run.
 
-    Makes the folder, and removes it afterwards if nothing was put there. Raises on all ranks:
-    `ValueError` where another process holds it, or a rank does not see it; `OSError` where it
-    cannot be made.
+    Makes the folder, and removes it afterwards if nothing was put there. The body gets what says on
+    rank 0 whether the folder is still the one that it holds. Raises on all ranks: `ValueError`
+    where another process holds it, or a rank does not see it; `OSError` where it cannot be made.
     """
     lock = word = problem = None
     if axis.rank == 0:
@@ -72,11 +74,12 @@ def held(folder: Path, axis: Axis) -> Iterator[None]:
                 f"written there, and checkpoints would lack their parts; all hosts of a run need "
                 f"one folder, such as --out on NFS"
             )
-        yield
+        yield lambda: lock is None or _is_still(folder / RUNNING, lock)
     finally:
         if lock is not None:
             with suppress(OSError):
-                (folder / RUNNING).unlink()
+                if _is_still(folder / RUNNING, lock):
+                    (folder / RUNNING).unlink()
             os.close(lock)
             with suppress(OSError):
                 folder.rmdir()  # only an empty one goes
@@ -95,15 +98,21 @@ def _lock(path: Path, word: str) -> int:
             if _may_live(_read(path)):
                 os.close(fd)
                 raise ValueError(f"{_busy(path)}; if it has ended, remove {path}") from None
-        with suppress(FileNotFoundError):  # the holder before may just have removed it
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                break
+        if _is_still(path, fd):  # the holder before may just have removed it
+            break
         os.close(fd)
     os.ftruncate(fd, 0)
     who = {"host": platform.node(), "pid": os.getpid(), "word": word}
     os.pwrite(fd, (json.dumps(who) + "\n").encode(), 0)
     os.fsync(fd)
     return fd
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    """Whether `path` is the file that was opened, not gone, and none that was made since."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
 
 
 def _busy(path: Path) -> ValueError:
@@ -176,15 +185,26 @@ def _saved(folder: Path) -> list[list]:
 def newest(folder: Path) -> Path | None:
     """Return the checkpoint of a run that was written last; None if it has none.
 
-    One of a higher step may be of another story: that of a run which then went back.
+    One of a higher step may be of another story: that of a run which then went back. A copy of the
+    run says the same, whatever the times of its files; these count where there are no numbers.
     """
 
-    def written(saved: Path) -> tuple[int, int]:
+    def written(saved: Path) -> tuple[float, int, int]:
         manifest = saved / "manifest.json"  # a damaged one is for `checkpoint.verify` to refuse
         at = (manifest if manifest.exists() else saved).stat().st_mtime_ns
-        return at, checkpoint.step_of(saved)
+        return checkpoint.number_of(saved), at, checkpoint.step_of(saved)
 
     return max(checkpoint.available(folder / "checkpoints"), key=written, default=None)
+
+
+def go_on_from(folder: Path, start: Path) -> None:
+    """Make `start`, if it is of this run, its `newest` checkpoint.
+
+    So the story that a run goes back from has ended, even if it is killed before its next save.
+    """
+    own = folder / "checkpoints" / start.name
+    if start.parent.resolve() == own.parent.resolve() and newest(folder) != own:
+        make_newest(own)
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -19,8 +19,13 @@ import torch
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 
-DATA_SHEETS = {  # part of the name of a GPU: FLOP/s in 16 bits, and in float32 without TF32
+# Part of the name of a GPU: FLOP/s in 16 bits, and in float32 without TF32. The first that fits
+# counts: "H100" is that of the SXM board.
+DATA_SHEETS = {
+    " MIG ": (None, None),  # a slice of a GPU
+    "H200 NVL": (835e12, 60e12),
     "H200": (989e12, 67e12),
+    "H100 NVL": (835e12, 60e12),
     "H100 PCIe": (756e12, 51e12),
     "H100": (989e12, 67e12),
     "A100": (312e12, 19.5e12),

@@ -32,7 +32,7 @@ Proved by tests/train/test_precision.py, and tests/parity/test_masters.py.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ from minipar.comm.values import look
 from minipar.model import casts
 from minipar.model.llama import Head
 from minipar.parallel import ddp
-from minipar.parallel.pieces import in_order
+from minipar.parallel.norm import cut_over
+from minipar.parallel.pieces import in_order, piece_of
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more
@@ -62,7 +63,7 @@ class Precision:
             loss = ...
         precision.scale(loss).backward()
         ...                                        # strategies finish; gradients are still scaled
-        precision.unscale(model.parameters(), axes)
+        precision.unscale(strategy.with_gradients(), axes)
         precision.step(optimizer)
 
     "bf16" and "fp16" want a model in float32: its parameters are the master weights. (With masters
@@ -203,12 +204,14 @@ class LossScaler:
         """Divide all gradients by the scale, in place; return 1.0 if any was not finite, else 0.0.
 
         `axes`: every axis over which gradients are sharded, in the same order on all ranks; one
-        all-reduce of 4 bytes over each. Raises `ValueError` for gradients in fp16, where dividing
-        would lose what scaling has saved, and `RuntimeError` for a second call in one step.
+        all-reduce of 4 bytes over each. Raises `ValueError` for a gradient sharded over another,
+        and for gradients in fp16, where dividing would lose what scaling has saved; `RuntimeError`
+        for a second call in one step, and for parameters whose gradients are elsewhere.
         """
         if self.found_inf is not None:
             raise RuntimeError("unscale() was called twice in one step; call update() in between")
-        grads = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
+        axes = list(axes)
+        grads = _gradients({id(p): p for p in parameters}, axes)
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("gradients in float16 cannot be unscaled; keep parameters in float32")
         found, inverse = torch.zeros_like(self.loss_scale), self.loss_scale.double().reciprocal()
@@ -263,6 +266,15 @@ class LossScaler:
         """Go on from `state`; what it lacks stays as it is."""
         for name, value in state.items():
             setattr(self, name, value.to(getattr(self, name)))
+
+
+def _gradients(parameters: dict[int, Tensor], axes: Collection[Axis]) -> list[Tensor]:
+    """Return the gradients of `parameters` by id; raise where `unscale` would miss some."""
+    for p in parameters.values():
+        cut_over(p, axes)
+        if hasattr(p, "stepped_elsewhere") and id(piece_of(p)) not in parameters:
+            raise RuntimeError("these parameters get no gradients; use strategy.with_gradients()")
+    return [p.grad for p in parameters.values() if p.grad is not None]
 
 
 # ---------------------------------------------------------------------- 3. eight bits

@@ -1,5 +1,6 @@
 """Text that a model writes: at the end of a run, and for `minipar generate`."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,7 @@ def write(
 ) -> tuple[str, str]:
     """Return what the tokens [T] say, and the text of `count` more.
 
+    A character that is begun in the one and ended in the other is in the second.
     Every 8 tokens, `told` is called with the number of those that are written. Raises `ValueError`
     for tokens that the model does not know.
     """
@@ -37,4 +39,5 @@ def write(
         told(done)
         row = generate(model, row, min(8, count - done), temperature, top_k, generator=generator)
     whole = tokenizer.decode(row[0].tolist())  # at once: a character may be several tokens
-    return prompt, whole.removeprefix(prompt)
+    same = len(os.path.commonprefix([prompt, whole]))
+    return prompt[:same], whole[same:]

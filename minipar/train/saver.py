@@ -9,7 +9,8 @@ Atomic. The files are written into a folder of another name and forced to disk. 
 know that all have succeeded does rank 0 write the manifest and rename the folder; a checkpoint that
 is to be deleted is renamed first. So a checkpoint under its final name is complete, at whatever
 moment and whichever process was killed, and the next save clears away the rest. A rank that cannot
-write tells the others: all raise the same error, none waits.
+write tells the others: all raise the same error, none waits. So does rank 0 where the folder
+is not the run's any more: another run may have one of that name by now.
 
 In the background. A rank copies its share to the host, which training has to wait for, and a thread
 writes it. The ranks then agree in `finish`, which the next save calls at the latest. Memory of the
@@ -22,7 +23,9 @@ Proved by: tests/train/test_checkpoint.py, tests/train/test_saver.py.
 
 import io
 import json
+import math
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +38,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
+from minipar.comm.spans import bounded_text
 from minipar.model.hf_config import write_json
 from minipar.parallel.pieces import Part
 from minipar.train.checkpoint import (
@@ -45,6 +49,7 @@ from minipar.train.checkpoint import (
     available,
     digest_of,
     map_tensors,
+    number_of,
     step_of,
 )
 
@@ -74,13 +79,21 @@ class _InProgress:
 class Saver:
     """Writes the checkpoints of a run below `folder`; made and used alike on all ranks of `axis`.
 
-    Of the checkpoints up to the latest one, the newest `keep` stay.
+    Of the checkpoints up to the latest one, the newest `keep` stay. Once `is_ours` is false on rank
+    0, none is begun, put in place or removed.
     """
 
     def __init__(
-        self, folder: Path, axis: Axis = ALONE, *, keep: int = 2, in_background: bool = False
+        self,
+        folder: Path,
+        axis: Axis = ALONE,
+        *,
+        keep: int = 2,
+        in_background: bool = False,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self.folder, self.axis, self.keep, self.in_background = folder, axis, keep, in_background
+        self.is_ours = is_ours
         self._writing: _InProgress | None = None
 
     def save(
@@ -178,23 +191,29 @@ class Saver:
         outcomes = all_gather_object((result, problem), self.axis)
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
-                if self.axis.rank == 0:
+                if self.axis.rank == 0 and self.is_ours():
                     shutil.rmtree(self._unfinished(step), ignore_errors=True)
                 who = f"rank {rank} of {self.axis.size}: " if self.axis.size > 1 else ""
                 raise OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
         return [result for result, _ in outcomes]
 
+    def _check_ours(self) -> None:
+        if not self.is_ours():
+            raise OSError(f"{self.folder.parent} was removed, or is another run's by now")
+
     def _clear(self) -> None:
         """Remove what was left by processes that were killed."""
         if self.axis.rank == 0:
+            self._check_ours()
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in (*self.folder.glob(".unfinished_*"), *self.folder.glob(".removed_*")):
-                shutil.rmtree(left)
+                _delete(left)
 
     def _publish(self, step: int, tied: dict[str, str], files: Files) -> None:
         """Make the files of all ranks a checkpoint, and remove those that are then too many."""
         if self.axis.rank > 0:
             return
+        self._check_ours()
         unfinished, final = self._unfinished(step), self._final(step)
         for name, digest in files.items():
             path = unfinished / name
@@ -202,9 +221,7 @@ class Saver:
                 raise OSError(f"{name}, which a rank has written, is not there; is it elsewhere?")
         layout = FORMATS[-1 if any("boxes" in digest for digest in files.values()) else 0]
         manifest = {"format": layout, "step": step, "tied": tied, "files": files}
-        write_json(unfinished / "manifest.json", manifest)
-        _force_to_disk(unfinished / "manifest.json")
-        _force_to_disk(unfinished)
+        _write_manifest(unfinished, manifest | {"number": _next_number(self.folder)})
         _remove(final)
         os.replace(unfinished, final)
         _force_to_disk(self.folder)
@@ -329,12 +346,44 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str]
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
+def make_newest(checkpoint: Path) -> None:
+    """Number `checkpoint` as if it was the latest save of its run."""
+    manifest = json.loads(bounded_text(checkpoint / "manifest.json"))
+    _write_manifest(checkpoint, manifest | {"number": _next_number(checkpoint.parent)})
+
+
+def _next_number(folder: Path) -> int:
+    numbers = (number_of(checkpoint) for checkpoint in available(folder))
+    return 1 + int(max((number for number in numbers if number < math.inf), default=0))
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write it down to the disk, or leave the one that is there."""
+    fresh = folder / "manifest.json.new"
+    write_json(fresh, manifest)
+    _force_to_disk(fresh)
+    os.replace(fresh, folder / "manifest.json")
+    _force_to_disk(folder)
+
+
 def _remove(checkpoint: Path) -> None:
     """Delete `checkpoint`, if there is one; under its name there is never a part of it."""
-    if checkpoint.exists():
-        removed = checkpoint.with_name(f".removed_{checkpoint.name}")
+    if os.path.lexists(checkpoint):
+        # What was removed before under that name may still be there, in part.
+        removed = checkpoint.with_name(f".removed_{checkpoint.name}_{secrets.token_hex(4)}")
         os.replace(checkpoint, removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        _delete(removed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete what can be deleted of `folder`, and of one that is a link elsewhere, the link.
+
+    What stays, such as a file that someone on NFS has open, is no reason to end a run.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _force_to_disk(path: Path) -> None:

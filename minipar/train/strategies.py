@@ -166,6 +166,7 @@ class Planned(Setup):
             ranks = _of_local(state["local"])
             say(self.mesh, f"the optimizer starts anew: that of the checkpoint is {ranks}")
         if self.compressed is None:
+            _tell_dropped(self.mesh, state)
             return
         kept_back, theirs = state.get("compression", []), state.get("mesh")
         if kept_back and theirs == self._mesh:
@@ -240,6 +241,7 @@ class Local(Setup):
         saved = state.get("local")
         if saved is None:  # of ranks that were alike: all go on from there
             self.optimizer.load_state_dict(state["optimizer"])
+            _tell_dropped(self.mesh, state)
             return
         if saved["method"] == self.config.local_method and len(saved["ranks"]) == self.mesh.size:
             own = saved["ranks"][self.mesh.rank]
@@ -272,6 +274,11 @@ class Local(Setup):
         """
         if not isinstance(self.strategy, local_sgd.DelayedGradients):
             self.strategy.finish()
+
+
+def _tell_dropped(mesh: Mesh, state: dict[str, Any]) -> None:
+    if state.get("compression"):
+        say(mesh, "what --compress has kept back in the checkpoint is dropped: this run has none")
 
 
 def _of_local(saved: dict[str, Any]) -> str:

@@ -21,10 +21,10 @@ from minipar.model import hf
 from minipar.model.llama import Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.train import checkpoint, compiled, peak, strategies
-from minipar.train.config import TrainConfig
+from minipar.train.config import EXPERTS, TrainConfig
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
-from minipar.train.folder import held
+from minipar.train.folder import go_on_from, held
 from minipar.train.metrics import Metrics, Stopwatch, Telling, say
 from minipar.train.optim import names_in_order, warmup_cosine, warmup_stable_decay
 from minipar.train.out_of_memory import noted
@@ -52,9 +52,12 @@ class Trainer:
     """Everything a rank holds while it trains. Made and used alike on all ranks.
 
     Raises `ValueError` on every rank for a configuration, text or checkpoint that does not fit.
+    `is_ours` says on rank 0 whether `folder` is still that of this run.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, is_ours: Callable[[], bool] = lambda: True
+    ) -> None:
         self.config, self.folder = config, folder
         self.mesh = Mesh(**config.mesh_sizes())
         self.device, self.dtype = compute_device(), getattr(torch, config.dtype)
@@ -96,6 +99,7 @@ class Trainer:
             self.mesh.world,
             keep=config.keep,
             in_background=config.async_save,
+            is_ours=is_ours,
         )
         self.save_seconds = 0.0  # that training has waited for checkpoints
         self.told_save_seconds = 0.0  # of these, in the metrics
@@ -309,13 +313,22 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`: exactly, unless a printed line says not.
 
-        A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit.
+        A collective. Raises `CheckpointError` on all ranks for one that is damaged or does not fit,
+        and `ValueError` for one of more steps than this run shall have.
         """
+        with checkpoint.reading(folder):
+            done = checkpoint.step_of(folder)
+        if done > self.config.steps:
+            raise ValueError(
+                f"--steps {self.config.steps} is below the {done} that {folder} has done; use "
+                f"{done} or more, or --resume an earlier checkpoint"
+            )
         weights, state = checkpoint.load(folder, self.mesh.world, lazily=not self.setup.is_local)
         self.setup.load_weights(weights, f"checkpoint {folder}")
         with checkpoint.reading(folder):
             if state["step"] != checkpoint.step_of(folder):
                 raise ValueError(f"it is of step {state['step']}")
+            _check_shape(state["model"], asdict(self.model.config))
             if "optimizer" in state:
                 state["optimizer"] = checkpoint.by_number(state["optimizer"], self.parameter_names)
             self.batches.load_state_dict(state["data"])
@@ -401,6 +414,19 @@ class Trainer:
             return write(model.eval(), self.tokenizer, start, total, self.config.seed, told=told)
 
 
+def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise `ValueError` where models differ in what the shapes of their weights do not tell.
+
+    What flags say of experts may change, and how long a sequence may be.
+    """
+    saved, own = ({**shape, **(shape.get("moe") or {})} for shape in (saved, own))
+    may_differ = "moe", "max_seq_len", *EXPERTS.values()
+    for name in own:
+        if name in saved and name not in may_differ and saved[name] != own[name]:
+            now = f"{saved[name]}, and this one has {own[name]}"
+            raise ValueError(f"it is of a model with {name}={now}")
+
+
 def train(
     config: TrainConfig,
     folder: str,
@@ -415,13 +441,16 @@ def train(
     place, world = Path(folder), Mesh(**config.mesh_sizes()).world
     watched = strict.watching() if config.strict else nullcontext()
     stalls = watchdog.watch(config.stall_seconds, dump=place / STALLED)
-    with StopRequest() as request, stalls, held(place, world), watched, noted(place) as known:
+    holding = held(place, world)
+    with StopRequest() as request, stalls, holding as is_ours, watched, noted(place) as known:
         if config.backend == "link":
             link.use(config.link)
-        known.append(trainer := Trainer(config, place))
+        known.append(trainer := Trainer(config, place, is_ours))
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:
+            if start is not None:
+                go_on_from(place, Path(start))
             config.save(place / "config.json")
             if config.tokenizer:
                 trainer.tokenizer.save(place / "tokenizer.json")

@@ -141,6 +141,28 @@ def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
     assert available(tmp_path / "nowhere") == []
 
 
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch):
+    """A link to another disk is unlinked, and what is there stays; so does a file held open on NFS.
+
+    Mutants: what is left of one ends the next save, or that of its step.
+    """
+    save(tmp_path / "elsewhere", 1, *some(1))
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step_000001").symlink_to(tmp_path / "elsewhere/step_000001")
+    (folder / "step_000002").symlink_to(tmp_path / "nowhere")
+    for step in (2, 3):
+        save(folder, step, *some(step), keep=1)
+    assert names(folder) == ["step_000003"]
+    assert_is(tmp_path / "elsewhere/step_000001", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        for step in (3, 3, 4):
+            save(folder, step, *some(step), keep=1)
+    save(folder, 5, *some(5), keep=1)
+    assert names(folder) == ["step_000005"]
+
+
 # ---------------------------------------------------------------------- killed while saving
 def killed_at_line(number: int, work) -> bool:
     """Run `work` in a child that kill -9 hits before the `number`-th line of Python; did it?

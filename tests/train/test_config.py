@@ -234,6 +234,8 @@ def test_comes_back_from_json(tmp_path):
         '{"steps": true}',
         '{"lr": [1]}',
         '{"ddp": "quick"}',
+        '{"mesh": "dp=2", "zero": true}',
+        '{"mesh": "dp=2", "zero": 1.0}',
         "\xff",
     ],
 )

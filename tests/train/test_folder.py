@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,29 @@ def test_two_resumes_of_one_run_at_once(ranks, run_config, tmp_path):
     assert [failure.kind for failure in failures] == ["ValueError"] * 2
     assert all(f"process {os.getpid()} on host" in failure.message for failure in failures)
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def test_a_run_whose_folder_was_removed_leaves_the_next_one_alone(tmp_path):
+    """Mutants: it publishes there and deletes the other's; it lets go of the other's lock."""
+    folder, weights = tmp_path / "run", {"w": torch.zeros(2)}
+    says = f"{folder} was removed, or is another run's by now"
+    with ExitStack() as next_run:
+        with held(folder, ALONE) as is_ours:
+            old = saver.Saver(folder / "checkpoints", in_background=True, is_ours=is_ours)
+            old.save(1, weights, {})
+            while old.is_writing:
+                time.sleep(0.01)
+            shutil.rmtree(folder)
+            next_run.enter_context(held(folder, ALONE))
+            with pytest.raises(OSError, match=says):
+                old.finish()
+            save(folder, 5)
+            (folder / "checkpoints/.unfinished_000009").mkdir()
+            with pytest.raises(OSError, match=says):
+                old.save(9, weights, {})
+        assert (folder / RUNNING).exists()
+        left = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert left == {"step_000005", ".unfinished_000009"}
 
 
 # ---------------------------------------------------------------------- seen by all
@@ -261,9 +285,17 @@ def test_a_restart_of_a_run_that_went_back_goes_back_too(job, tmp_path):
 
 
 def test_a_run_that_went_back_goes_on_from_what_it_wrote_last(tmp_path, monkeypatch):
-    """Not from the highest step, which the story before it has left. Mutant: by the number."""
+    """Not from the highest step, which the story before it has left. Mutants: by the number of the
+    step; by times, which a copy has others of."""
     for seconds, step in enumerate((3, 9, 6)):
-        os.utime(Path(save(tmp_path, step)) / "manifest.json", (seconds, seconds))
+        os.utime(Path(save(tmp_path, step)) / "manifest.json", (-seconds, -seconds))
+    assert training.checkpoint_of(tmp_path) == tmp_path / "checkpoints/step_000006"
+    for seconds, step in enumerate((3, 9, 6)):  # of a version without numbers
+        manifest = tmp_path / f"checkpoints/step_{step:06d}/manifest.json"
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        del content["number"]
+        manifest.write_text(json.dumps(content), encoding="utf-8")
+        os.utime(manifest, (seconds, seconds))
     assert training.checkpoint_of(tmp_path) == tmp_path / "checkpoints/step_000006"
     says = f"Stopped. Go on from step 6 with: minipar train --resume {tmp_path}"
     assert folders.how_to_go_on(tmp_path) == says

@@ -26,6 +26,20 @@ def test_a_cpu_is_measured_and_says_so():
     assert large > 5 * one  # small products are not the peak
 
 
+def test_boards_with_the_same_chip_have_peaks_of_their_own(monkeypatch):
+    """And of a slice none is known. Mutant: all that is called H100 is an SXM."""
+    gpu = torch.device("cuda", 0)
+    for name, expected in {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak.data_sheet(gpu, torch.bfloat16) == expected
+
+
 def test_gpus_that_ranks_share_count_once(monkeypatch):
     """Four ranks, two H100. Mutant: the sum over ranks, so that sharing halves the utilisation."""
     gpu = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Head, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import ddp
+from minipar.parallel import ddp, fsdp, zero
 from minipar.train import checkpoint, precision, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.data import IGNORE
@@ -31,6 +31,7 @@ from minipar.train.precision import (
     use_fp8,
 )
 from minipar.train.step import train_step
+from tests.on_ranks import on_ranks
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -327,6 +328,24 @@ def test_scaler_state_comes_back():
 
 
 # ---------------------------------------------------------------------- on several ranks
+@on_ranks(2)
+def test_gradients_that_the_scaler_would_not_see_are_refused():
+    """Mutant: pieces that stay as large as the scale, or that one rank leaves out alone."""
+    dp = Mesh(dp=2).dp
+    model, cut, how = nn.Linear(4, 4), nn.Linear(4, 4), Precision("fp16")
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, dp, lr=0.1)
+    strategy = zero.apply(model, dp, optimizer=optimizer)
+    how.scale(model(torch.ones(1, 4)).sum()).backward()
+    strategy.finish_backward()
+    with pytest.raises(RuntimeError, match="use strategy.with_gradients"):
+        how.unscale(model.parameters(), [dp])
+    for parameters in (strategy.with_gradients(), fsdp.apply(cut, dp).with_gradients()):
+        with pytest.raises(ValueError, match="is cut over dp; name each such axis in axes="):
+            how.unscale(parameters)
+    how.unscale(strategy.with_gradients(), [dp])
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in strategy.with_gradients())
+
+
 def _sharded_overflow(where: int, heed: bool):
     """Rank `where` of a 2 x 2 mesh alone has an infinity; (decision, weight, bytes sent)."""
     mesh = Mesh(dp=2, tp=2)

@@ -22,7 +22,7 @@ from minipar.comm import timeline
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.comm.timeline import Timeline
-from minipar.model import llama
+from minipar.model import hf, llama
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoE
 from minipar.parallel import ddp
@@ -30,6 +30,7 @@ from minipar.train import checkpoint, metrics, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import load_corpus
 from minipar.train.data import IGNORE, Sequences
+from minipar.train.folder import newest
 from minipar.train.metrics import Metrics, read
 from minipar.train.report import MOST_PICTURES, StepRecorder, training_figures
 from minipar.train.step import StepResult, train_step
@@ -175,6 +176,8 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
     other = run(1, "other", start=start, **changes)
     assert "nothing kept back: the checkpoint is of 2 ranks" in capfd.readouterr().out
     assert lines_of(other, "step") == [(4,), (5,), (6,)]
+    run(1, "without", start=start, steps=4)
+    assert "has kept back in the checkpoint is dropped" in capfd.readouterr().out
     plain = run(1, "plain", steps=3)
     run(1, "begun", start=plain / "checkpoints/step_000003", **changes)
     assert "nothing kept back: the checkpoint is of no compression" in capfd.readouterr().out
@@ -233,15 +236,49 @@ def test_a_run_that_is_done_only_reports(run):
 
 
 def test_another_text_seed_or_model_is_refused(run, ranks, text, tmp_path):
-    folder = run(1, "one", steps=1)
-    start = folder / "checkpoints/step_000001"
+    folder = run(1, "one", steps=2)
+    start = folder / "checkpoints/step_000002"
+    with pytest.raises(ValueError, match="--steps 1 is below the 2 that .* has done; use 2 or"):
+        run(1, "other", start=start, steps=1)
     with pytest.raises(ValueError, match="cannot resume the data with another seed"):
         run(1, "other", start=start, seed=1)
     with pytest.raises(ValueError, match="cannot resume the data with another seq_len"):
         run(1, "other", start=start, seq_len=16)
     with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
         run(1, "other", start=start, preset="small")
+    tiny = PRESETS["tiny"]
+    for name, value in {"rope_theta": 5e5, "norm_eps": 0.5}.items():  # of which no shape tells
+        hf.save(Llama(replace(tiny, **{name: value})), tmp_path / name)
+        was = getattr(tiny, name)
+        with pytest.raises(checkpoint.CheckpointError, match=f"{name}={was}, and this one has"):
+            run(1, "other", start=start, init=str(tmp_path / name))
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_whose_folder_is_removed_ends_with_its_next_save(text, tmp_path):
+    """Mutant: it makes the folder anew, with checkpoints and without a configuration."""
+    folder, config = tmp_path / "gone", replace(PLAIN, data=str(text), mesh="dp=1", save_every=1)
+
+    def removes(_):
+        return lambda line: shutil.rmtree(folder)
+
+    with pytest.raises(OSError, match=f"step_000001: {folder} was removed, or is another run's"):
+        trainer.train(config, str(folder), None, removes)
+    assert not folder.exists()
+
+
+def test_a_run_that_went_back_is_taken_up_there_if_it_was_killed_at_once(run, monkeypatch):
+    """Mutant: before its first save, its newest checkpoint is the one that it went back from."""
+    folder = run(1, "one", steps=2, save_every=1)
+    start = folder / "checkpoints/step_000001"
+    monkeypatch.setattr(trainer.Trainer, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(1, "one", start=start, steps=2)
+    assert newest(folder) == start and checkpoint.load(start)[1]["step"] == 1
+    before = (start / "manifest.json").read_bytes()
+    with pytest.raises(ZeroDivisionError):
+        run(1, "other", start=start, steps=2)  # what is another run's is left alone
+    assert (start / "manifest.json").read_bytes() == before
 
 
 # ---------------------------------------------------------------------- learning, or not
