@@ -114,6 +114,12 @@ class LlamaConfig:
         """The parameters that one token passes: fewer than all where a mixture has experts."""
         return self._sum_parameters(active=True)
 
+    def check_length(self, seq_len: int) -> None:
+        """Raise `ValueError` for a sequence of more tokens than there are positions for."""
+        if seq_len > self.max_seq_len:
+            longest = f"max_seq_len={self.max_seq_len}"
+            raise ValueError(f"a sequence of {seq_len} tokens is longer than {longest}")
+
     def _sum_parameters(self, active: bool) -> int:
         tables = 1 if self.tie_embeddings else 2
         layers = sum(self.layer_parameters(layer, active) for layer in range(self.num_layers))

@@ -24,14 +24,17 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, width))
         self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
 
-    def forward(self, rows: Tensor, counts: Tensor, how: str = "auto") -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | None, how: str = "auto") -> Tensor:
         """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
 
         `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
-        one product of torch's ("grouped": reads nothing; see `why_not_grouped`). Under autocast,
-        products are in its dtype either way. Expert parallelism has counts on the host already.
+        one product of torch's ("grouped": reads nothing; see `why_not_grouped`), or as `padded`,
+        without counts. Under autocast, products are in its dtype either way. Expert parallelism has
+        counts on the host already.
         """
-        assert how in ("auto", "loop", "grouped")
+        assert how in ("auto", "loop", "grouped", "padded")
+        if how == "padded":
+            return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
         # Before the choice: autocast does not look into the grouped product.
         rows, ups, downs = casts.as_multiplied(rows, self.gate_up_proj, self.down_proj)
         reason = why_not_grouped(rows, ups, downs)
@@ -54,8 +57,11 @@ class Experts(nn.Module):
         return out
 
     def padded(self, rows: Tensor) -> Tensor:
-        """As many rows for each expert, [E, C, D] -> the same: one batched product."""
-        return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
+        """As many rows for each expert, [E, C, D] -> the same: one batched product.
+
+        By way of a call, whose hooks say which weights were used: those that fsdp has gathered.
+        """
+        return self(rows, None, "padded")
 
 
 def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
@@ -93,7 +99,12 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
         ctx.save_for_backward(tokens)
-        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, tokens, rows)
+        total = rows.new_zeros(num_tokens, rows.shape[1])
+        if rows.is_cuda and len(rows) > 2 * num_tokens:
+            # There index_add has no order, and of three summands it matters: ranks of tensor
+            # parallelism that compute the same tokens would part. This sorts them first.
+            return total.index_put_((tokens,), rows, accumulate=True)
+        return total.index_add_(0, tokens, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -261,13 +261,8 @@ class LlamaModel(nn.Module):
         [B, T] says which tokens count in the balance of experts (default: all).
         """
         if positions is None:
-            seq_len = x.shape[1]
-            if seq_len > self.config.max_seq_len:
-                raise ValueError(
-                    f"a sequence of {seq_len} tokens is longer than "
-                    f"max_seq_len={self.config.max_seq_len}"
-                )
-            positions = torch.arange(seq_len, device=x.device)
+            self.config.check_length(x.shape[1])
+            positions = torch.arange(x.shape[1], device=x.device)
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         rope = rope_tables(self.config, positions, x.dtype)

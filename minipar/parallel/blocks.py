@@ -122,6 +122,8 @@ class Unit:
         place = {p: i for i, p in enumerate(p for members in flats.values() for p in members)}
         self.slots = [(owner, attribute, place[p]) for owner, attribute, _, p in slots]
         self.names = [name for _, _, name, _ in slots]
+        self.keepers: list[nn.Module] = []  # in which forward may leave tensors with a graph
+        self.begun = 0  # the number of autograd's first node of the latest forward
         self._put(self.parameters)
 
     @property
@@ -198,5 +200,20 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if not _goes_on(ctx):
+            raise RuntimeError(
+                "fsdp: the weights of a block get their gradients together, in a plain backward(): "
+                "not by autograd.grad, nor by backward(inputs=...) with some of them. Freeze those "
+                "that are to have none by requires_grad_(False)"
+            )
         ctx.after_backward(*ctx.what, list(gradients))
         return None, None, None, *(None for _ in gradients)  # gradients go their own way
+
+
+def _goes_on(node: Any) -> bool:
+    """Whether autograd will go on to all that is behind `node`, as it does in a plain backward."""
+    behind = [each for each, _ in node.next_functions if each is not None]
+    try:
+        return all(map(torch._C._will_engine_execute_node, behind))
+    except RuntimeError:  # leaves, in autograd.grad
+        return False

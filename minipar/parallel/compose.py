@@ -291,9 +291,12 @@ class Composed(Strategy):
 
         Where tokens are cut, sequences are padded first, to a length that all of cp and tp divide,
         with tokens that no other looks at and that have no target; and positions [T/n] come third.
-        Raises `ValueError` for a microbatch with more in it that would have to be padded.
+        Raises `ValueError` for a microbatch with more in it that would have to be padded, and, on
+        every rank, for sequences that are too long for the model.
         """
         plan = self.plan
+        if len(microbatch) == 2:
+            self.model.config.check_length(microbatch[0].shape[1])
         if plan.cp == 1 and not plan.sequence_parallel:
             return microbatch
         inputs, targets, *rest = microbatch

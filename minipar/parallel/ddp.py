@@ -22,8 +22,7 @@ Four versions, each one idea further: `Naive`, `Bucketed`, `Overlapped`, `Tuned`
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Set
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -78,6 +77,8 @@ def apply(
         raise ValueError("reduce= needs buckets; use version='overlapped' or 'bucketed'")
     if version == "tuned" and reduce is not None:
         raise ValueError("version='tuned' times exact all-reduces; with reduce=, use 'overlapped'")
+    if reduce is not None:
+        guard.check_real(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter: there are no gradients to share")
@@ -107,18 +108,11 @@ class Naive(Strategy):
         self.op = "avg" if average else "sum"
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         guard.watch(self, self.parameters)
-        self.summed: set[nn.Parameter] = set()  # whose gradient is a sum over the ranks by now
         if axis.size > 1:
             for p in self.parameters:
                 p.register_post_accumulate_grad_hook(self._on_gradient)
-                if not average:  # called before a gradient is added to p.grad
-                    p.register_hook(partial(self._share, p))
-
-    def _share(self, p: nn.Parameter, _: Tensor | None = None) -> None:
-        """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
-        if p in self.summed and p.grad is not None:
-            p.grad.div_(copies_axis(p, self.axis).size)
-        self.summed.discard(p)
+            if not average:
+                self.share_sums(self.parameters)
 
     def finish_backward(self) -> None:
         super().finish_backward()
@@ -180,7 +174,14 @@ class Bucket:
         self.num_users = _users_of(flat)
 
     def take(self, p: nn.Parameter) -> None:
-        """Move the gradient of `p` into the bucket; from now on it accumulates there."""
+        """Move the gradient of `p` into the bucket; from now on it accumulates there.
+
+        Not yet if it has a graph: there may come a penalty on it, before it is sent.
+        """
+        if p.grad.grad_fn is None:
+            self._hold(p)
+
+    def _hold(self, p: nn.Parameter) -> None:
         if p.grad is not self.views[p]:
             if self._is_kept(p):
                 self._move()
@@ -209,11 +210,19 @@ class Bucket:
                 self.views[p].zero_()
                 self.users[i] = 0
             else:
-                self.take(p)
+                self._hold(p)
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
             self.flat.mul_(copies.size / axis.size)
         self.pending = self.reduce(self, copies, op)
+
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        """Let gradients of `zeroed` that are on their way count as those of no rank."""
+        if self.pending is not None:
+            self.pending.wait()
+            for i, p in enumerate(self.parameters):
+                if p in zeroed:
+                    self.users[i] = 0
 
     def finish(self) -> None:
         """Wait for that; hand the gradients out."""
@@ -282,6 +291,10 @@ class Bucketed(Naive):
         order = self.parameters[::-1]
         is_alone = axis.size == 1 and reduce is None  # then they stay where they are
         self.buckets = fill_buckets([] if is_alone else order, self.capacity, reduce)
+
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        for bucket in self.buckets:
+            bucket.drop(zeroed)
 
     def finish_backward(self) -> None:
         Strategy.finish_backward(self)

@@ -15,8 +15,6 @@ def twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     vars(twin).update(vars(optimizer))
     twin.param_groups, twin.state = groups, defaultdict(dict)
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for group in groups:
-        group["lr"] = 0.1  # a warm-up may begin with 0, which would prove nothing
     return twin
 
 
@@ -28,7 +26,8 @@ def check_elementwise(
 
     def train(*parts: Tensor) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in parts]
-        optimizer = make([{**group, "params": parts}])
+        # A warm-up may begin with a rate of 0, which would prove nothing.
+        optimizer = make([{**group, "lr": 0.1, "params": parts}])
         for step in range(2):
             for part in parts:
                 part.grad = (5 * part + step).cos().detach()

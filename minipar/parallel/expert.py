@@ -276,7 +276,9 @@ def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> Callable[[], li
 def tell(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin to gather `counts` [parts, E]; returns what waits for all of them, [n parts, E]."""
     gathering = collectives.all_gather(counts, axis, async_op=True)
-    return send_to_host(gathering.wait, counts.device)
+    told = send_to_host(gathering.wait, counts.device)
+    # NCCL lets go of `counts` as soon as a stream waits, maybe before it has read them: we do not.
+    return lambda: (told(), counts)[0]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:

@@ -47,10 +47,10 @@ class Options:
     prefetch: int = 1
     """How many blocks are gathered ahead of the one that computes."""
     compute_dtype: torch.dtype | None = None
-    """Gather in this dtype, and cast floating point inputs of the blocks to it; shards stay as they
-    are. In place of autocast, whose casts would keep all weights."""
+    """Gather floats in this dtype, and cast floating point inputs of the blocks to it; shards stay
+    as they are. In place of autocast, whose casts would keep all weights."""
     reduce_dtype: torch.dtype | None = None
-    """Send gradients in this dtype; by default that of computing."""
+    """Send gradients in this dtype, but complex ones as they are; by default that of computing."""
     average: bool = True
     """Divide the sum of the gradients by the number of ranks."""
     accumulate: Literal["shards", "whole"] = "shards"
@@ -96,6 +96,8 @@ class Options:
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
+        if self.reduce is not None:
+            guard.check_real(model)
         if self.init is not None and not any(p.is_meta for p in parameters):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
 
@@ -141,8 +143,10 @@ class Flat(Row):
                 p.on_use = partial(_refuse_replaced, name)
                 absent.leave([p])
         self.is_trainable = self.pieces[0].requires_grad  # when it was made
-        dtype = options.compute_dtype or self.shard.dtype
+        is_float = self.shard.is_floating_point()  # whole and complex numbers are never cast
+        dtype = options.compute_dtype if is_float else None
         self.full = self.shard.new_empty(layout.total, dtype=dtype)  # [n S]
+        self.reduce_dtype = (options.reduce_dtype if is_float else None) or self.full.dtype
         self.views = self.split(self.full)
         self.gathering: Pending | None = None
         self.reducing: Pending | None = None
@@ -195,7 +199,7 @@ class Flat(Row):
 
         The only one is a row as it is. Others are copied into one.
         """
-        dtype = self.options.reduce_dtype or self.full.dtype
+        dtype = self.reduce_dtype
         only = gradients[0]
         if only is not None and only.numel() == self.layout.total and not self.changes_rows:
             guard.check_gradient(self.pieces[0], only)

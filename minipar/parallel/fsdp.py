@@ -52,18 +52,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from minipar.comm import watchdog
-from minipar.comm.collectives import all_reduce, broadcast
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.recorder import in_backward
 from minipar.parallel import absent, guard
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
 from minipar.parallel.optimizer_state import Members
-from minipar.parallel.strategy import Strategy, flags, share_counts
+from minipar.parallel.strategy import Strategy, flags, from_first, share_counts
 
 
 def apply(
@@ -75,6 +75,12 @@ def apply(
     of what). Values are those of rank 0. Freeze what is to be frozen before. Whole weights come out
     of `full_state_dict`, and go in by `load_full_state_dict`; ``model.state_dict()`` and its
     counterpart are refused, as they would be of this rank's pieces.
+
+    Weights are whole in the forward of their block alone. What else computes with them, such as a
+    penalty on weights in the loss, or a method that is not forward, is refused, in backward at the
+    latest: compute it in forward, and return it or leave it in an attribute of a module. What hooks
+    have collected from inside of a block, for a loss, needs ``reshard_after_forward=False``.
+    Gradients with respect to weights come from a plain ``backward()`` only.
 
     Args:
         blocks: what is gathered together: classes, modules, or names of modules. By default the
@@ -113,7 +119,13 @@ class FullySharded(Strategy):
         self.rows = self.flats = list(dict.fromkeys(flat for unit in units for flat in unit.flats))
         self.reducing: list[Flat] = []  # of the unit whose backward ended last
         guard.watch(self, [p for flat in self.flats for p in flat.pieces])
+        for p in self.watched:
+            if p.requires_grad:
+                p.register_hook(_refuse_gradients(p.on_use))
+        in_blocks = {m for block in self.blocks for m in block.module.modules()}
         for unit in units:
+            left_out = in_blocks if unit is self.root else ()
+            unit.keepers = [m for m in unit.module.modules() if m not in left_out and _may_keep(m)]
             # What hooks do is no part of a compiled graph: it breaks there.
             before = partial(torch.compiler.disable(type(self)._before_forward), self, unit)
             after = partial(torch.compiler.disable(type(self)._after_forward), self, unit)
@@ -137,16 +149,20 @@ class FullySharded(Strategy):
                 each.check_weights()
             self.release()  # nothing that was gathered before the last optimizer step
             for p in self.watched:
-                guard.check_hooks(p)
+                guard.check_hooks(p, num_own=1)  # that of `_refuse_gradients`
             for block in self.blocks:
                 absent.leave(block.parameters)
         self._enter(unit, "backward" if recomputes else "forward")
+        unit.begun = torch._C._autograd._get_sequence_nr()
         if self.options.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         if unit.flats and not unit.trainable and torch.is_grad_enabled():
-            # No weight of it enters the graph: its backward ends with the gradients of its inputs.
+            # No weight of it enters the graph: its backward ends with the gradients of its inputs,
+            # unless these get a graph of their own (create_graph). Leaves have no hooks in
+            # autograd.grad, but views of them do.
+            args, kwargs = tree_map(_no_leaf, (args, kwargs))
             inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-            register_multi_grad_hook(inputs, lambda _: unit.reshard())
+            register_multi_grad_hook(inputs, lambda _: torch.is_grad_enabled() or unit.reshard())
         return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -155,6 +171,8 @@ class FullySharded(Strategy):
                 absent.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
+        if tensors:
+            nodes.update(_left_behind(unit))
         # The gradient of a look-up takes no weights, unless these are computed from others.
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
         for node in () if is_lookup else nodes:
@@ -190,7 +208,7 @@ class FullySharded(Strategy):
 
     @torch.no_grad()
     def drop(self, zeroed: Set[nn.Parameter]) -> None:
-        for flat in self.flats:
+        for flat in () if self.is_finished else self.flats:
             flat.drop(zeroed)
         self.reducing = []
 
@@ -238,11 +256,12 @@ class FullySharded(Strategy):
 
         Raises `ValueError` when names or shapes are not those of the model.
         """
-        own = self.model.state_dict(keep_vars=True)
+        own, extra = self._own_state()
         row_of = {p: flat for flat in self.flats for p in flat.pieces}
         shapes = {n: row_of[t].shapes[t] if t in row_of else t.shape for n, t in own.items()}
+        shapes |= dict.fromkeys(extra, ())
         ours = {(name, tuple(shape)) for name, shape in shapes.items()}
-        theirs = {(name, tuple(t.shape)) for name, t in state.items()}
+        theirs = {(n, () if n in extra else tuple(t.shape)) for n, t in state.items()}
         if ours != theirs:
             raise ValueError(
                 f"the state is of another model: here {sorted(ours - theirs)}, "
@@ -254,10 +273,19 @@ class FullySharded(Strategy):
     def fill(self, read: Callable[[str], Tensor]) -> None:
         """Take this rank's pieces, and the buffers, out of ``read(name)``, whole, one at a time."""
         row_of = {p: flat for flat in self.flats for p in flat.pieces}
-        own = self.model.state_dict(keep_vars=True)
+        own, extra = self._own_state()
         names = {t: name for name, t in reversed(own.items())}  # of tied ones the first
         for t, name in names.items():
             t.copy_(row_of[t].part_of(t, read(name)) if t in row_of else read(name))
+        for name, module in extra.items():
+            module.set_extra_state(read(name))
+
+    def _own_state(self) -> tuple[dict[str, Tensor], dict[str, nn.Module]]:
+        """Tensors by name, and the modules that have extra state beside them, by its name."""
+        own = self.model.state_dict(keep_vars=True)
+        modules = {f"{path}._extra_state".lstrip("."): m for path, m in self.model.named_modules()}
+        extra = {name: module for name, module in modules.items() if name in own}
+        return {name: t for name, t in own.items() if name not in extra}, extra
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
@@ -314,7 +342,56 @@ def _replicate_buffers(model: nn.Module, options: Options) -> None:
                 module._buffers[name] = whole.to(buffer.dtype)
             else:
                 for axis in options.axes:
-                    broadcast(buffer.data, axis, out=buffer.data)
+                    from_first(buffer, axis)
+
+
+def _may_keep(module: nn.Module) -> bool:
+    """Whether its forward may leave tensors in the module: those of torch and minipar do not."""
+    return not type(module).__module__.startswith(("torch.nn.", "minipar.model."))
+
+
+_OWN = frozenset(vars(nn.Module()))  # what every module has
+_HOLDERS = Tensor, list, tuple, dict
+
+
+def _left_behind(unit: Unit) -> Iterator[Node]:
+    """What has computed the tensors that forward has left in modules, such as a loss of a layer.
+
+    Not what is older, such as an input: it needs no weights of this forward.
+    """
+    for module in unit.keepers:
+        attributes = vars(module)
+        for value in (*module._buffers.values(), *map(attributes.get, attributes.keys() - _OWN)):
+            for t in _held(value) if isinstance(value, _HOLDERS) else ():
+                if t.grad_fn is not None and t.grad_fn._sequence_nr() >= unit.begun:
+                    yield t.grad_fn
+
+
+def _held(value: Any) -> Iterator[Tensor]:
+    """Its tensors, however deep; of a long list of words or numbers only types are looked at."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _HOLDERS):
+        items = value.values() if isinstance(value, dict) else value
+        if any(issubclass(kind, _HOLDERS) for kind in set(map(type, items))):
+            for item in items:
+                yield from _held(item)
+
+
+def _refuse_gradients(refuse: Callable) -> Callable[[Tensor | None], None]:
+    """A hook that calls `refuse` where autograd has come to a piece itself: gathered weights, on
+    which all computing is done, bring it None."""
+
+    def hook(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            refuse()
+
+    return hook
+
+
+def _no_leaf(value: Any) -> Any:
+    is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    return value.view_as(value) if is_leaf else value
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

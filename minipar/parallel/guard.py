@@ -48,7 +48,8 @@ from minipar.parallel.pieces import axes_of, full_shape, in_order
 def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
     """Note that `strategy` shares the gradients of `model`.
 
-    Raises `ValueError` if another does, or for a model whose gradients will be sparse.
+    Raises `ValueError` if another does, or for a model whose gradients will be, or buffers are,
+    sparse.
     """
     name = f"{strategy} along {axis.name}"
     for path, p in model.named_parameters():
@@ -58,6 +59,12 @@ def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
                 f"twice; apply one of ddp, zero, fsdp and local_sgd, once"
             )
     check_layers(model)
+    for path, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                f"{name}: the buffer {path} is {buffer.layout}, and only dense ones can be sent; "
+                f"make it dense, or an attribute, which each rank has for itself"
+            )
     for p in model.parameters():
         p.claimed_by = name
 
@@ -80,6 +87,13 @@ def check_layers(model: nn.Module) -> None:
             )
 
 
+def check_real(model: nn.Module) -> None:
+    """Raise `ValueError` for a complex parameter: `reduce=` would lose half of its gradient."""
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise ValueError(f"reduce= sums real numbers, and {name} is {p.dtype}; leave it out")
+
+
 def check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise `ValueError` for two parameters in the same memory, which each would get its own."""
     ends: dict[int, list[tuple[int, int, str]]] = {}
@@ -100,10 +114,13 @@ def check_apart(named: Iterable[tuple[str, nn.Parameter]]) -> None:
                 )
 
 
-def check_hooks(p: nn.Parameter) -> None:
-    """Raise `RuntimeError` for a hook on the gradient of `p`, of which this rank has pieces."""
+def check_hooks(p: nn.Parameter, num_own: int = 0) -> None:
+    """Raise `RuntimeError` for a hook on the gradient of `p`, of which this rank has pieces.
+
+    `num_own` of its hooks are minipar's: where there are no more, nothing is looked at.
+    """
     hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
-    if any(map(_is_foreign, hooks)):
+    if len(hooks) > num_own and any(map(_is_foreign, hooks)):
         raise RuntimeError(
             f"a parameter of shape {tuple(full_shape(p))} has a hook on its gradient, which would "
             f"not be called with it: under fsdp it comes in pieces, and without hooks; change "
@@ -132,7 +149,12 @@ def _is_foreign(hook: Callable) -> bool:
 
 
 def check_gradient(p: nn.Parameter, gradient: Tensor) -> None:
-    """Raise `RuntimeError` for a gradient that is not dense."""
+    """Raise `RuntimeError` for a gradient that is not dense, or was taken away."""
+    if gradient is None:
+        raise RuntimeError(
+            f"a hook has taken the gradient of a parameter of shape {tuple(p.shape)} away, and "
+            f"there is none to share; use gradients after finish_backward()"
+        )
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of a parameter of shape {tuple(p.shape)} is {gradient.layout}, and only "
@@ -209,7 +231,7 @@ def _drop_first(
     """Let `zero_grad` reach gradients that are still on their way, too."""
     zeroed = frozenset(parameters_of(owner))
     for strategy in list(_watched):
-        if not strategy.is_finished and not strategy.watched.isdisjoint(zeroed):
+        if not strategy.watched.isdisjoint(zeroed):
             strategy.drop(zeroed)
     zero_grad(owner, set_to_none)
 

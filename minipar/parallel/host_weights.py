@@ -17,7 +17,8 @@ class OffloadedParameter:
         self, param: nn.Parameter, copies: HostCopy, compute_dtype: torch.dtype | None = None
     ) -> None:
         self.param, self.copies = param, copies
-        self.device = param.data.to(compute_dtype or param.dtype)
+        dtype = compute_dtype if param.is_floating_point() else None  # complex ones stay complex
+        self.device = param.data.to(dtype or param.dtype)
         [self.host] = copies.to_host([param.data]).wait()
         memory.tag("parameters", self.device, on_host=False)
         memory.tag("parameters", self.host, on_host=True)

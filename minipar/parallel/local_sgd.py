@@ -59,7 +59,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.model.moe import routers
 from minipar.parallel import guard
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.strategy import Strategy, copied, replicate
 from minipar.parallel.vectors import (
     Gradients,
     as_pending,
@@ -124,8 +124,10 @@ class _Local(Strategy):
         )
         guard.claim(model, "local_sgd", axis)
         replicate(model, axis)
+        guard.watch(self, self.parameters)
         if not average:
             self.watch_backward(self.parameters)
+            self.share_sums(self.parameters)
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
@@ -133,8 +135,10 @@ class _Local(Strategy):
         super().finish_backward()
         if not self.average:
             for p in self.parameters:
+                self._share(p)
                 if p.grad is not None:
                     p.grad *= self.axis.size
+            self.summed.update(self.parameters)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -157,8 +161,7 @@ class _Local(Strategy):
         trained, and a rank's own model a probe sent out from there. To resume use `state_dict`.
         """
         state, agreed = self.model.state_dict(keep_vars=True), self._agreed()
-        copies = {t: agreed.get(t, t).detach().to(t.dtype, copy=True) for t in state.values()}
-        return {name: copies[tensor] for name, tensor in state.items()}
+        return copied(state, lambda t: agreed.get(t, t).detach().to(t.dtype, copy=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this rank needs to go on exactly, its own model included.
@@ -184,7 +187,7 @@ class LocalSGD(_Local):
         check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(*common, **options)
         self.synchronous_steps = synchronous_steps
-        if synchronous_steps and not self.watched:
+        if synchronous_steps and self.average:
             self.watch_backward(self.parameters)
 
     def finish_backward(self) -> None:
@@ -192,7 +195,10 @@ class LocalSGD(_Local):
         if self.steps < self.synchronous_steps:
             Strategy.finish_backward(self)
             op = "avg" if self.average else "sum"
+            for p in self.parameters:
+                self._share(p)
             Gradients.send(self.parameters, self.axis, op).receive()
+            self.summed.update(() if self.average else self.parameters)
         else:
             super().finish_backward()
 
@@ -296,8 +302,7 @@ class DiLoCo(_Local):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Begin anew from this model: as the outer one, and that of every rank."""
         super().load_full_state_dict(state)
-        for fragment in self.fragments:
-            fragment.outer = flatten(fragment.parameters)
+        self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 
     def state_dict(self) -> dict[str, Any]:
         """As of every local strategy, and the outer optimizer."""
@@ -397,7 +402,9 @@ class DelayedGradients(Strategy):
         super().__init__(model, axis)
         self.parameters = trainable(model)
         self.op: Op = "avg" if average else "sum"
+        guard.claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
+        guard.watch(self, self.parameters)
         self.axis = with_own_group(axis)
         self.under_way: Gradients | None = None
         self.watch_backward(self.parameters)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from minipar.comm import memory
+from minipar.parallel.guard import stepped_by
 from minipar.parallel.pieces import master_of
 
 
@@ -34,14 +35,17 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
 
     `p.master` has the values of `p` before; `optimizer` steps it, and its state has the dtype of
     that. To the optimizer nothing changes: while it steps, or loads its state, ``p.data`` *is* the
-    master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none.
-    What is written into `p` between two steps (weights that are loaded, a clamp) is taken over; but
-    not through ``p.data``, of which torch keeps no count.
+    master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none;
+    those of whole or complex numbers stay as they are. What is written into `p` between two steps
+    (weights that are loaded, a clamp) is taken over; but not through ``p.data``, of which torch
+    keeps no count.
 
-    Raises `RuntimeError` for a step with a closure, which would compute with the masters.
+    Raises `ValueError` unless `optimizer` steps all parameters that learn, and none has a master
+    yet; `RuntimeError` for a step with a closure, which would compute with the masters.
     """
+    _check_all_learn_here(model, optimizer)
     lower(model, dtype)
-    working = {p: p.data for p in model.parameters() if p.requires_grad}
+    working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):
@@ -62,9 +66,21 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     optimizer.register_load_state_dict_post_hook(put_working)
 
 
+def _check_all_learn_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    stepped = set(stepped_by(optimizer))
+    for name, p in model.named_parameters():
+        if hasattr(p, "master"):
+            raise ValueError(f"{name} has a master already; call keep() once, with one optimizer")
+        if p.requires_grad and p not in stepped:
+            raise ValueError(
+                f"{name} learns, but not by this optimizer, so its steps would round to nothing; "
+                f"make one optimizer, with groups, of all parameters that learn, or freeze the rest"
+            )
+
+
 def lower(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters of `model`; each that learns keeps what it was in `p.master`."""
-    for p in model.parameters():
+    """Cast all parameters of floats; each of them that learns keeps what it was in `p.master`."""
+    for p in filter(torch.is_floating_point, model.parameters()):
         before, p.data = p.data, p.data.to(dtype, copy=True)
         if p.requires_grad:
             p.master, p.grad_dtype, p.rounded = before, before.dtype, p._version

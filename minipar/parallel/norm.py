@@ -21,7 +21,7 @@ Proved by: tests/train/test_optim.py.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def grad_norm(
         if param.grad is not None and not is_copy(param):
             # squares of half precision are summed in float32
             dtype = torch.promote_types(param.grad.dtype, torch.float32)
-            grads[_is_cut(param, axes), dtype, param.grad.device].append(param.grad)
+            grads[cut_over(param, axes), dtype, param.grad.device].append(param.grad)
 
     # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
     # must send the same type, and one without parameters could not guess it.
@@ -107,8 +107,11 @@ def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:
     return list({id(param): param for param in parameters}.values())
 
 
-def _is_cut(param: Tensor, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """One 1 or 0 for each of `axes`: is the gradient of this parameter cut over it?"""
+def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
+    """One 1 or 0 for each of `axes`: is the gradient of this parameter cut over it?
+
+    Raises `ValueError` where it is cut over another.
+    """
     names = {axis.name for axis in axes_of(param) if axis.size > 1}
     if unknown := names - {axis.name for axis in axes}:
         raise ValueError(

@@ -27,7 +27,7 @@ the shards of fsdp, and leaves no weights on the device either.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -130,7 +130,8 @@ def apply(
 
     Any optimizer over the parameters will do, made before or after. Between
     the end of backward and the next forward, parameters and gradients are those of the host: there
-    they can be clipped, saved and loaded. In `no_sync`, gradients accumulate on the device.
+    they can be clipped, saved and loaded; a forward takes both to the device, and the step fetches
+    them. In `no_sync`, gradients accumulate on the device.
 
     Reading a weight in the forward of another block than its own, before that block has run, reads
     one that may still be on its way. Raises `ValueError` for a bucket without capacity, a model
@@ -199,6 +200,7 @@ class Offloaded(Strategy):
                     lambda *_, needs=needs: self._await(needs), prepend=True
                 )
         if self.inside is None:
+            guard.watch(self, self.homes)
             me = weakref.ref(self)  # what a parameter's hook holds is never collected
             self.hook = lambda p: me()._on_gradient(p)
             for p in self.homes:
@@ -232,13 +234,23 @@ class Offloaded(Strategy):
             else:
                 self.arrived[p] = gradient
 
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        while self.sent:
+            self._receive()
+        for p in zeroed:
+            self.bucket.pop(p, None)
+            self.arrived.pop(p, None)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         with super().no_sync(), self.inside.no_sync() if self.inside else nullcontext():
             yield
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        guard.check_finished(self.inside or self, "clip_grad_norm_()")
+        if self.inside is None:
+            self._leave()
+        else:
+            guard.check_finished(self.inside, "clip_grad_norm_()")
         return self.homes
 
     def finish_backward(self) -> None:
@@ -306,13 +318,23 @@ class Offloaded(Strategy):
         self._await(first if self.inside is None else range(len(self.groups)))
 
     def _end_forward(self) -> None:
-        if not torch.is_grad_enabled():  # no backward will follow
+        if not torch.is_grad_enabled() and not self._gradients_here():  # no backward will follow
             self._await(range(len(self.groups)))
             self._rest()
 
+    def _gradients_here(self) -> dict[nn.Parameter, Tensor]:
+        """Those on the device, with which `_rest` would do away."""
+        here = ((p, p.grad) for p, home in self.homes.items() if not home.on_host)
+        return {p: gradient for p, gradient in here if gradient is not None}
+
     def full_state_dict(self) -> dict[str, Tensor]:
+        gradients = self._gradients_here()
         self._rest()
-        return super().full_state_dict() if self.inside is None else self.inside.full_state_dict()
+        state = super().full_state_dict() if self.inside is None else self.inside.full_state_dict()
+        for p, gradient in gradients.items():
+            self.homes[p].go_to_device()
+            p.grad = gradient
+        return state
 
 
 def _groups(

@@ -23,6 +23,7 @@ from minipar.parallel.pieces import Row, piece_of
 
 Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
 Members = Sequence[Mapping[Hashable, nn.Parameter]]  # and what they label
+SCALARS = {"step", "mu_product", "eta", "mu"}  # never cut, also if the parameter is a scalar
 
 
 def pack(
@@ -149,7 +150,7 @@ def cut_state(
             if callable(value):  # it reads this rank's part from a file
                 value = value(row.cuts[piece] if row else None).view_as(piece)
             elif isinstance(value, Tensor):
-                is_cut = row and key != "step" and value.shape == row.shapes[piece]
+                is_cut = row and key not in SCALARS and value.shape == row.shapes[piece]
                 value = row.part_of(piece, value) if is_cut else value
                 value = value.clone()  # not a view of the whole, nor a number that others count
             own[label][key] = value

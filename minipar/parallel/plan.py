@@ -260,7 +260,7 @@ class Plan:
 
     def _problems_of_gradients(self, config: LlamaConfig) -> Iterator[str]:
         """What does not go together, because a gradient would be wrong without a word."""
-        is_tp_sum = self.sequence_parallel or self.tp > config.num_kv_heads
+        is_tp_sum = self.sequence_parallel or self.tp > config.num_kv_heads or config.qk_norm
         if self.zero and is_tp_sum and config.vocab_size % self.tp:
             yield (
                 f"zero={self.zero} cuts all parameters of a rank in a row, and tensor parallelism "

@@ -55,11 +55,8 @@ class CutSequences(Strategy):
             call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
             if call.get("positions") is not None:
                 return None
-            seq_len, longest = call["x"].shape[1] * self.axis.size, module.config.max_seq_len
-            if seq_len > longest:
-                raise ValueError(
-                    f"a sequence of {seq_len} tokens is longer than max_seq_len={longest}"
-                )
+            seq_len = call["x"].shape[1] * self.axis.size
+            module.config.check_length(seq_len)
             positions = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
             return (call["x"], positions, call.get("mask")), {}
 

@@ -99,7 +99,14 @@ class Bucket(Row):
 
     # -------- gradients: used by the strategies below
     def take(self, p: nn.Parameter) -> None:
-        """Move the gradient of `p` into the flat buffer; from now on it accumulates there."""
+        """Move the gradient of `p` into the flat buffer; from now on it accumulates there.
+
+        Not yet if it has a graph: there may come a penalty on it, before it is sent.
+        """
+        if p.grad.grad_fn is None:
+            self._hold(p)
+
+    def _hold(self, p: nn.Parameter) -> None:
         if self.whole is None:
             self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
             self.gradients = dict(zip(self.parameters, self.split(self.whole), strict=True))
@@ -113,7 +120,7 @@ class Bucket(Row):
         self.wait_for_reduce()
         used = [p for p in self.parameters if p.grad is not None]
         for p in used:
-            self.take(p)
+            self._hold(p)
             p.grad = None
         if not used:
             self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
@@ -235,8 +242,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Compute in `dtype`: slices become master weights, and parameters are cast copies."""
         self.synchronize()
         for bucket in self.buckets:
-            bucket.work_in(dtype)
-        for p in model.parameters():
+            if bucket.shard.is_floating_point():
+                bucket.work_in(dtype)
+        for p in filter(torch.is_floating_point, model.parameters()):
             if p not in self.bucket_of:  # frozen, or without numbers
                 p.data = p.data.to(dtype)
 
@@ -273,6 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zeros: there is no place for whole ones."""
         if not set_to_none:
             raise ValueError("set_to_none=False: zero keeps no gradients, not as zeros either")
+        super().zero_grad()  # which the strategy hears of
         for bucket in self.buckets:
             bucket.drop()
         for p in self.frozen:

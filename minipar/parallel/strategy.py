@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Strategy:
         self.synchronises = True
         self.is_finished = True  # false from a backward on, see `guard.watch`
         self.finishes = 0
+        self.summed: set[nn.Parameter] = set()  # whose gradient is a sum over the ranks by now
         guard.notice(self)
 
     def finish_backward(self) -> None:
@@ -70,6 +72,19 @@ class Strategy:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete here."""
         self.is_finished = False
         guard.check_gradient(p, p.grad)
+
+    def share_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let a sum that nobody has zeroed be shared by the ranks, when a gradient is added."""
+        for p in parameters:
+            p.register_hook(partial(self._share, p))
+
+    def _share(self, p: nn.Parameter, added: Tensor | None = None) -> None:
+        """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
+        if p in self.summed and p.grad is not None:
+            p.grad.div_(copies_axis(p, self.axis).size)
+            if added is not None:  # perhaps not here, but by torch.autograd.grad() elsewhere
+                self.is_finished = False
+        self.summed.discard(p)
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Parameters, or pieces of them, whose ``grad`` is that of the batch."""
@@ -102,8 +117,7 @@ class Strategy:
         shards: all ranks call it.
         """
         state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
-        copies = {t: masters[t] if t in masters else t.detach().clone() for t in state.values()}
-        return {name: copies[tensor] for name, tensor in state.items()}
+        return copied(state, lambda t: masters[t] if t in masters else t.detach().clone())
 
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
         """Return copies, whole, of the master weights of all parameters that have one (masters.py),
@@ -180,6 +194,15 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return `state` with a copy of each tensor; of one with two names a single one.
+
+    What is no tensor comes along as it is: of modules with `get_extra_state`.
+    """
+    copies = {t: copy(t) for t in state.values() if isinstance(t, Tensor)}
+    return {name: copies[t] if isinstance(t, Tensor) else t for name, t in state.items()}
+
+
 def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
     """Return `values` as bytes on `device`, without waiting for what it still has to do."""
     return torch.tensor(values, dtype=torch.uint8, pin_memory=device.type == "cuda").to(
@@ -215,5 +238,13 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_meta or is_spread_over(tensor, axis):
             continue  # its first value is yet to come, alike for all; or each rank has its own
-        over = copies_axis(tensor, axis) if is_data else axis
-        broadcast(tensor.data, over, src=0, out=tensor.data)
+        from_first(tensor, copies_axis(tensor, axis) if is_data else axis)
+
+
+def from_first(tensor: Tensor, axis: Axis) -> None:
+    """Give `tensor` the values that it has on rank 0 of `axis`, in place."""
+    own = tensor.data.conj() if tensor.is_conj() else tensor.data  # as they lie in memory
+    for dim, stride in enumerate(own.stride()):
+        if stride == 0 and own.numel():  # expanded: one place in memory for all along `dim`
+            own = own.narrow(dim, 0, 1)
+    broadcast(own, axis, src=0, out=own)

@@ -22,8 +22,9 @@ Comms.  A = (n-1)/n of the bytes of one activation [B, T, D]. Per microbatch, fo
         and gate, up are gathered again in backward instead of kept.
         Of a mixture, which each rank computes whole, it is 2 all-reduces less, unless ``experts``
         cuts it: then they are there, and one of the weights [B, T, k] in backward.
-        Per step, 2 (n-1)/n of: with ``sequence`` the norm weights' gradients; with n > G the
-        gradients of k and v. Nothing of this is hidden, unless ``overlap``.
+        Per step, 2 (n-1)/n of: with ``sequence`` the norm weights' gradients, else those of the
+        norms of heads, where there are any; with n > G the gradients of k and v. Nothing of this is
+        hidden, unless ``overlap``.
 Memory. Bytes of matrices, gradients and optimizer state / n. Activations that a layer keeps for its
         backward, in numbers per token: inside of the borders (2 H K + 2 G K + 4 F) / n (q, k, v and
         attention's result; gate, silu, up, their product); outside, for two norms, each one's input
@@ -131,7 +132,9 @@ def check_sizes(config: LlamaConfig, n: int, name: str = "tp") -> None:
     if n > 1 and config.qk_norm == "all":
         what = "a norm over all heads (qk_norm='all')"
         raise ValueError(f"{name}={n}: tensor parallelism does not cut {what}; use {name}=1")
-    limits = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    limits = {"num_heads": config.num_heads}
+    if config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers))):
+        limits["intermediate_size"] = config.intermediate_size
     kv_heads = config.num_kv_heads
 
     def fits(n: int) -> bool:
@@ -191,6 +194,9 @@ class TensorParallel(Strategy):
             own = self.pieces.keys() | self.apart
             self.whole = [n for n, _ in model.named_parameters() if n not in own]
             _pad_and_cut(model, self.axis.size)
+        else:  # the norm of a head is whole, too, and each rank has heads of its own
+            norms = "q_norm.weight", "k_norm.weight"
+            self.whole = [n for n, _ in model.named_parameters() if n.endswith(norms)]
         if self.axis.size > 1:
             self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
             guard.refuse_state(model)

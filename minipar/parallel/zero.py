@@ -39,7 +39,7 @@ Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,8 @@ def apply(
         average: divide the sum of the gradients by the number of ranks.
         working_dtype: compute in this dtype, and gather weights in it. The slices stay as they are,
             and are the master weights of masters.py; gradients are added up and sent in their
-            dtype. Frozen parameters are cast and have no master.
+            dtype. Frozen parameters are cast and have no master; those of whole or complex numbers
+            stay as they are.
 
     After `finish_backward` the gradients of the batch lie in the pieces that the optimizer's
     `param_groups` list, cut over `axis`, and ``p.grad`` is None. A piece that no rank used has no
@@ -140,6 +141,9 @@ class Naive(Strategy):
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         return self.optimizer.pieces.values()
+
+    def drop(self, zeroed: Set[nn.Parameter]) -> None:
+        self.used.clear()  # the optimizer drops all gradients there are
 
     def members(self, optimizer: torch.optim.Optimizer) -> Members:
         return self.optimizer.members()
@@ -262,7 +266,7 @@ class Stage1(Naive):
             if self.learning:
                 parts = sum(max(1, self.arrived[p]) for p in bucket.parameters)
                 bucket.expected = max(bucket.expected, parts)
-                more |= bucket.whole is not None
+                more |= any(p.grad is not None for p in bucket.parameters)
             bucket.missing, bucket.is_sent = bucket.expected, False
         self.arrived.clear()
         if self.telling is not None:

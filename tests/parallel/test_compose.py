@@ -154,10 +154,13 @@ def test_refusals_come_on_every_rank_before_the_first_collective(ranks):
         assert all(says in message for message in ranks(2).run(_refusal, text, sizes))
 
 
+def _composed(plan: Plan) -> compose.Composed:
+    model = models.llama(0, num_layers=4, vocab_size=64, max_seq_len=8)
+    return compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+
+
 def _sharded(text: str, seq_len: int) -> tuple[torch.Tensor, ...]:
-    plan = Plan.parse(text)
-    model = models.llama(0, num_layers=4, vocab_size=64)
-    composed = compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+    composed = _composed(Plan.parse(text))
     tokens = torch.arange(seq_len).expand(3, seq_len)
     with pytest.raises(
         ValueError, match="a multiple of 4 tokens, not 5; .* pad them to 8 yourself"
@@ -173,6 +176,18 @@ def test_sequences_are_padded_with_what_does_not_count(ranks):
         assert positions.tolist() == own and inputs.shape == targets.shape == (3, 4)
         assert inputs[0].tolist() == [n if n < 6 else 0 for n in own]
         assert targets[2].tolist() == [n + 1 if n < 6 else IGNORE_INDEX for n in own]
+
+
+def _too_long(text):
+    composed = _composed(Plan.parse(text))
+    with pytest.raises(ValueError, match="a sequence of 12 tokens is longer than max_seq_len=8"):
+        composed.shard((torch.zeros(1, 12, dtype=torch.int64),) * 2)
+
+
+@pytest.mark.parametrize("text", ["pp=2", "cp=2", "tp=2,sequence_parallel"])
+def test_sequences_longer_than_the_model_allows_are_refused_on_every_rank(ranks, text):
+    """Where tokens are cut, positions are given, and no model looks at their number."""
+    ranks(2).run(_too_long, text)
 
 
 # ---------------------------------------------------------------------- what comes of it

@@ -492,13 +492,14 @@ def test_a_deep_copy_is_a_plain_model(version):
 # ---------------------------------------------------------------------- errors and failures
 def _refused():
     mesh = Mesh(dp=2)
-    frozen = Layers(0).requires_grad_(False)
+    frozen, phases = Layers(0).requires_grad_(False), nn.Linear(2, 2, dtype=torch.cfloat)
     refused = [
         (Layers(0), dict(version="fast"), "naive, bucketed, overlapped"),
         (Layers(0), dict(bucket_mb=0), "bucket_mb=0 must be above 0"),
         (Layers(0), dict(bucket_mb=-1.5), "bucket_mb=-1.5"),
         (Layers(0), dict(bucket_mb=math.nan), "bucket_mb=nan"),
         (frozen, {}, "no trainable parameter"),
+        (phases, dict(reduce=ddp.all_reduce_bucket), "weight is torch.complex64"),
     ]
     with timeline.record() as recorded:
         for model, options, message in refused:
@@ -509,7 +510,7 @@ def _refused():
 
 
 def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [5, 5]
+    assert ranks(2).run(_refused) == [6, 6]
 
 
 @on_ranks(2)

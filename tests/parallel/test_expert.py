@@ -1,6 +1,8 @@
 """Expert parallelism by itself: what it sends, what it refuses, and what tokens meet on the way."""
 
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -599,3 +601,15 @@ def test_biases_of_copies_stay_alike(ranks, kind):
 def test_ranks_that_train_alone_take_no_bias(ranks):
     with pytest.raises(RankError, match="balance experts by a loss"):
         ranks(2).run(_biases, "diloco")
+
+
+def test_counts_are_kept_until_all_are_told(monkeypatch):
+    """NCCL reads them late, from memory that may have another owner by then. Mutant: it may."""
+    monkeypatch.setattr(
+        expert.collectives, "all_gather", lambda *_, **__: SimpleNamespace(wait=int)
+    )
+    counts = torch.ones(1, 6)
+    kept = weakref.ref(counts)
+    told = expert.tell(counts, None)
+    del counts
+    assert kept() is not None and told() == 0

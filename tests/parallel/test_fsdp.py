@@ -737,9 +737,87 @@ def test_blocks_may_return_anything():
     assert_equal(strategy.full_gradients(), {name: p.grad for name, p in plain.named_parameters()})
 
 
+class Leaves(nn.Linear):
+    """Leaves losses of its weights, and what these were computed from, in itself."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.full((6,), 1.5))
+        self.register_buffer("gated", torch.zeros(()), persistent=False)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(super().forward(x))
+        self.came = x
+        self.gated = (x * self.scale).square().sum()
+        self.kept.append((self.weight**3).sum())
+        return out
+
+
+@on_ranks(2)
+def test_blocks_may_leave_losses_in_attributes():
+    """Mutants: weights that are freed when their gradients come, whose memory is read (the rank
+    dies); a block that is gathered again for what it was given."""
+    mesh = Mesh(dp=2)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Leaves() for _ in range(3))).double()
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum() + sum(block.gated + block.kept[-1] for block in model)
+
+    model, plain = build(), build()
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        with timeline.record() as recorded:
+            loss_of(model, data(mesh.rank, step)).backward()
+        strategy.finish_backward()
+        sum(loss_of(plain, data(rank, step)) for rank in (0, 1)).backward()
+        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        assert_equal(strategy.full_gradients(), wanted)
+    gathers = [span for span in recorded.spans if span.name == "all_gather"]
+    assert len(gathers) == 5  # the last block stays
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("frozen", [["0"], ["1"], ["2"], ["0", "1", "2"]])
+@on_ranks(2)
+def test_a_penalty_on_gradients_of_the_input_of_frozen_blocks(frozen, reshard):
+    """Mutants: a hook on a leaf, which autograd.grad has not; weights that are freed before they
+    are needed again."""
+    mesh = Mesh(dp=2)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        model = nn.Sequential(*blocks, nn.Linear(6, 1)).double()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x.requires_grad_()).sum()
+        (force,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + force.square().sum()
+
+    model, plain = build(), build()
+    strategy = fsdp.apply(model, mesh.dp, average=False, reshard_after_forward=reshard)
+    for step in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, data(mesh.rank, step)).backward()
+        strategy.finish_backward()
+        sum(loss_of(plain, data(rank, step)) for rank in (0, 1)).backward()
+        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        assert_equal(strategy.full_gradients(), wanted)
+
+
 def _refused():
     mesh = Mesh(dp=2)
-    sharded = Layers(0)
+    sharded, phases = Layers(0), nn.Linear(2, 2, dtype=torch.cfloat)
     fsdp.apply(sharded, mesh.dp)
     refused = [
         (Layers(0), dict(prefetch=-1), "prefetch=-1"),
@@ -751,6 +829,7 @@ def _refused():
         (Layers(0), dict(replicate_axis=mesh.dp), "must cross each other"),
         (Layers(0), dict(init=lambda name, shape: torch.zeros(shape)), "'meta' device"),
         (nn.ReLU(), {}, "no parameter"),
+        (phases, dict(reduce=Int8().reduce_scatter), "weight is torch.complex64"),
         (sharded, {}, "trained by fsdp along dp already"),
     ]
     with timeline.record() as recorded:
@@ -762,7 +841,7 @@ def _refused():
 
 
 def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [10, 10]
+    assert ranks(2).run(_refused) == [11, 11]
 
 
 # ---------------------------------------------------------------------- overlap

@@ -203,6 +203,21 @@ def test_resumes_exactly(method):
         assert torch.equal(value, theirs[name])
 
 
+@on_ranks(2)
+def test_a_model_that_is_loaded_begins_anew():
+    """Mutants: the outer momentum, or an outer gradient under way, of the model before moves it."""
+    mesh = Mesh(dp=2)
+    model, optimizer, strategy = start("diloco delayed", mesh, every=2, delay=2)
+    train(model, strategy, optimizer, mesh.rank, range(4))
+    state = models.llama(1).state_dict()
+    strategy.load_full_state_dict(state)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, strategy, optimizer, mesh.rank, range(4, 10))
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(p, state[name], rtol=1e-12, atol=0)
+
+
 def _finished(method: str) -> tuple[bool, dict[str, Tensor]]:
     mesh = Mesh(dp=3)
     model, optimizer, strategy = start(method, mesh, seed=mesh.rank, **RESUMED[method])

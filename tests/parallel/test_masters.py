@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, masters, zero
+from minipar.parallel import compose, ddp, fsdp, masters, offload, zero
 from minipar.parallel.plan import Plan
 from minipar.parallel.strategy import Strategy
 from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
@@ -201,6 +202,56 @@ def test_what_is_frozen_is_cast_and_has_no_master():
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     optimizer.step()
     assert torch.equal(model[1].weight, model[1].weight.master.bfloat16())
+
+
+class Mixed(nn.Module):
+    """Floats that learn, complex numbers that do, and whole ones that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.phase = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3) + 0j)
+        self.index = nn.Parameter(torch.tensor([1001, 2003]), requires_grad=False)  # odd in bf16
+
+    def forward(self) -> torch.Tensor:
+        self.seen = self.weight.dtype, self.index.tolist()
+        return self.weight.float().sum() + (self.phase * (1 + 2j)).real.sum()
+
+
+@pytest.mark.parametrize("kind", ["keep", "zero", "fsdp", "offload"])
+@on_ranks(2)
+def test_only_floats_are_cast(kind):
+    """Mutants: an index that is rounded, a gradient without its imaginary part."""
+    model, dp, half = Mixed(), Mesh(dp=2).dp, torch.bfloat16
+    learns = [model.weight, model.phase]
+    if kind == "zero":
+        optimizer = zero.ShardedOptimizer(learns, torch.optim.SGD, dp, lr=0.1)
+        strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=half)
+    elif kind == "fsdp":
+        strategy = fsdp.apply(model, dp, compute_dtype=half, reduce_dtype=half)
+    elif kind == "offload":
+        copies, alone = HostCopy(pcie="none"), Mesh(dp=1, tp=2).dp
+        strategy = offload.apply(model, alone, copies=copies, compute_dtype=half)
+    else:
+        strategy = ddp.apply(model, dp)
+        masters.keep(model, torch.optim.SGD(learns, lr=0.1), half)
+    model().backward()
+    strategy.finish_backward()
+    assert model.seen == (half, [1001, 2003])
+    assert strategy.full_gradients()["phase"].tolist() == [1 - 2j] * 3
+    assert strategy.full_state_dict()["index"].tolist() == [1001, 2003]
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [(["weight"], "bias learns, but not by this"), (["weight", "bias"], "weight has a master al")],
+)
+def test_masters_that_nobody_would_step_are_refused(names, message):
+    """Mutants: a bias that learns in bf16; masters that are made of what was rounded."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        for _ in range(2):
+            masters.keep(model, optimizer, torch.bfloat16)
 
 
 def test_a_model_that_is_all_frozen_takes_steps():

@@ -90,10 +90,14 @@ def attach(model: nn.Module, kind: str):
             model.parameters(), torch.optim.AdamW, dp, lr=0.05, weight_decay=0.3
         )
         return zero.apply(model, dp, optimizer=optimizer, stage=int(kind[-1])), optimizer
+    if kind in local_sgd.METHODS:
+        optimizer = adamw(model.parameters())
+        return local_sgd.apply(model, dp, optimizer, method=kind), optimizer
     if kind == "fsdp":
         strategy = fsdp.apply(model, dp)
     else:
-        strategy = ddp.apply(model, dp, version="bucketed" if kind == "bucketed" else "overlapped")
+        version = kind if kind in ("bucketed", "tuned") else "overlapped"
+        strategy = ddp.apply(model, dp, version=version)
         if kind == "offload in ddp":
             copies = HostCopy(pcie="none")
             strategy = offload.apply(model, dp, inside=strategy, copies=copies)
@@ -181,6 +185,24 @@ def test_a_batch_that_zero_grad_drops_is_dropped(kind, is_told):
         strategy.finish_backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert_close(strategy.full_state_dict(), serial()[0])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed", "tuned"])
+@on_ranks(SIZE)
+def test_a_step_that_zero_grad_has_emptied_changes_nothing(kind):
+    """On all ranks, after backward. Mutants: finish_backward brings back what was on its way; zero
+    gives pieces gradients that are no more."""
+    model, rank = Net(), Mesh(dp=SIZE).dp.rank
+    strategy, optimizer = attach(model, kind)
+    for step in range(3):
+        for is_bad in (True, False):
+            (model(data(rank, step)).square().sum() * (math.nan if is_bad else 1)).backward()
+            if is_bad:
+                optimizer.zero_grad()
+            strategy.finish_backward()
+            optimizer.step()
+            optimizer.zero_grad()
     assert_close(strategy.full_state_dict(), serial()[0])
 
 
@@ -356,6 +378,35 @@ def test_gradients_with_a_graph_of_their_own():
         assert_close(strategy.full_state_dict(), serial(steps=1)[0])
 
 
+@pytest.mark.parametrize("kind", ["ddp", "bucketed", "zero 1"])
+@on_ranks(SIZE)
+def test_a_penalty_on_gradients_that_no_sync_has_kept(kind):
+    """Mutant: these have lost their graph, and the penalty counts for nothing."""
+    model, alone, rank = Net(), Net(), Mesh(dp=SIZE).dp.rank
+    strategy, optimizer = attach(model, kind)
+    single = adamw(alone.parameters())
+
+    def penalised(model: nn.Module, rank: int, step: int) -> Tensor:
+        model.zero_grad()
+        with strategy.no_sync() if model is not alone else nullcontext():
+            model(data(rank, step)).square().sum().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        return model(data(rank, step)).square().sum() + 0.1 * penalty
+
+    for step in range(3):
+        loss = penalised(model, rank, step)
+        optimizer.zero_grad()
+        loss.backward()
+        strategy.finish_backward()
+        optimizer.step()
+        loss = sum(penalised(alone, r, step) / SIZE for r in range(SIZE))
+        single.zero_grad()
+        loss.backward()
+        single.step()
+        optimizer.zero_grad()
+    assert_close(strategy.full_state_dict(), alone.state_dict())
+
+
 @on_ranks(SIZE)
 def test_zero_keeps_no_zeros():
     _, optimizer = attach(Net(), "zero 1")
@@ -481,15 +532,16 @@ def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
     assert max(g.abs().max() for g in gradients(model)) <= 0.05
 
 
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("kind", [*KINDS[:-1], "local sgd", "diloco", "delayed gradients"])
 @on_ranks(SIZE)
 def test_what_was_frozen_or_not_there_when_the_model_was_shared(kind):
     """Mutants: an unfrozen layer that each rank trains alone, or that never moves; a new head."""
     model = Net()
     model.blocks[0].requires_grad_(False)
     strategy, optimizer = attach(model, kind)
-    model(data(0)).square().sum().backward()
-    strategy.finish_backward()
+    for _ in range(2 if kind == "delayed gradients" else 1):
+        model(data(0)).square().sum().backward()
+        strategy.finish_backward()
     optimizer.step()  # frozen is right
     model.blocks[0].requires_grad_(True)
     with refuses(r"blocks\.0\.\w+ was frozen, or another, when .* along dp"):
@@ -560,6 +612,40 @@ def test_sums_of_two_backwards_that_nobody_has_zeroed(version, zeroed):
             found = torch.zeros_like(p) if p.grad is None else p.grad
             wanted = torch.zeros_like(p) if twin.grad is None else twin.grad
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["local sgd", "post-local sgd"])
+@on_ranks(SIZE)
+def test_sums_that_nobody_has_zeroed_before_ranks_step_alone(method):
+    """Mutant: what was multiplied by the number of ranks is multiplied again."""
+    axis, model, expected = Mesh(dp=SIZE).dp, Net(), Net()
+    optimizer = adamw(model.parameters())
+    strategy = local_sgd.apply(model, axis, optimizer, method=method, average=False)
+    readers = range(SIZE) if method == "post-local sgd" else [axis.rank] * SIZE
+    for step in range(3):
+        model(data(axis.rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        sum(expected(data(r, step)).square().sum() for r in readers).backward()
+        for p, twin in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, twin.grad, rtol=1e-9, atol=1e-11)
+
+
+@on_ranks(SIZE)
+def test_a_sum_that_autograd_grad_has_parted_is_not_stepped():
+    """Torch calls the hooks on a weight there, too. Mutant: a step by half of the gradient."""
+    model = Net()
+    strategy = ddp.apply(model, Mesh(dp=SIZE).dp, average=False)
+    optimizer = adamw(model.parameters())
+    model(data(0)).sum().backward()
+    strategy.finish_backward()
+    whole = [p.grad.clone() for p in model.parameters()]
+    torch.autograd.grad(model(data(1)).sum(), list(model.parameters()))
+    with refuses("came before finish_backward"):
+        optimizer.step()
+    strategy.finish_backward()
+    optimizer.step()
+    for p, grad in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, grad)
 
 
 # ---------------------------------------------------------------------- zero: weights on their way
@@ -722,6 +808,50 @@ def test_other_tensors_in_the_place_of_parameters(kind):
     assert_close(strategy.full_state_dict(), Net().state_dict())
 
 
+def penalised(model: nn.Module) -> Tensor:
+    return model(data(0)).sum() + model.blocks[1].weight.norm()
+
+
+def with_a_weight_of_the_root(model: nn.Module) -> Tensor:
+    return model(data(0)).sum() * model.head.bias.exp().mean()
+
+
+@pytest.mark.parametrize("loss_of", [penalised, with_a_weight_of_the_root])
+@on_ranks(SIZE)
+def test_a_loss_of_pieces_is_refused(loss_of):
+    """Mutant: each rank takes its piece for the weight, and trains."""
+    model = Net()
+    attach(model, "fsdp")
+    with refuses(r"(blocks\.1\.weight|head\.bias) belongs to .* used outside of its forward"):
+        loss_of(model).backward()
+
+
+def by_grad(loss: Tensor, model: nn.Module) -> None:
+    torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+
+
+def by_inputs(loss: Tensor, model: nn.Module) -> None:
+    loss.backward(inputs=[model.blocks[1].bias])
+
+
+@pytest.mark.parametrize("backward", [by_grad, by_inputs])
+@on_ranks(SIZE)
+def test_fsdp_has_gradients_of_all_weights_or_of_none(backward):
+    """Mutant: others than those that were asked for are added to what the optimizer sees."""
+    model = Net()
+    strategy, optimizer = attach(model, "fsdp")
+    loss = model(data(Mesh(dp=SIZE).dp.rank)).square().sum()
+    with refuses("a plain backward"):
+        backward(loss, model)
+    strategy.finish_backward()
+    optimizer.zero_grad()
+    loss = model(data(Mesh(dp=SIZE).dp.rank)).square().sum()
+    loss.backward(inputs=[*model.parameters()])
+    strategy.finish_backward()
+    optimizer.step()
+    assert_close(strategy.full_state_dict(), serial(steps=1)[0])
+
+
 @on_ranks(SIZE)
 def test_a_weight_read_in_another_block_is_named():
     """Mutant: a piece of a bias that is broadcast, or an error about its shape."""
@@ -826,15 +956,15 @@ def test_offload_needs_somebody_who_shares_gradients():
 
 @on_ranks(SIZE)
 def test_a_second_apply_and_sparse_gradients_are_refused():
-    dp = Mesh(dp=SIZE).dp
-    for first in KINDS[:-1]:
+    dp, kinds = Mesh(dp=SIZE).dp, [*KINDS[:-1], "delayed gradients"]
+    for first in kinds:
         model = Net()
         strategy, _ = attach(model, first)
-        for second in KINDS[:-1]:
+        for second in kinds:
             with refuses(f"is trained by {first} along dp already", ValueError):
                 attach(model, second)
         attach(copy.deepcopy(Net()), first)
-        if first != "ddp":
+        if strategy.rows:
             with refuses("use step_on_host", ValueError):
                 offload.apply(model, dp, inside=strategy)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
@@ -861,6 +991,62 @@ def test_sparse_gradients_that_come_later_are_named(kind):
     attach(model, kind)
     with refuses("only dense ones can be shared"):
         model(torch.tensor([1])).sum().backward()
+
+
+class Counting(Net):
+    """With state that is no tensor, and buffers that are not as most are."""
+
+    ODD = {
+        "expanded": lambda numbers: numbers[:, None].expand(4, 3),
+        "transposed": lambda numbers: numbers.view(2, 2).t(),
+        "conjugated": lambda numbers: (numbers * 1j).conj(),
+        "fp8": lambda numbers: numbers.to(torch.float8_e4m3fn),
+        "uint16": lambda numbers: numbers.to(torch.uint16),
+        "int16": lambda numbers: numbers[0].to(torch.int16),
+    }
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.counts = {"words": 3 - rank}
+        for name, make in self.ODD.items():
+            self.register_buffer(name, make(torch.arange(1.0, 5.0) - rank))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.counts = state
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "local_sgd"])
+@on_ranks(SIZE)
+def test_extra_state_and_any_dense_buffer_come_along(kind):
+    model, expected = Counting(Mesh(dp=SIZE).dp.rank), Counting()
+    if kind == "local_sgd":
+        strategy = local_sgd.apply(model, Mesh(dp=SIZE).dp, adamw(model.parameters()))
+    else:
+        strategy, _ = attach(model, kind)
+    state = strategy.full_state_dict()
+    for name in Counting.ODD:
+        assert torch.equal(state[name].cfloat(), expected.get_buffer(name).cfloat()), name
+    assert state["_extra_state"] == model.counts
+    del model.expanded, state["expanded"]  # torch itself does not load it
+    strategy.load_full_state_dict({**state, "_extra_state": {"words": 7}})
+    assert model.counts == {"words": 7}
+    sparse = Net()
+    sparse.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with refuses("the buffer adjacency is torch.sparse_coo", ValueError):
+        attach(sparse, "ddp" if kind == "local_sgd" else kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-2])
+@on_ranks(SIZE)
+def test_a_hook_that_takes_a_gradient_away_is_named(kind):
+    model = Net()
+    model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    attach(model, kind)
+    with refuses("a hook has taken the gradient"):
+        model(data(0)).sum().backward()
 
 
 @on_ranks(SIZE)

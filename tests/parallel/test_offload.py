@@ -444,6 +444,47 @@ def test_after_evaluation_parameters_are_at_home():
     assert all(home.on_host for home in strategy.homes.values())
 
 
+def test_evaluating_and_saving_take_no_gradient_away():
+    """Between microbatches, and before the step. Mutants: weights go home without them."""
+    model, plain = llama(2), llama(2)
+    strategy = offloaded(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+
+    def look() -> None:
+        with torch.no_grad():
+            model(TOKENS)
+        strategy.full_state_dict()
+
+    for _ in range(2):
+        for rows in TOKENS.chunk(2):
+            with strategy.no_sync():
+                token_loss(model(rows), rows).backward()
+            look()
+            token_loss(plain(rows), rows).backward()
+        strategy.finish_backward()
+        look()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = strategy.full_state_dict()
+    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_have_left_are_dropped_and_clipped_like_others():
+    """Mutants: they come back after zero_grad; their norm is that of what is here."""
+    model, plain = llama(2), llama(2)
+    strategy = offloaded(model, bucket_mb=0.01)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    (model(TOKENS).sum() * math.nan).backward()
+    ours.zero_grad()
+    assert step(model, ours, strategy) == step(plain, theirs)
+    for m, optimizer in (model, ours), (plain, theirs):
+        optimizer.zero_grad()
+        token_loss(m(TOKENS), TOKENS).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+    assert strategy.clip_grad_norm_(0.1).item() == pytest.approx(norm, rel=1e-5)
+
+
 def test_a_step_without_finish_backward_is_right_all_the_same():
     model, plain = llama(2), llama(2)
     strategy = offloaded(model)

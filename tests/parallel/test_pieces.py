@@ -11,6 +11,7 @@ from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pieces import Layout, Row, axes_of, full_shape, is_copy, mark
 from minipar.parallel.strategy import Strategy
 from minipar.train.step import computing_on
+from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
 from tests.parity import models
 
@@ -80,6 +81,34 @@ def test_a_number_in_the_state_stays_a_number(kind):
     torch.testing.assert_close(whole[kind]["state"], whole["ddp"]["state"], rtol=0, atol=0)
     names = [whole[how]["param_groups"][0]["param_names"] for how in whole]
     assert names[0] == names[1] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+class Scale(nn.Module):
+    """A parameter without dims, which only one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self) -> Tensor:
+        return self.scale.square()
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+@on_ranks(2)
+def test_a_number_in_the_state_of_a_number_stays_whole(name):
+    """Mutant: it is cut, and the rank without the parameter can no longer step."""
+    model = Scale()
+    strategy = fsdp.apply(model, Mesh(dp=2).dp)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    for step in range(2):
+        if step:
+            state = strategy.full_optimizer_state(optimizer)
+            strategy.load_full_optimizer_state(optimizer, state)
+        model().backward()
+        strategy.finish_backward()
+        optimizer.step()
+    assert strategy.full_state_dict()["scale"] != 2.0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])

@@ -18,7 +18,8 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis, Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
-from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
+from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, generate, token_loss
+from minipar.model.moe import MoEConfig
 from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.pipeline import split_backward
@@ -517,6 +518,8 @@ def test_sizes_that_do_not_fit_are_refused_with_the_good_ones():
         tensor.check(llama, on_paper("tp", 3))
     with pytest.raises(ValueError, match="tp=4 does not divide intermediate_size=22; use one of 1"):
         tensor.check(models.llama(0, intermediate_size=22), on_paper("tp", 4))
+    sparse = LlamaConfig(61, 16, 22, 2, 4, 2, moe=MoEConfig(4, 2, 8))
+    tensor.check_sizes(sparse, 4)  # no matrix has intermediate_size
     twelve = models.llama(0, num_heads=12, num_kv_heads=4, head_dim=4)
     message = "tp=3 neither divides num_kv_heads=4 nor is a multiple of it; use one of 1, 2, 4, 12"
     with pytest.raises(ValueError, match=message):

@@ -196,6 +196,8 @@ class Stage:
             return None
         modules = self.module.modules()
         weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
+        # The gradient of a piece would be reduced now, and once more by W.
+        assert not any(getattr(w, "is_flat", False) for w in weights), "used without a call"
         inputs = weights if x is None else [x, *weights]
         with self.put_off.to(microbatch, self):
             found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
