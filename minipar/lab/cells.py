@@ -213,7 +213,7 @@ class Ranks(launch.Ranks):
 
     def __repr__(self) -> str:
         known = self.backend != "link" or self.device is not None
-        state = self.label if known else f"backend link, {self.label}"
+        state = self.label if known else f"gloo, {self.label}"
         return f"Ranks({self.size})  # {'closed' if self.closed else state}"
 
     def _new_nursery(self) -> Nursery:

@@ -2,7 +2,8 @@
 
 A check runs the learner's function on real ranks with fresh random inputs, compares what comes back
 with the truth, and counts what every rank sent: a function that computes the right thing from too
-many bytes, or from none, does not pass. It raises `CheckFailed`, and never only prints.
+many bytes, or from none, does not pass, nor does a race that gloo would forgive (`comm/strict.py`).
+It raises `CheckFailed`, and never only prints.
 
 An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what is what:
 
@@ -48,7 +49,7 @@ import torch
 import torch.distributed as dist
 from IPython.display import Code, display
 
-from minipar.comm import link, link_group, worker
+from minipar.comm import link, link_group, strict, worker
 from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.comm.pack import CannotTravel
@@ -369,7 +370,10 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
     try:
         args = (watched := _Watched(answer), axis, *given)
         try:
-            result = run(*args) if source is None else call_from(source, run, *args)
+            with strict.watching():
+                result = run(*args) if source is None else call_from(source, run, *args)
+        except strict.Race:
+            raise
         except Exception as error:
             if watched.returned and not watched.is_in(error.__traceback__):
                 raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from error

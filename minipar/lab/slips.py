@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 NAME = "slips.json"
-RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Stuck)\b.*$", re.MULTILINE)
+RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Mismatch|Stuck|Race)\b.*$", re.MULTILINE)
+PLACE = re.compile(r" at (?:\S+:\d+|Cell In\[\d+\], line \d+)")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -44,7 +45,8 @@ def fingerprint(
     where nothing was sent, and where the answer itself raised, only what was raised, not where.
     """
     if criterion == "run":
-        said = [re.sub(r"\d+", "#", line) for line in sorted(set(RAISED.findall(message)))]
+        raised = {PLACE.sub("", line) for line in RAISED.findall(message)}
+        said = [re.sub(r"\d+", "#", line) for line in sorted(raised)]
     else:
         said = [NUMBER.sub(_rounded, message)]
         said += [str(sorted(Counter(map(str, rank)).items())) for rank in sent]

@@ -3,6 +3,8 @@
 Source: Jiang et al. 2024, "Mixtral of Experts" (arXiv 2401.04088), section 2.
 """
 
+from dataclasses import replace
+
 import torch
 
 from minipar.lab.exercises import Case, CheckFailed, fails
@@ -21,13 +23,13 @@ def given(size, random):
 
 
 def run(answer, axis, logits, k):
-    """A table [N, E] of weights, 0 for experts that were not chosen."""
+    """The experts, and a table [N, E] of weights, 0 for experts that were not chosen."""
     experts, weights = answer(logits, k)
-    return torch.zeros_like(logits).scatter(1, experts, weights)
+    return experts, torch.zeros_like(logits).scatter(1, experts, weights)
 
 
 def check_sum(case: Case) -> None:
-    sums = case.results[0].sum(1)
+    sums = case.results[0][1].sum(1)
     if not torch.allclose(sums, torch.ones_like(sums)):
         raise CheckFailed(f"the weights of the first token sum to {sums[0]:.4f}, not to 1")
 
@@ -36,7 +38,17 @@ def check_result(case: Case) -> None:
     logits, k = case.given[0]
     best = logits.topk(k).indices
     among = torch.full_like(logits, -torch.inf).scatter(1, best, logits.gather(1, best))
-    case.expect_close([among.softmax(-1)], "the weights")
+    weights = [table for _, table in case.results]
+    replace(case, results=weights).expect_close([among.softmax(-1)], "the weights")
+
+
+def check_order(case: Case) -> None:
+    logits, k = case.given[0]
+    for best, experts in zip(
+        logits.topk(k).indices.tolist(), case.results[0][0].tolist(), strict=True
+    ):
+        if experts != best:
+            raise CheckFailed(f"the experts of a token are {best}, best first; got {experts}")
 
 
 def solution(logits, k):
@@ -71,3 +83,12 @@ def wrong_divides_logits(logits, k):
     """They sum to one, and may be negative."""
     best, experts = logits.topk(k, dim=-1)
     return experts, best / best.sum(-1, keepdim=True)
+
+
+@fails(
+    "order",
+    "The worst of the k comes first: sort them from the best down, as topk does.",
+)
+def wrong_puts_the_worst_first(logits, k):
+    experts, weights = solution(logits, k)
+    return experts.flip(-1), weights.flip(-1)

@@ -13,21 +13,22 @@ GOOD = "half of the experts on each node, and not one row more than must cross"
 PRAISE = "Placing costs nothing while training: names of experts are only names."
 SIZES = (1,)
 
-EXPERTS = 8
+EXPERTS, TABLES = 8, 20
 
 
 def given(size, random):
-    """Rows [2, E] that the tokens of each node send to each expert.
+    """Tables of rows [2, E] that the tokens of each node send to each expert.
 
     Node 0 wants six experts more than node 1 does: it cannot have them all.
     """
-    rows = torch.randint(1, 500, (2, EXPERTS), generator=random)
-    rows[0, 2:] += 1000
-    return [(rows,)] * size
+    tables = torch.randint(1, 500, (TABLES, 2, EXPERTS), generator=random)
+    tables[:, 0, 2:] += 1000
+    return [(tables,)] * size
 
 
-def run(answer, axis, rows):
-    return torch.as_tensor(answer(rows)).tolist()
+def run(answer, axis, tables):
+    """The places in each table."""
+    return [torch.as_tensor(answer(rows.clone())).tolist() for rows in tables]
 
 
 def crossing(rows, node):
@@ -36,18 +37,23 @@ def crossing(rows, node):
 
 
 def check_halves(case: Case) -> None:
-    node = case.results[0]
-    if len(node) != EXPERTS or sorted(node) != [0] * (EXPERTS // 2) + [1] * (EXPERTS // 2):
-        raise CheckFailed(f"expected node 0 or 1 for {EXPERTS} experts, half of each; got {node}")
+    for node in case.results[0]:
+        if len(node) != EXPERTS or sorted(node) != [0] * (EXPERTS // 2) + [1] * (EXPERTS // 2):
+            raise CheckFailed(
+                f"expected node 0 or 1 for {EXPERTS} experts, half of each; got {node}"
+            )
 
 
 def check_crossing(case: Case) -> None:
-    (rows,) = case.given[0]
-    gain = (rows[0] - rows[1]).sort().values[EXPERTS // 2 :].sum()
-    least = int(rows[0].sum() - gain)
-    found = crossing(rows, case.results[0])
-    if found > least:
-        raise CheckFailed(f"{found} rows cross between the nodes; {least} would do")
+    for rows, node in zip(*case.given[0], case.results[0], strict=True):
+        gain = (rows[0] - rows[1]).sort().values[EXPERTS // 2 :].sum()
+        least = int(rows[0].sum() - gain)
+        found = crossing(rows, node)
+        if found > least:
+            raise CheckFailed(
+                f"{found} rows cross between the nodes with {node}; {least} would do. "
+                f"The rows of node 0 are {rows[0].tolist()}, of node 1 {rows[1].tolist()}"
+            )
 
 
 def solution(rows):
@@ -71,6 +77,26 @@ def wrong_takes_them_as_numbered(rows):
 def wrong_lets_each_go_where_it_is_wanted(rows):
     """Fewest rows of all, and one node may have all experts."""
     return [0] * rows.shape[1]
+
+
+@fails(
+    "crossing",
+    "Node 0 has what it wants most: what counts is how much more than node 1 it wants it.",
+)
+def wrong_asks_one_node_alone(rows):
+    node = torch.ones(rows.shape[1], dtype=torch.int64)
+    node[rows[0].topk(rows.shape[1] // 2).indices] = 0
+    return node
+
+
+@fails(
+    "crossing",
+    "Rows are saved one by one: take the difference of rows[0] and rows[1], not their ratio.",
+)
+def wrong_divides_what_it_should_subtract(rows):
+    node = torch.ones(rows.shape[1], dtype=torch.int64)
+    node[(rows[0] / rows[1]).topk(rows.shape[1] // 2).indices] = 0
+    return node
 
 
 @fails(

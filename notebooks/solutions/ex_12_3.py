@@ -19,11 +19,13 @@ GOOD = "fits at every place of the pipeline, no earlier plan of the list does; N
 PRAISE = "Meta tensors and a sum: no process was started to find out."
 SIZES = (1,)
 
-PLANS = (  # of eight ranks, by what they send, the least first
+PLANS = (  # of eight ranks, in the order in which they are wanted
     "dp=8,microbatches=4",
     "dp=8,zero=1,microbatches=4",
+    "dp=4,cp=2,zero=1,microbatches=4",
     "dp=8,zero=2,microbatches=4",
     "dp=4,pp=2,zero=1,microbatches=4",
+    "dp=2,pp=4,zero=1,microbatches=2",
     "dp=2,pp=4,zero=1,microbatches=4",
     "dp=2,tp=2,pp=2,zero=1,microbatches=4",
     "tp=2,pp=4,microbatches=4",
@@ -181,14 +183,14 @@ def wrong_takes_the_mean_of_places(explained, layer_bytes, budget):
     return _first_that_fits(explained, budget, need)
 
 
-def _need_with(begun):
-    """What the fullest place needs, if it has begun so many microbatches."""
+def _need_with(begun, cut=lambda plan: plan.tp * plan.cp):
+    """What the fullest place needs, with so many microbatches begun, of so many cuts each."""
 
     def need(one, layer_bytes):
         plan = one.plan
         return max(
             sum(one.bytes_on(place).values())
-            + begun(plan) * _layers(one, place) * layer_bytes // (plan.tp * plan.cp)
+            + begun(plan, place) * _layers(one, place) * layer_bytes // cut(plan)
             for place in range(plan.pp)
         )
 
@@ -201,7 +203,7 @@ def _need_with(begun):
 )
 def wrong_forgets_what_is_in_flight(explained, layer_bytes, budget):
     """One microbatch at a time, as without a pipeline."""
-    need = _need_with(lambda plan: 1)
+    need = _need_with(lambda plan, place: 1)
     return _first_that_fits(explained, budget, lambda one: need(one, layer_bytes))
 
 
@@ -211,5 +213,25 @@ def wrong_forgets_what_is_in_flight(explained, layer_bytes, budget):
 )
 def wrong_keeps_all_microbatches(explained, layer_bytes, budget):
     """As GPipe does: 1F1B begins a backward as soon as it can."""
-    need = _need_with(lambda plan: plan.microbatches)
+    need = _need_with(lambda plan, place: plan.microbatches)
+    return _first_that_fits(explained, budget, lambda one: need(one, layer_bytes))
+
+
+@fails(
+    "first",
+    "A place has begun no more microbatches than there are: min(pp - r, microbatches).",
+)
+def wrong_begins_more_than_there_are(explained, layer_bytes, budget):
+    need = _need_with(lambda plan, place: plan.pp - place)
+    return _first_that_fits(explained, budget, lambda one: need(one, layer_bytes))
+
+
+@fails(
+    "first",
+    "Context parallelism cuts activations, too: divide them by cp as by tp.",
+)
+def wrong_forgets_that_cp_cuts(explained, layer_bytes, budget):
+    need = _need_with(
+        lambda plan, place: min(plan.pp - place, plan.microbatches), lambda plan: plan.tp
+    )
     return _first_that_fits(explained, budget, lambda one: need(one, layer_bytes))

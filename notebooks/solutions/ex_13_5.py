@@ -45,6 +45,8 @@ def given(size, random):
         GOOD_ONE | dict(gpus=512 * more, dp=16 * more, global_batch=512 * more),
         GOOD_ONE | dict(tp=2, pp=16),
         GOOD_ONE | dict(cp=2, dp=8, zero=0, memory=80e9),  # all of 16 bytes, over tp and pp
+        GOOD_ONE | dict(cp=2, dp=8, memory=15.5e9),  # 12 of the bytes over dp and cp: 14.9 GB
+        GOOD_ONE | dict(cp=2, dp=8, memory=12e9),  # and no others over them, which were 9.9 GB
     ]
     return [(recipes,)] * size
 
@@ -167,3 +169,14 @@ def wrong_divides_the_batch_by_microbatches_alone(recipe):
 def wrong_cuts_sequences_in_as_many_pieces_as_ranks(recipe):
     """Zigzag gives every rank two."""
     return _with(seq=lambda r: 2 * r["seq"])(recipe)
+
+
+@fails(
+    "verdicts",
+    "The ranks of cp share the optimizer's bytes, too: they hold the same weights.",
+)
+def wrong_cuts_over_dp_alone(recipe):
+    verdict = _with(memory=lambda r: 1e18)(recipe)
+    mine = recipe["parameters"] / (recipe["tp"] * recipe["pp"])
+    needs = mine * (6 + 12 / (recipe["dp"] if recipe["zero"] else 1))
+    return "memory" if verdict == "works" and needs > recipe["memory"] else verdict

@@ -47,6 +47,8 @@ def given(size, random):
         clusters += [(by_turns, tp), (shuffled, tp)]
     uneven = [*["left"] * 5, *["right"] * 3]
     clusters.append(([uneven[i] for i in torch.randperm(8, generator=random).tolist()], 2))
+    larger = [*["left"] * 4, *["right"] * 2]  # uneven as well, and tp=2 divides both
+    clusters.append(([larger[i] for i in torch.randperm(6, generator=random).tolist()], 2))
     return [(clusters,)] * size
 
 
@@ -187,3 +189,13 @@ def wrong_numbers_within_hosts(hosts, tp):
 def wrong_says_nothing(hosts, tp):
     order = sorted(range(len(hosts)), key=lambda process: hosts.index(hosts[process]))
     return [order.index(process) for process in range(len(hosts))]
+
+
+@fails(
+    "numbers",
+    "Hosts may differ in size: what has to hold is that tp divides the processes of each.",
+)
+def wrong_wants_hosts_of_one_size(hosts, tp):
+    if len({hosts.count(host) for host in hosts}) > 1:
+        raise ValueError("hosts of several sizes")
+    return solution(hosts, tp)

@@ -21,7 +21,7 @@ LENGTH = 6
 
 
 def given(size, random):
-    src = int(torch.randint(size, (), generator=random))
+    src = 1 + int(torch.randint(size - 1, (), generator=random))  # rank 0 as the source is easy
     tensors = torch.randn(size, LENGTH, generator=random, dtype=torch.float64)
     return [(tensor, src) for tensor in tensors]
 
@@ -88,6 +88,14 @@ def wrong_sends_nothing(tensor, src, axis):
 )
 def wrong_takes_another_source(tensor, src, axis):
     return solution(tensor, (src + 1) % axis.size, axis)
+
+
+@fails(
+    "result",
+    "The tensor is that of rank 0, whatever src is: count places from src on.",
+)
+def wrong_roots_every_tree_at_rank_0(tensor, src, axis):
+    return solution(tensor, 0, axis)
 
 
 @fails(

@@ -21,13 +21,13 @@ GOOD = "one all-reduce per bucket, in the order in which backward finishes the p
 PRAISE = "A handful of calls carries the same bytes, and latency is paid a handful of times."
 SIZES = (4, 3)
 
-CAPACITY = 480  # bytes: 60 numbers
+CAPACITY = 280  # bytes: 35 numbers, which the first bucket and the last just fill
 
 
 def given(size, random):
     """For each rank the same model and another batch: x [B, 6], y [B, 3]."""
     model = nn.Sequential(
-        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 3)
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 2), nn.Linear(2, 3)
     ).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=random)
@@ -147,6 +147,37 @@ def wrong_one_call_per_parameter(model, axis, capacity):
 )
 def wrong_one_call_for_everything(model, axis, capacity):
     _reduce([p for p in model.parameters() if p.grad is not None], axis)
+
+
+@fails(
+    "buckets",
+    "What just fits belongs into the bucket: begin a new one only where it would not fit.",
+)
+def wrong_leaves_no_bucket_full(model, axis, capacity):
+    bucket, room = [], capacity
+    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
+        if bucket and parameter.nbytes >= room:
+            _reduce(bucket, axis)
+            bucket, room = [], capacity
+        bucket.append(parameter)
+        room -= parameter.nbytes
+    _reduce(bucket, axis)
+
+
+@fails(
+    "buckets",
+    "A frozen parameter has no gradient, and takes no room in a bucket.",
+)
+def wrong_makes_room_for_what_is_frozen(model, axis, capacity):
+    bucket, room = [], capacity
+    for parameter in reversed(list(model.parameters())):
+        if parameter.nbytes > room:
+            _reduce(bucket, axis)
+            bucket, room = [], capacity
+        if parameter.grad is not None:
+            bucket.append(parameter)
+        room -= parameter.nbytes
+    _reduce(bucket, axis)
 
 
 @fails(

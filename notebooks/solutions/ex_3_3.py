@@ -24,7 +24,7 @@ PRAISE = "Your gradients travel while backward computes: the link costs next to 
 SIZES = (3,)
 
 MICROBATCHES = 3
-SLOW = Link("slow", latency=0.02, bandwidth=1e9)  # a call takes far longer than the backward
+SLOW = Link("slow", latency=0.1, bandwidth=1e9)  # a call takes far longer than the backward
 
 
 def given(size, random):
@@ -189,6 +189,46 @@ def wrong_sends_every_microbatch(model, backwards, axis):
         total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
     for parameter, grad in zip(model.parameters(), total, strict=True):
         parameter.grad = grad
+
+
+@fails(
+    "run",
+    "Whoever starts an all-reduce has to wait for it: keep the handles, and wait after backward.",
+)
+def wrong_never_waits(model, backwards, axis):
+    """Gloo has the sum in time, as a rule; NCCL may not have begun."""
+
+    def send(parameter):
+        parameter.grad /= axis.size
+        dist.all_reduce(parameter.grad, group=axis.group, async_op=True)
+
+    *early, last = backwards
+    for backward in early:
+        backward()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    last()
+
+
+@fails(
+    "result",
+    "A gradient is divided while it travels: divide before it is sent, or once it was waited for.",
+)
+def wrong_divides_what_travels(model, backwards, axis):
+    works = []
+
+    def send(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=axis.group, async_op=True))
+        parameter.grad /= axis.size
+
+    *early, last = backwards
+    for backward in early:
+        backward()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    last()
+    for work in works:
+        work.wait()
 
 
 @fails(

@@ -23,13 +23,14 @@ SIZES = (4, 3)
 def given(size, random):
     """For each rank the seconds that one microbatch takes it, and how many there are in all.
 
-    Such that it matters: neither equal shares nor proportional ones, rounded down, are good enough.
+    Such that it matters: equal shares are not good enough, nor proportional ones, however rounded.
     """
     while True:
         seconds = (0.5 + 4 * torch.rand(size, generator=random, dtype=torch.float64)).tolist()
         seconds[int(torch.randint(size, (), generator=random))] *= 3  # a straggler
         total = int(torch.randint(2 * size, 4 * size, (), generator=random))
-        lengths = [_length(shares(seconds, total), seconds) for shares in (_evenly, _rounded)]
+        easy = (shares(seconds, total) for shares in (_evenly, _rounded, _nearest))
+        lengths = [_length(shares, seconds) for shares in easy]
         if min(lengths) > 1.01 * _shortest(seconds, total):
             return [(one, total) for one in seconds]
 
@@ -43,6 +44,13 @@ def _rounded(seconds, total):
     speed = sum(1 / one for one in seconds)
     shares = [max(1, int(total / one / speed)) for one in seconds]
     shares[seconds.index(max(seconds))] += total - sum(shares)
+    return shares
+
+
+def _nearest(seconds, total):
+    speed = sum(1 / one for one in seconds)
+    shares = [max(1, round(total / one / speed)) for one in seconds]
+    shares[seconds.index(min(seconds))] += total - sum(shares)
     return shares
 
 
@@ -134,6 +142,16 @@ def wrong_rest_to_the_slowest(own_seconds, num_microbatches, axis):
     """Rounded down in proportion; somebody has to take what remains."""
     seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
     return _rounded(seconds, num_microbatches)
+
+
+@fails(
+    "result",
+    "Proportional shares, rounded, are not always best: deal the microbatches out one at a time.",
+)
+def wrong_rest_to_the_fastest(own_seconds, num_microbatches, axis):
+    """Rounded to the nearest, and the fastest takes what remains."""
+    seconds = all_gather(torch.tensor([own_seconds], dtype=torch.float64), axis).tolist()
+    return _nearest(seconds, num_microbatches)
 
 
 @fails(

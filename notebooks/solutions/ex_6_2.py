@@ -23,7 +23,7 @@ GOOD = "one reduce-scatter per parameter, started in backward, and at most two w
 PRAISE = "Gradients come, are cut, and go: no rank ever holds all of them."
 SIZES = (4, 3)
 
-SLOW = Link("slow", latency=0.01, bandwidth=1e9)  # a call takes far longer than the backward
+SLOW = Link("slow", latency=0.05, bandwidth=1e9)  # a call takes far longer than the backward
 
 
 def given(size, random):
@@ -161,6 +161,25 @@ def wrong_order(params, backward, axis):
     """In the order in which gradients come, which is not that of the parameters."""
     slices = dict(zip(map(id, params), solution(params, backward, axis), strict=True))
     return [slices[id(p)] for p in reversed(params)]
+
+
+@fails(
+    "run",
+    "Slices are returned that may not have arrived: keep each handle, and wait at the end.",
+)
+def wrong_never_waits(params, backward, axis):
+    slices = {}
+
+    def send(p):
+        flat = F.pad(p.grad.flatten() / axis.size, (0, -p.numel() % axis.size))
+        p.grad = None
+        slices[p] = flat.new_empty(len(flat) // axis.size)
+        dist.reduce_scatter_single(slices[p], flat, group=axis.group, async_op=True)
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(send)
+    backward()
+    return [slices[p] for p in params]
 
 
 @fails(

@@ -14,7 +14,7 @@ from minipar.lab.exercises import Case, Sent, fails
 LEVEL, MINUTES = "medium", 25
 GOOD = "reduce-scatter in the node, all-reduce of the shard across nodes, all-gather in the node"
 PRAISE = "Only a shard's gradient crosses between nodes: slow links carry as little as can be."
-MESH = {"replica": 2, "node": 2}
+MESH = {"replica": 2, "node": 3}
 
 NODES, IN_NODE, LENGTH = *MESH.values(), 24
 
@@ -87,6 +87,17 @@ def wrong_divides_by_the_node_alone(shard, gradient, lr, replica, node):
 
 @fails(
     "result",
+    "The step has another length: divide by the number of all ranks, node.size * replica.size.",
+)
+def wrong_takes_a_square_mesh_for_granted(shard, gradient, lr, replica, node):
+    mine = torch.empty_like(shard)
+    dist.reduce_scatter_single(mine, gradient, group=node.group)
+    dist.all_reduce(mine, group=replica.group)
+    return _gathered(shard - lr * mine / node.size**2, node)
+
+
+@fails(
+    "run",
     "The axes are exchanged: cut inside of the node, sum across.",
 )
 def wrong_axis_first(shard, gradient, lr, replica, node):

@@ -54,8 +54,9 @@ def reduced_by_the_switch():
     unit="ms",
     source=(
         "[Llama 3](https://arxiv.org/abs/2407.21783), table 4: dp=128; 9.6 µs per step "
-        "of a ring between nodes is what "
-        "[NCCL](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) assumes"
+        "of a ring between nodes is what [NCCL 2.17]"
+        "(https://github.com/NVIDIA/nccl/blob/v2.17.1-1/src/graph/tuning.cc) assumed; newer "
+        "versions assume 14"
     ),
     hint="2 (n-1) steps.",
     slips={

@@ -41,7 +41,7 @@ def nb(notebook):
         "from minipar.lab.cells import Ranks\nranks = Ranks(4, link='1gbe')\nranks"
     )
     assert first.error == "" and first.stderr == ""
-    assert first.value == "Ranks(4)  # backend link, emulated 1 GbE"
+    assert first.value == "Ranks(4)  # gloo, emulated 1 GbE"
     return notebook
 
 

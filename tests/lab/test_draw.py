@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
-from minipar.lab.draw import meshes
+from minipar.lab.draw import meshes, pen
 from minipar.train.data import epoch_order, share
 from tests.lab.figures import words as texts
 
@@ -207,6 +207,21 @@ def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
     count = sum(len(bars.get_paths()) for ax in figure.axes for bars in ax.collections)
     assert count < 2000
     assert drawn(figure)[draw.KIND["forward"]] == pytest.approx(500, rel=0.01)
+
+
+def test_messages_are_bars_of_their_own_however_short():
+    """Mutants: neighbours of one size are joined; half a pixel is drawn, or not, as it falls."""
+    spans = [Span("forward", "0", 0, 0.0, 0.1), Span("backward", "0", 0, 0.1, 0.4)]
+    ends = [0.06 + 0.006 * i for i in range(6)]  # one after the other, of the same bytes
+    spans += [Span("comm", "all_reduce", 0, e - 0.006, e, "dp", 20_000_000) for e in ends]
+    starts = np.linspace(0.11, 0.39, 14)
+    spans += [Span("comm", "all_reduce", 0, s, s + 1e-5, "dp", 9) for s in starts]
+    picture = Image.open(io.BytesIO(pen.png(draw.timeline(Timeline(spans))))).convert("RGB")
+    paper, ink = (np.array(to_rgb(colour)) for colour in (pen.PAPER, pen.colour("dp")))
+    is_ink = (np.array(picture) / 255 - paper) @ (ink - paper) > 0.5 * (ink - paper) @ (ink - paper)
+    near = np.abs(np.array(picture) / 255 - ink).max(-1) < 0.25
+    edges = np.diff((is_ink & near).astype(int), axis=1) == 1
+    assert edges.sum(1).max() == 6 + 14
 
 
 def test_empty_timelines_are_refused():

@@ -137,7 +137,7 @@ def _bars(
                 continue
             start = max(start, last_end)  # collectives in flight together are drawn as a queue
             small = min(end - start, last_end - last_start) < 3 * pixel
-            if start - last_end < pixel / 2 and (small or name == last_name):
+            if small and start - last_end < pixel / 2:
                 # The sum keeps a name only if nearly all of it has that name.
                 own, longest = max((end - start, name), (last_end - last_start, last_name))
                 end = max(last_end, end)
@@ -146,7 +146,7 @@ def _bars(
                 continue
         joined.append((start, end, name))
     wide = [(s, e - s) for s, e, _ in joined if e - s >= 4 * pixel]
-    narrow = [(s, max(e - s, pixel / 2)) for s, e, _ in joined if e - s < 4 * pixel]
+    narrow = [(s, max(e - s, pixel)) for s, e, _ in joined if e - s < 4 * pixel]
     tall = height * pen.inches_of(ax) / (ax.get_ylim()[1] - ax.get_ylim()[0])  # inches
     hairline = min(0.7, 5 * tall)
     ax.broken_barh(wide, (y, height), facecolor=fill, edgecolor=PAPER, lw=hairline, zorder=2)
@@ -205,7 +205,7 @@ def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[s
                 for start, end, _ in pieces:
                     inside = min(1e3 * end, xlim[1]) - max(1e3 * start, xlim[0])
                     # Copies that are exposed are "exposed host".
-                    length[key.split()[0]] += max(inside, 0.0)
+                    length[key.split()[0]] += max(inside, pixel) if inside > 0 else 0.0
     seen = {key for key, ms in length.items() if ms >= 2 * pixel}
     verbs = {s.name.replace("_", "-") for t in shown for s in t if s.kind == "comm"}
     what = verbs.pop() if len(verbs) == 1 else "communication"
