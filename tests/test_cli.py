@@ -164,7 +164,7 @@ MALFORMED = {
     "train --data W/a.txt --seq-len 32 --out /proc/none": "--out /proc/none: cannot make",
     "train --data W/a.txt --seq-len 32 --out W/dangling": "cannot make",
     "train --resume ''": "one of the arguments is empty; is a variable of the shell not set?",
-    "train --resume=": "--resume does not exist; name the folder of a run",
+    "train --resume=": "--resume is empty; name the folder of a run, or leave --resume out",
     "train --resume W/nowhere": "does not exist",
     "train --resume W/no_config": "it has no config.json",
     "train --resume W/bad_config": "is not the configuration of a run",

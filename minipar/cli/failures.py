@@ -36,9 +36,10 @@ def exit_code(error: Exception) -> int:
 def complain(error: BaseException, who: str = "") -> None:
     """Print one line. The ranks of torchrun fail alike, so that one per machine speaks for all.
 
-    But memory and files may fail on any of them alone.
+    But memory and files may fail on any of them alone, unless they have agreed on it.
     """
-    if backends.local_rank() == 0 or isinstance(error, MemoryError | OSError):
+    is_own = isinstance(error, MemoryError | OSError) and not getattr(error, "everywhere", False)
+    if backends.local_rank() == 0 or is_own:
         said = printable(who + " ".join(str(error).split()))
         print(f"minipar: error: {said}", file=sys.stderr, flush=True)
         _print_notes(error)

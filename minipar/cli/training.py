@@ -180,7 +180,9 @@ def new_folder(config: TrainConfig) -> Path:
 def run_of(path: str, asked: str = "--resume") -> Path:
     """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
     folder = Path(path)
-    if not path or not folder.exists():
+    if not path:
+        raise ValueError(f"{asked} is empty; name the folder of a run, or leave {asked} out")
+    if not folder.exists():
         raise ValueError(f"{asked} {path} does not exist; name the folder of a run")
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if not (run / "config.json").is_file():

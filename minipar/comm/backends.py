@@ -160,7 +160,10 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """
     rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _store(timeout)
     number, cards = meeting.meet(store, rank, size, timeout, "" if backend == "link" else _gpu())
-    backend = pick_among([card.gpu for card in cards], backend)
+    gpus = [card.gpu for card in cards]
+    if backend in ("auto", "nccl"):
+        _check_numbered(gpus)
+    backend = pick_among(gpus, backend)
     # The store still holds the addresses of ranks before a restart: leave them alone.
     store = dist.PrefixStore(f"meeting {number}", store)
     init(backend, timeout, store=store, rank=rank, world_size=size)
@@ -177,17 +180,19 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _gpu() -> str:
-    """Return the identity of this rank's GPU, "" where it has none.
+def _check_numbered(gpus: Sequence[str]) -> None:
+    """Raise `ValueError` where ranks share a GPU since their launcher has not numbered them."""
+    found, count = [gpu for gpu in gpus if gpu], torch.cuda.device_count()
+    if len(set(found)) < len(found) and count > 1 and "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            f"ranks share a GPU, and this host has {count}: which is for whom? The launcher sets "
+            f"no LOCAL_RANK; export it, as of Slurm LOCAL_RANK=$SLURM_LOCALID"
+        )
 
-    Raises `ValueError` where the launcher does not say which of several GPUs it is.
-    """
+
+def _gpu() -> str:
+    """Return the identity of this rank's GPU, "" where it has none."""
     device = compute_device()
     if device.type != "cuda":
         return ""
-    if "LOCAL_RANK" not in os.environ and (count := torch.cuda.device_count()) > 1:
-        raise ValueError(
-            f"which of the {count} GPUs of its host is rank {os.environ['RANK']} to use? The "
-            f"launcher sets no LOCAL_RANK; export it, as of Slurm LOCAL_RANK=$SLURM_LOCALID"
-        )
     return str(torch.cuda.get_device_properties(device).uuid)

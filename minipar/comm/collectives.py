@@ -29,7 +29,7 @@ from minipar.comm.calls import Pending, launch
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import (
     Op,
-    as_bytes,
+    as_sent,
     check_buffer,
     check_counts,
     check_dim,
@@ -193,7 +193,7 @@ def broadcast(
     check_peer("broadcast", "src", src, axis)
     check_out("broadcast", out, tensor, tensor.shape)
     result = copy_into(out, tensor)
-    call = partial(dist.broadcast, as_bytes(result), None, axis.group, group_src=src)
+    call = partial(dist.broadcast, as_sent(result), None, axis.group, group_src=src)
     sent = _sent("broadcast", tensor, axis)
     return launch("broadcast", axis, sent, call, result, async_op, partial(deliver, out=out))
 

@@ -102,7 +102,10 @@ class LinkWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        done = self._done.is_set()
+        if done and self._error is None:
+            self.result()  # who has seen that it is done may read it
+        return done
 
     def is_success(self) -> bool:
         return self._done.is_set() and self._error is None

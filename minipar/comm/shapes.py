@@ -110,9 +110,14 @@ def landing(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
     return out if out is not None and out.is_contiguous() else like.new_empty(shape)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: a link may not know the dtype of what it only moves."""
-    return tensor.detach().view(-1).view(torch.uint8)
+_SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+"""The types that every backend sends."""
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as it can be moved: itself, or its bytes if its type is none of those."""
+    return tensor if tensor.dtype in _SENT else tensor.detach().view(-1).view(torch.uint8)
 
 
 @torch.no_grad()

@@ -87,25 +87,27 @@ def _swiglu(both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def add_up(rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+def add_up(rows: Tensor, tokens: Tensor, num_tokens: int, most: int) -> Tensor:
     """Add rows [M, D] to those of their `tokens` [M], of which there are N -> [N, D].
+
+    A token has `most` rows at the most.
 
     As torch's `index_add`, which would keep all rows for the sake of their shape.
     """
-    return _AddUp.apply(rows, tokens, num_tokens)
+    return _AddUp.apply(rows, tokens, num_tokens, most)
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, num_tokens: int, most: int) -> Tensor:
         ctx.save_for_backward(tokens)
         total = rows.new_zeros(num_tokens, rows.shape[1])
-        if rows.is_cuda and len(rows) > 2 * num_tokens:
+        if rows.is_cuda and most > 2:
             # There index_add has no order, and of three summands it matters: ranks of tensor
             # parallelism that compute the same tokens would part. This sorts them first.
             return total.index_put_((tokens,), rows, accumulate=True)
         return total.index_add_(0, tokens, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.saved_tensors[0]], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None, None

@@ -439,4 +439,4 @@ def combine(rows: Tensor, order: Tensor, routing: Routing, like: Tensor) -> Tens
     tokens = order // routing.experts.shape[1]
     # In the router's dtype: sums of k in low precision lose digits.
     wide = rows * routing.weights.flatten()[order, None]
-    return add_up(wide, tokens, len(like)).to(like.dtype)
+    return add_up(wide, tokens, len(like), routing.experts.shape[1]).to(like.dtype)

@@ -340,7 +340,7 @@ def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) 
 
     # 3. And back: a row for each copy.
     home = all_to_all(sums, axis, send_counts=here, recv_counts=there)
-    return moe.add(add_up(home, token, len(x)), shared)
+    return moe.add(add_up(home, token, len(x), nodes), shared)
 
 
 def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:

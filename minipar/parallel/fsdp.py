@@ -160,7 +160,8 @@ class FullySharded(Strategy):
             # No weight of it enters the graph: its backward ends with the gradients of its inputs,
             # unless these get a graph of their own (create_graph). Leaves have no hooks in
             # autograd.grad, but views of them do.
-            args, kwargs = tree_map(_no_leaf, (args, kwargs))
+            if any(t.is_leaf and t.requires_grad for t in _tensors((args, kwargs))):
+                args, kwargs = tree_map(_no_leaf, (args, kwargs))  # lists and dicts are others then
             inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
             register_multi_grad_hook(inputs, lambda _: torch.is_grad_enabled() or unit.reshard())
         return args, kwargs
@@ -171,7 +172,7 @@ class FullySharded(Strategy):
                 absent.come_back(block.parameters)
         tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
         nodes = {t.grad_fn for t in tensors} - {None}
-        if tensors:
+        if torch.is_grad_enabled():
             nodes.update(_left_behind(unit))
         # The gradient of a look-up takes no weights, unless these are computed from others.
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
@@ -182,7 +183,7 @@ class FullySharded(Strategy):
         unit.unbind()
         # An output in which we find no tensor tells no hook when its backward begins.
         opaque = torch.is_grad_enabled() and output is not None and not tensors
-        if not (opaque or (nodes and self.stays(unit))):
+        if not (opaque or (nodes and output is not None and self.stays(unit))):
             unit.reshard()
 
     def stays(self, unit: Unit) -> bool:
@@ -367,15 +368,15 @@ def _left_behind(unit: Unit) -> Iterator[Node]:
                     yield t.grad_fn
 
 
-def _held(value: Any) -> Iterator[Tensor]:
-    """Its tensors, however deep; of a long list of words or numbers only types are looked at."""
+def _held(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Its tensors, some levels deep; what is long is a table, and holds none."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, _HOLDERS):
+    elif depth and isinstance(value, _HOLDERS) and len(value) <= 1000:
         items = value.values() if isinstance(value, dict) else value
         if any(issubclass(kind, _HOLDERS) for kind in set(map(type, items))):
             for item in items:
-                yield from _held(item)
+                yield from _held(item, depth - 1)
 
 
 def _refuse_gradients(refuse: Callable) -> Callable[[Tensor | None], None]:

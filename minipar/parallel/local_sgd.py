@@ -302,6 +302,9 @@ class DiLoCo(_Local):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Begin anew from this model: as the outer one, and that of every rank."""
         super().load_full_state_dict(state)
+        for fragment in self.fragments:
+            if fragment.pending is not None:
+                fragment.pending.wait()  # in vain, but its buffer is in use until then
         self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 
     def state_dict(self) -> dict[str, Any]:

@@ -212,6 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.pieces = {p: p.piece for p in self.bucket_of}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
         self.frozen = [p for whole in self.wholes for p in whole if p not in self.bucket_of]
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step, as its strategy sees it
         self.attached = False  # to a strategy, which brings gradients and waits for weights
         self.stepped = False  # with the gradients that are here
         cut = [
@@ -281,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zeros: there is no place for whole ones."""
         if not set_to_none:
             raise ValueError("set_to_none=False: zero keeps no gradients, not as zeros either")
-        super().zero_grad()  # which the strategy hears of
+        self.used.clear()
         for bucket in self.buckets:
             bucket.drop()
         for p in self.frozen:

@@ -39,7 +39,7 @@ Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,7 +128,7 @@ class Naive(Strategy):
         self.optimizer, self.op = optimizer, "avg" if average else "sum"
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
-        self.used: set[nn.Parameter] = set()  # by this rank, in this step
+        self.used = optimizer.used
         optimizer.attach(model)
         guard.watch(self, optimizer.pieces.values())
         for p in self.bucket_of:
@@ -141,9 +141,6 @@ class Naive(Strategy):
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         return self.optimizer.pieces.values()
-
-    def drop(self, zeroed: Set[nn.Parameter]) -> None:
-        self.used.clear()  # the optimizer drops all gradients there are
 
     def members(self, optimizer: torch.optim.Optimizer) -> Members:
         return self.optimizer.members()

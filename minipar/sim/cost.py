@@ -15,14 +15,15 @@ Math.   A layer takes, forward or backward, no less than the host needs to launc
 
         ZeRO 0 and 1 reduce once, beside the last backward, ZeRO 2 beside that of each microbatch;
         of it, `exposed` hides behind nothing. ZeRO 3 gathers twice and reduces once per microbatch
-        beside the computing of each layer, and moves what it sends through memory, `copies` bytes
-        of a parameter, in which nothing else is computed. Others add each microbatch's gradients to
-        a sum, which is read and written.
+        beside the computing of each layer, and moves what it sends of layers through memory,
+        `copies` bytes of a parameter, in which nothing else is computed. Others add each
+        microbatch's gradients to a sum, which is read and written.
 Fitted. The numbers of `hardware.Software`, to published runs (`validate.py`).
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 2, for pipelines; Korthikanti et al. 2022
         (arXiv 2205.05198), section 4, for activations.
 
-Limits: no stragglers, no other users of a network, no allocator under pressure.
+Limits: no stragglers, no other users of a network, no allocator under pressure. Layers with experts
+and without take their mean time on all ranks of a pipeline; of memory, the fullest rank is meant.
 """
 
 import math
@@ -70,9 +71,10 @@ def seconds(job: Job) -> dict[str, float]:
     group = job.dp * plan.cp
     layer, experts, words = parameters(job)
     layers = job.layers()
-    words *= 1 + (plan.pp == 1 and not job.config.tie_embeddings)  # embedding and head
+    is_tied = plan.pp == 1 and job.config.tie_embeddings
+    tables = [(sum(job.ends(rank)) - is_tied) * words for rank in range(plan.pp)]
     if plan.zero == 3 and group > 1:
-        sent = layer + words / max(layers)
+        sent = layer + max(tables) / max(layers)
         gather = _over_dp(job, "all_gather", 2, sent, experts)
         reduce = _over_dp(job, "reduce_scatter", software.reduced, sent, experts)
         pairs = (gather, forward), (gather + reduce, backward)
@@ -97,7 +99,8 @@ def seconds(job: Job) -> dict[str, float]:
         message /= plan.tp if plan.sequence_parallel or software.scattered else 1
         one = job.machine.seconds_of_collective("send", message, 2, far)
         total["pp"] = 2 * one * (m * job.chunks + bubble * (plan.pp - 1))
-    mine, shared = max(layers) * layer + words, max(layers) * experts
+    mine = max(n * layer + own for n, own in zip(layers, tables, strict=True))
+    shared = max(layers) * experts
     if group > 1 and plan.zero < 3:
         verb = "reduce_scatter" if plan.zero else "all_reduce"
         reduce = _over_dp(job, verb, software.gradients, mine, shared)
@@ -362,8 +365,10 @@ def parameters(job: Job) -> tuple[float, float, float]:
 def memory(job: Job) -> dict[str, float]:
     """Return the bytes of the fullest rank: weights, gradients, optimizer, activations, logits."""
     moe = job.config.moe
-    if moe is not None and moe.first_dense and job.plan.pp > 1:  # later stages have none of these
-        job = replace(job, config=replace(job.config, moe=replace(moe, first_dense=0)))
+    if moe is not None and job.plan.pp > 1:  # some rank may have no layer without experts
+        is_even = not any(layers / job.chunks % moe.every for layers in job.layers())
+        moe = replace(moe, first_dense=0, every=moe.every if is_even else 1)
+        job = replace(job, config=replace(job.config, moe=moe))
     ranks = (_memory_of(job, stage, layers) for stage, layers in enumerate(job.layers()))
     return max(ranks, key=lambda held: sum(held.values()))
 

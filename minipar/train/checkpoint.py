@@ -84,15 +84,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def number_of(checkpoint: Path) -> float:
+def number_of(checkpoint: Path) -> int:
     """The number that its manifest has: of two, the one with the higher was written later.
 
-    It is 0 for checkpoints of versions that had no numbers, and infinite if it cannot be read.
+    It is 0 for checkpoints of versions that had no numbers, and -1 if it cannot be read.
     """
     try:
         return int(json.loads(bounded_text(checkpoint / "manifest.json")).get("number", 0))
     except (OSError, *_NOT_JSON, AttributeError):
-        return math.inf
+        return -1
 
 
 class Box(NamedTuple):

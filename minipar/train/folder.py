@@ -59,6 +59,7 @@ def held(folder: Path, axis: Axis) -> Iterator[Callable[[], bool]]:
             lock = _lock(folder / RUNNING, word)
         except OSError as error:
             problem = OSError(f"{folder} cannot be written: {error}; is it another user's?")
+            problem.everywhere = True
         except ValueError as error:
             problem = error
     me = f"rank {axis.rank} on {platform.node()}"
@@ -189,12 +190,17 @@ def newest(folder: Path) -> Path | None:
     run says the same, whatever the times of its files; these count where there are no numbers.
     """
 
-    def written(saved: Path) -> tuple[float, int, int]:
-        manifest = saved / "manifest.json"  # a damaged one is for `checkpoint.verify` to refuse
+    def written(saved: Path) -> tuple[int, int]:
+        manifest = saved / "manifest.json"
         at = (manifest if manifest.exists() else saved).stat().st_mtime_ns
-        return checkpoint.number_of(saved), at, checkpoint.step_of(saved)
+        return at, checkpoint.step_of(saved)
 
-    return max(checkpoint.available(folder / "checkpoints"), key=written, default=None)
+    numbers = {s: checkpoint.number_of(s) for s in checkpoint.available(folder / "checkpoints")}
+    sound = {saved: (number, *written(saved)) for saved, number in numbers.items() if number >= 0}
+    best = max(sound, key=sound.__getitem__, default=None)
+    # A damaged one that was written later is for `checkpoint.verify` to refuse.
+    later = [s for s in numbers.keys() - sound if best is None or written(s) > written(best)]
+    return max(later, key=written, default=best)
 
 
 def go_on_from(folder: Path, start: Path) -> None:
@@ -204,7 +210,8 @@ def go_on_from(folder: Path, start: Path) -> None:
     """
     own = folder / "checkpoints" / start.name
     if start.parent.resolve() == own.parent.resolve() and newest(folder) != own:
-        make_newest(own)
+        with suppress(PermissionError):  # it is protected: the next save will be the newest
+            make_newest(own)
 
 
 def how_to_go_on(folder: Path) -> str:

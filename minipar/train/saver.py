@@ -23,7 +23,6 @@ Proved by: tests/train/test_checkpoint.py, tests/train/test_saver.py.
 
 import io
 import json
-import math
 import os
 import secrets
 import shutil
@@ -194,7 +193,9 @@ class Saver:
                 if self.axis.rank == 0 and self.is_ours():
                     shutil.rmtree(self._unfinished(step), ignore_errors=True)
                 who = f"rank {rank} of {self.axis.size}: " if self.axis.size > 1 else ""
-                raise OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
+                error = OSError(f"cannot write checkpoint {self._final(step)}: {who}{problem}")
+                error.everywhere = True
+                raise error
         return [result for result, _ in outcomes]
 
     def _check_ours(self) -> None:
@@ -353,8 +354,7 @@ def make_newest(checkpoint: Path) -> None:
 
 
 def _next_number(folder: Path) -> int:
-    numbers = (number_of(checkpoint) for checkpoint in available(folder))
-    return 1 + int(max((number for number in numbers if number < math.inf), default=0))
+    return 1 + max(map(number_of, available(folder)), default=0)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

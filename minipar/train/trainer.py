@@ -449,7 +449,7 @@ def train(
         if start is not None:
             trainer.load(Path(start))
         if trainer.is_first:
-            if start is not None:
+            if start is not None and trainer.step < config.steps:
                 go_on_from(place, Path(start))
             config.save(place / "config.json")
             if config.tokenizer:

@@ -36,9 +36,11 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
 
 def test_a_launcher_must_number_the_ranks_of_a_host(four_gpus, monkeypatch):
     """Mutant: all ranks of a host take its first GPU, and talk through gloo."""
-    monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ValueError, match="of the 4 GPUs of its host is rank 2 to use"):
-        backends._gpu()
+    backends._check_numbered(["a", "b", ""])
+    with pytest.raises(ValueError, match="share a GPU, and this host has 4: which is for whom"):
+        backends._check_numbered(["a", "b", "a"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    backends._check_numbered(["a", "a"])  # more ranks than GPUs, numbered all the same
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """The race detector by itself: what it sees, what it lets pass, and where it cannot look."""
 
 import re
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from minipar.comm import strict
 from minipar.comm.collectives import (
@@ -32,6 +34,14 @@ def watch(body) -> str:
 def waits(axis) -> None:
     pending = all_reduce(torch.ones(4), axis, async_op=True)
     assert pending.wait().tolist() == [2.0] * 4
+
+
+def polls(axis) -> None:
+    tensor = torch.ones(4)
+    work = dist.all_reduce(tensor, group=axis.group, async_op=True)
+    while not work.is_completed():
+        time.sleep(1e-3)
+    assert tensor.tolist() == [2.0] * 4
 
 
 def writes(axis) -> None:
@@ -68,6 +78,7 @@ def reads(axis) -> None:
     "body, says",
     [
         (waits, ""),
+        (polls, ""),
         (reads, ""),
         (writes, "its tensor of float32 \\(4,\\) was written to before `wait`"),
         (frees, "its tensor of float32 \\(4,\\) was freed before `wait`"),

@@ -1,5 +1,6 @@
 """Every exercise proves itself: stub, solution, wrong answers; the checks cannot be fooled."""
 
+import inspect
 import re
 import time
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_the_stub_of_the_notebook_is_waiting(number, source, monkeypatch):
     exec("from minipar.comm.mesh import Axis, Mesh\nfrom torch import nn\n" + source, space)
     stub = next(v for k, v in reversed(space.items()) if callable(v) and k in source)
     assert refused(number, stub).criterion == "written"
+    # What a learner is given, in the order in which it comes.
+    asked, given = (inspect.signature(f).parameters for f in (stub, exercise(number).solution))
+    assert [*asked] == [*given][: len(asked)]
 
 
 @pytest.mark.skipif(not STUBS, reason="no notebook has exercises yet")

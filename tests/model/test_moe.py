@@ -290,7 +290,7 @@ def test_rows_are_added_up_as_by_torch_and_not_kept():
     tokens, rows = torch.tensor([2, 0, 2, 3, 0]), torch.randn(5, 8).double().requires_grad_()
     grad, kept = torch.randn(4, 8).double(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        sums = add_up(rows, tokens, 4)
+        sums = add_up(rows, tokens, 4, 3)
     expected = torch.zeros(4, 8).double().index_add(0, tokens, rows)
     assert torch.equal(sums, expected)
     assert torch.equal(*(torch.autograd.grad(out, rows, grad)[0] for out in (sums, expected)))

@@ -748,7 +748,8 @@ class Leaves(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(super().forward(x))
-        self.came = x
+        self.came, self.me = x, {"table": [[n] for n in range(2000)]}
+        self.me["me"] = self.me  # a circle, and what is too long to look at
         self.gated = (x * self.scale).square().sum()
         self.kept.append((self.weight**3).sum())
         return out
@@ -780,6 +781,37 @@ def test_blocks_may_leave_losses_in_attributes():
         assert_equal(strategy.full_gradients(), wanted)
     gathers = [span for span in recorded.spans if span.name == "all_gather"]
     assert len(gathers) == 5  # the last block stays
+
+
+class Silent(nn.Linear):
+    """Returns nothing, and writes into what it is given."""
+
+    def forward(self, x: Tensor, seen: list) -> None:
+        self.out = torch.tanh(super().forward(x))
+        seen.append(self.out)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(2)
+def test_blocks_may_return_nothing_and_write_into_their_arguments(is_frozen):
+    """Mutants: a block that is not gathered again; one that is given a copy of a list."""
+    mesh, seen = Mesh(dp=2), []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Silent(6, 6) for _ in range(3))).double()
+    model[0].requires_grad_(not is_frozen)
+    plain = copy.deepcopy(model)
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    for m, ranks_of in ((model, [mesh.rank]), (plain, [0, 1])):
+        for rank in ranks_of:
+            x = data(rank)
+            for block in m:
+                block(x, seen)
+                x = block.out
+            sum(each.sum() for each in seen[-3:]).backward()
+    strategy.finish_backward()
+    wanted = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    found = strategy.full_gradients()
+    assert_equal({name: found[name] for name in wanted}, wanted)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

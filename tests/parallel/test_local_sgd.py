@@ -210,7 +210,11 @@ def test_a_model_that_is_loaded_begins_anew():
     model, optimizer, strategy = start("diloco delayed", mesh, every=2, delay=2)
     train(model, strategy, optimizer, mesh.rank, range(4))
     state = models.llama(1).state_dict()
+    under_way = next(f.pending for f in strategy.fragments if f.pending)
+    waited, wait = [], under_way.wait
+    under_way.wait = lambda: waited.append(wait()) or waited[-1]
     strategy.load_full_state_dict(state)
+    assert waited  # its buffer is in use until then
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(model, strategy, optimizer, mesh.rank, range(4, 10))

@@ -850,3 +850,20 @@ def test_overlap_hides_gathers_in_forward_and_reductions_in_backward(ranks, stag
     for found in ranks(2, "link").run(_timed, stage, seconds):
         # Were either of the two not hidden, that would take `comm` longer.
         assert compute <= found <= best + SLACK < compute + comm + seconds
+
+
+@on_ranks(2)
+def test_zero_grad_is_heard_of_where_all_pieces_are_empty():
+    """Mutant: a weight that was used before `zero_grad`, and not after it, has a gradient of 0."""
+    mesh = Mesh(dp=2)
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in "ab"})
+    strategy, optimizer = attach(model, mesh.dp, stage=2, bucket_mb=1e-6)
+    for step in range(2):
+        with strategy.no_sync() if step else nullcontext():
+            (model["a"] + model["b"]).sum().backward()
+        if step:
+            optimizer.zero_grad()
+            model["a"].sum().backward()
+        strategy.finish_backward()
+    gradients = [optimizer.pieces[model[name]].grad for name in "ab"]
+    assert gradients[1] is None and (mesh.rank or gradients[0] is not None)

@@ -276,6 +276,29 @@ def test_layers_with_experts_and_without_are_priced_by_their_shares():
         assert some == pytest.approx((17 * none + 15 * all_of_it) / 32) and none < all_of_it
 
 
+@pytest.mark.parametrize("text", ["pp=4", "pp=4,schedule=interleaved_1f1b,stages_per_rank=8"])
+def test_the_fullest_rank_may_have_no_layer_without_experts(text):
+    """Of 32 stages of a layer each, every second one has experts: all those of a rank, or none."""
+    moe = replace(PARTLY, first_dense=0, every=2)
+    config = replace(PRESETS["llama-3-8b"], moe=moe)
+    whole, some = (
+        cost.memory(job(f"dp=2,{text},zero=1,microbatches=8", config=replace(config, moe=m)))
+        for m in (replace(moe, every=1), moe)
+    )
+    share = some["weights"] / whole["weights"]
+    assert share == 1 if "interleaved" in text else share < 0.7
+
+
+def test_both_tables_of_a_v_are_reduced_by_one_rank():
+    """Mutant: as where each end has one."""
+    config = replace(PRESETS["llama-3.2-1b"], tie_embeddings=False)
+    seconds = [
+        cost.seconds(job(f"dp=16,pp=4,zero=1,microbatches=16,schedule={name}", config=config))
+        for name in ("1f1b", "zb_v")
+    ]
+    assert seconds[1]["optimizer"] > 1.15 * seconds[0]["optimizer"]
+
+
 def test_rows_travel_while_others_compute():
     """As `expert.overlapped`: nothing hides one trip home; halves hide the most of the others."""
     trips = {

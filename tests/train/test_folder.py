@@ -20,8 +20,8 @@ import minipar
 from minipar.cli import failures, training
 from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
+from minipar.train import checkpoint, saver, trainer
 from minipar.train import folder as folders
-from minipar.train import saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import RUNNING, held
 from minipar.train.tokenizer import ByteTokenizer
@@ -303,6 +303,19 @@ def test_a_run_that_went_back_goes_on_from_what_it_wrote_last(tmp_path, monkeypa
     assert f"with: the same line of torchrun, and in it --resume {tmp_path}" in (
         folders.how_to_go_on(tmp_path)
     )
+
+
+def test_a_damaged_checkpoint_counts_by_when_it_was_written(tmp_path):
+    """An old one is no reason to stop; the latest is, since it is that which is asked for."""
+    for seconds, step in enumerate((3, 6)):
+        os.utime(Path(save(tmp_path, step)) / "manifest.json", (seconds, seconds))
+    damaged = tmp_path / "checkpoints/step_000003/manifest.json"
+    damaged.write_text("", encoding="utf-8")
+    for seconds, step in ((0, 6), (2, 3)):
+        os.utime(damaged, (seconds, seconds))
+        assert folders.newest(tmp_path).name == f"step_{step:06d}"
+    os.utime(damaged, (0, 0))
+    assert checkpoint.number_of(Path(save(tmp_path, 9))) == 3
 
 
 def test_a_job_is_not_forgotten_before_its_pictures_are_drawn(job, tmp_path, monkeypatch):

@@ -271,6 +271,8 @@ def test_a_run_that_went_back_is_taken_up_there_if_it_was_killed_at_once(run, mo
     """Mutant: before its first save, its newest checkpoint is the one that it went back from."""
     folder = run(1, "one", steps=2, save_every=1)
     start = folder / "checkpoints/step_000001"
+    run(1, "one", start=start, steps=1)  # which only looks: there is nothing to do
+    assert newest(folder) == folder / "checkpoints/step_000002"
     monkeypatch.setattr(trainer.Trainer, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(1, "one", start=start, steps=2)
