@@ -272,7 +272,8 @@ def _gradients(parameters: dict[int, Tensor], axes: Collection[Axis]) -> list[Te
     """Return the gradients of `parameters` by id; raise where `unscale` would miss some."""
     for p in parameters.values():
         cut_over(p, axes)
-        if hasattr(p, "stepped_elsewhere") and id(piece_of(p)) not in parameters:
+        is_elsewhere = hasattr(p, "stepped_elsewhere") and piece_of(p).numel() > 0
+        if is_elsewhere and id(piece_of(p)) not in parameters:
             raise RuntimeError("these parameters get no gradients; use strategy.with_gradients()")
     return [p.grad for p in parameters.values() if p.grad is not None]
 

@@ -315,7 +315,7 @@ def test_a_page_has_its_room_before_anyone_writes():
         init(page, path)
 
     if rank == 1:  # as if its disk were full
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (watchdog._Page.NUM_BYTES - 1, most[1]))
     with mock.patch.object(watchdog._Page, "__init__", note), watchdog.watch(60):
         assert list(watchdog._active._pages) == [0, 1][: 1 + rank]
         comm.barrier(Mesh(dp=2).dp)

@@ -158,7 +158,8 @@ def test_the_finding_the_label_and_only_what_occurs():
     rest = [Span("compute", "step", 0, 0.145, 0.15)]
     alone = Span("compute", "loss", 0, 0.145, 0.15)
     for more, seen, not_seen in (
-        (tiny, set(), {"step", "other work", "compute"}),  # a tenth of a pixel
+        (tiny[:1], set(), {"step", "other work", "compute"}),  # a tenth of a pixel, drawn as one
+        (tiny, {"other work"}, {"step", "compute"}),
         (rest, {"other work"}, {"step", "compute"}),
         ([alone], {"loss"}, {"other work", "compute"}),
         ([*rest, alone], {"compute"}, {"other work", "step", "loss"}),

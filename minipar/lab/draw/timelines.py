@@ -194,7 +194,8 @@ def _heading(ax: Axes, title: str, t: Timeline, xlim: tuple[float, float], unit:
 def legend(shown: Sequence[Timeline], xlim: tuple[float, float]) -> list[tuple[str, str]]:
     """(colour, text) of what can be seen: work first, then communication, exposed last.
 
-    What is less than two pixels in all cannot; `xlim` may end at infinity, for whole timelines.
+    What takes less than two pixels in all is left out; each bar takes one at least. `xlim` may end
+    at infinity, for whole timelines.
     """
     last = min(xlim[1], 1.005e3 * max((t.duration for t in shown), default=0.0))
     pixel = (last - xlim[0]) / ((WIDTH - LEFT - RIGHT) * pen.DPI)
