@@ -123,6 +123,7 @@ class Hold:
         for tensor in written:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().fill_(_poison(tensor.dtype))
+        self._watch = _flying
         _flying.add(self)
 
     def settle(self) -> None:
@@ -139,7 +140,7 @@ class Hold:
                 tensor.detach().copy_(arrived)
 
     def __del__(self) -> None:
-        if not self.is_settled:
+        if not self.is_settled and self._watch is _flying:  # else of a body that was interrupted
             _lost.append(", ".join([self.what, *self._tensors]))
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:

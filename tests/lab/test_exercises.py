@@ -31,10 +31,12 @@ STUBS = [
 
 
 @pytest.fixture(autouse=True)
-def pool(ranks, monkeypatch):
-    """Let the checks use the tests' own standing ranks."""
-    monkeypatch.setattr(exercises, "_own", ranks(4, "link"))
-    return ranks(4, "link")
+def pool(ranks, monkeypatch, request):
+    """Let the checks use the tests' own standing ranks, as many as the exercise takes."""
+    number = getattr(request.node, "callspec", None) and request.node.callspec.params.get("number")
+    standing = ranks(max(4, *exercise(number).sizes) if number else 4, "link")
+    monkeypatch.setattr(exercises, "_own", standing)
+    return standing
 
 
 def refused(number: str, answer, **options) -> CheckFailed:
