@@ -39,6 +39,9 @@ from torch import Tensor
 DELAY = 1e-3
 """Seconds by which an operation is late, in the mean of an exponential law."""
 
+PATIENCE = 2.0
+"""Seconds in which what is under way at the end of a body may end: some message may never."""
+
 _flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
 _lost: list[str] = []
 _random = random.Random()
@@ -67,8 +70,9 @@ def watching() -> Iterator[None]:
     _lost.clear()
     try:
         yield
+        until = time.monotonic() + PATIENCE
         for hold in list(_flying):
-            hold.ended.wait()
+            hold.ended.wait(max(0.0, until - time.monotonic()))
         hold = None
         time.sleep(0.01 if _flying else 0)  # the thread of the link lets go of what has ended
         gc.collect()  # a handle in a cycle is as lost as any other

@@ -193,7 +193,7 @@ def wrong_sends_every_microbatch(model, backwards, axis):
 
 @fails(
     "run",
-    "Whoever starts an all-reduce has to wait for it: keep the handles, and wait after backward.",
+    "Who starts an all-reduce has to wait for it: keep the handles, and wait after backward.",
 )
 def wrong_never_waits(model, backwards, axis):
     """Gloo has the sum in time, as a rule; NCCL may not have begun."""
@@ -212,7 +212,7 @@ def wrong_never_waits(model, backwards, axis):
 
 @fails(
     "result",
-    "A gradient is divided while it travels: divide before it is sent, or once it was waited for.",
+    "A gradient is divided while it travels: divide before it is sent, or after the wait.",
 )
 def wrong_divides_what_travels(model, backwards, axis):
     works = []

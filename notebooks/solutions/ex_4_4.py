@@ -146,7 +146,7 @@ def wrong_rest_to_the_slowest(own_seconds, num_microbatches, axis):
 
 @fails(
     "result",
-    "Proportional shares, rounded, are not always best: deal the microbatches out one at a time.",
+    "Proportional shares, rounded, are not always best: deal microbatches out one at a time.",
 )
 def wrong_rest_to_the_fastest(own_seconds, num_microbatches, axis):
     """Rounded to the nearest, and the fastest takes what remains."""
