@@ -43,6 +43,7 @@ PATIENCE = 2.0
 """Seconds in which what is under way at the end of a body may end: some message may never."""
 
 _flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
+_alone = False  # whether others than those are nobody's
 _lost: list[str] = []
 _random = random.Random()
 
@@ -54,19 +55,22 @@ class Race(RuntimeError):
 
 
 @contextmanager
-def watching() -> Iterator[None]:
+def watching(*, alone: bool = False) -> Iterator[None]:
     """Find races of this rank's link groups in the body; raises `Race` where one is seen.
+
+    With `alone`, handles of operations that began before it, in a body that failed, may go.
 
     Raises `ValueError` where there is no link group: over other backends nothing would be seen.
     """
-    global _flying
+    global _flying, _alone
     backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
     if "link" not in backends:
         raise ValueError(
             f"strict.watching() sees collectives of the backend link, and here they go over "
             f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
         )
-    before, _flying = _flying, weakref.WeakSet()
+    before = _flying, _alone
+    _flying, _alone = weakref.WeakSet(), alone
     _lost.clear()
     try:
         yield
@@ -81,7 +85,7 @@ def watching() -> Iterator[None]:
             race.report = f"Race: {race}"
             raise race
     finally:
-        _flying = before
+        _flying, _alone = before
 
 
 @contextmanager
@@ -144,7 +148,7 @@ class Hold:
                 tensor.detach().copy_(arrived)
 
     def __del__(self) -> None:
-        if not self.is_settled and self._watch is _flying:  # else of a body that was interrupted
+        if not self.is_settled and not (_alone and self._watch is not _flying):
             _lost.append(", ".join([self.what, *self._tensors]))
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
