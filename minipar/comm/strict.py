@@ -43,7 +43,7 @@ PATIENCE = 2.0
 """Seconds in which what is under way at the end of a body may end: some message may never."""
 
 _flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
-_alone = False  # whether others than those are nobody's
+_alone = False  # whether operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
 
@@ -58,8 +58,7 @@ class Race(RuntimeError):
 def watching(*, alone: bool = False) -> Iterator[None]:
     """Find races of this rank's link groups in the body; raises `Race` where one is seen.
 
-    With `alone`, handles of operations that began before it, in a body that failed, may go.
-
+    With `alone`, operations that began before the body, such as in one that failed, do not count.
     Raises `ValueError` where there is no link group: over other backends nothing would be seen.
     """
     global _flying, _alone
@@ -148,7 +147,8 @@ class Hold:
                 tensor.detach().copy_(arrived)
 
     def __del__(self) -> None:
-        if not self.is_settled and not (_alone and self._watch is not _flying):
+        counts = self._watch is _flying or not _alone
+        if counts and not self.is_settled:
             _lost.append(", ".join([self.what, *self._tensors]))
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:

@@ -344,7 +344,7 @@ def _loaded(event: dict[str, Any]) -> Span:
     start, end, meta, num_bytes = args["start"], args["end"], args["meta"], args.get("bytes", 0)
     numbers = is_number(start) and is_number(end) and start <= end
     numbers = numbers and kineto.whole(rank, -1) >= 0 and kineto.whole(num_bytes, -1) >= 0
-    plain = isinstance(meta, dict) and all(isinstance(x, _PLAIN) for x in meta.values())
+    plain = isinstance(meta, dict) and all(isinstance(meta.get(key), _PLAIN) for key in _READ)
     if not (numbers and plain):
         raise TypeError(f"the event {event!s:.100} is none of ours")
     kind, name, axis = (printable(x) for x in (event["cat"], event["name"], args.get("axis", "")))
@@ -352,6 +352,7 @@ def _loaded(event: dict[str, Any]) -> Span:
 
 
 _PLAIN = str | int | float | None
+_READ = "group", "launched", "seq", "site"  # what is read of `meta`; the rest is the user's
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Strategy:
         guard.check_gradient(p, p.grad)
 
     def share_sums(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let a sum that nobody has zeroed be shared by the ranks, when a gradient is added."""
+        """Let a sum that was not zeroed be shared by the ranks, when a gradient is added to it."""
         for p in parameters:
             p.register_hook(partial(self._share, p))
 

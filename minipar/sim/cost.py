@@ -28,7 +28,7 @@ and without take their mean time on all ranks of a pipeline; of memory, the full
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -74,9 +74,9 @@ def seconds(job: Job) -> dict[str, float]:
     is_tied = plan.pp == 1 and job.config.tie_embeddings
     tables = [(sum(job.ends(rank)) - is_tied) * words for rank in range(plan.pp)]
     if plan.zero == 3 and group > 1:
-        sent = layer + max(tables) / max(layers)
-        gather = _over_dp(job, "all_gather", 2, sent, experts)
-        reduce = _over_dp(job, "reduce_scatter", software.reduced, sent, experts)
+        with_tables = layer + max(tables) / max(layers)
+        gather = _over_dp(job, "all_gather", 2, with_tables, experts)
+        reduce = _over_dp(job, "reduce_scatter", software.reduced, with_tables, experts)
         pairs = (gather, forward), (gather + reduce, backward)
         waits = sum(max(0.0, sent - sum(parts.values())) for sent, parts in pairs)
         once["dp"] = waits + _touch(job, software.copies * layer)
@@ -182,14 +182,14 @@ def _heads(job: Job) -> tuple[float, float]:
 
 def _layer(job: Job, backward: bool) -> dict[str, float]:
     """Return the seconds of a layer in one direction, by part: the mean of all."""
-    return _mean((share, _layer_of(kind, backward)) for share, kind in job.kinds())
+    return _mean(job, lambda kind: _layer_of(kind, backward))
 
 
-def _mean(kinds: Iterable[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """Return the sum of tables of numbers, each times its share."""
+def _mean(job: Job, numbers_of: Callable[[Job], dict[str, float]]) -> dict[str, float]:
+    """Return the mean over all layers, with experts and without, of a layer's numbers."""
     total: dict[str, float] = defaultdict(float)
-    for share, parts in kinds:
-        for part, number in parts.items():
+    for share, kind in job.kinds():
+        for part, number in numbers_of(kind).items():
             total[part] += share * number
     return dict(total)
 
@@ -413,7 +413,7 @@ def activations(job: Job) -> dict[str, float]:
     whole. Rows of experts are kept as they come and as they go. Of a GPT layer, dropout's masks;
     without flash attention, softmax's input and output and its mask, T x T each. The mean of all.
     """
-    return _mean((share, _activations_of(kind)) for share, kind in job.kinds())
+    return _mean(job, _activations_of)
 
 
 def _activations_of(job: Job) -> dict[str, float]:

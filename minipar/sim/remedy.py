@@ -35,7 +35,7 @@ def page_of(config: TrainConfig, folder: Path) -> str:
         saved = available(folder / "checkpoints")
         return f"\n{page(config, noted, str(folder) if saved else '')}\n"
     except (OSError, RuntimeError, MemoryError, KeyError, ValueError) as error:
-        why = error if type(error) is ValueError else type(error).__name__
+        why = str(error) if isinstance(error, ValueError) else type(error).__name__
         return f"\nwhat would fit cannot be said: {why}\n"
 
 

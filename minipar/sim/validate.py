@@ -53,6 +53,8 @@ DTYPES = {"fp4": "fp4", "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "bfloat16
 """By what is in a table's word, the first that is: fp8-e4m3, nvfp4, bf16-mixed, amp_bf16."""
 RECOMPUTE = {"off": "none", "op": "selective", "layer": "selective", "uniform": "full"}
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+GROUPED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")
+"""A number whose commas part thousands: in 4,5 one is the point, and it is not read."""
 NEEDED = ("layers", "hidden", "heads", "seq", "device", "gpus")
 FITTED = ("host", "host_tp", "host_across", "passes", "attention", "exposed", "copies", "fixed")
 START = {"host": 1e-3, "host_tp": 0.3e-3, "host_across": 1e-3, "passes": 1.5, "attention": 2}
@@ -156,9 +158,8 @@ class Row(dict[str, str]):
         """Return a number; raise `ValueError` for what is none or out of bounds."""
         text = self.get(name, "")
         try:
-            if "," in text and not re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text):
-                raise ValueError("4,5 is no number, and 4,500 is one")
-            number = float(text.replace(",", "")) if text else default
+            plain = text.replace(",", "") if GROUPED.fullmatch(text) else text
+            number = float(plain) if plain else default
         except ValueError:
             number = math.nan
         if not lowest <= number < 1e15:

@@ -5,7 +5,7 @@ started again finds it.
 and a word made up for this start. The kernel lets go of the lock when the process ends, however
 that happens. On NFS it holds between hosts as well; where a file system has no locks, the file
 itself must do. Who removes the folder or this file ends the run, at its next save: a lock on a file
-that nobody can see keeps no other run away.
+that is not there keeps no other run away.
 
 *Seen by all.* Each rank must read that word before it trains. One that cannot is on a host that
 does not share the folder: its part of every checkpoint would be lost.

@@ -47,9 +47,13 @@ def _backward(model, x, y):
 
 
 def _buckets(model, capacity):
+    return _filled(reversed([p for p in model.parameters() if p.requires_grad]), capacity)
+
+
+def _filled(parameters, capacity, is_full=lambda num_bytes, room: num_bytes > room):
     buckets, room = [], 0
-    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
-        if parameter.nbytes > room:
+    for parameter in parameters:
+        if not buckets or is_full(parameter.nbytes, room):
             buckets.append([])
             room = capacity
         buckets[-1].append(parameter)
@@ -122,13 +126,8 @@ def wrong_forgets_to_hand_out(model, axis, capacity):
     "The last bucket was never sent.",
 )
 def wrong_drops_the_last_bucket(model, axis, capacity):
-    bucket, room = [], capacity
-    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
-        if parameter.nbytes > room:
-            _reduce(bucket, axis)
-            bucket, room = [], capacity
-        bucket.append(parameter)
-        room -= parameter.nbytes
+    for bucket in _buckets(model, capacity)[:-1]:
+        _reduce(bucket, axis)
 
 
 @fails(
@@ -154,14 +153,9 @@ def wrong_one_call_for_everything(model, axis, capacity):
     "What just fits belongs into the bucket: begin a new one only where it would not fit.",
 )
 def wrong_leaves_no_bucket_full(model, axis, capacity):
-    bucket, room = [], capacity
-    for parameter in reversed([p for p in model.parameters() if p.grad is not None]):
-        if bucket and parameter.nbytes >= room:
-            _reduce(bucket, axis)
-            bucket, room = [], capacity
-        bucket.append(parameter)
-        room -= parameter.nbytes
-    _reduce(bucket, axis)
+    learning = reversed([p for p in model.parameters() if p.grad is not None])
+    for bucket in _filled(learning, capacity, lambda num_bytes, room: num_bytes >= room):
+        _reduce(bucket, axis)
 
 
 @fails(
@@ -169,15 +163,9 @@ def wrong_leaves_no_bucket_full(model, axis, capacity):
     "A frozen parameter has no gradient, and takes no room in a bucket.",
 )
 def wrong_makes_room_for_what_is_frozen(model, axis, capacity):
-    bucket, room = [], capacity
-    for parameter in reversed(list(model.parameters())):
-        if parameter.nbytes > room:
-            _reduce(bucket, axis)
-            bucket, room = [], capacity
-        if parameter.grad is not None:
-            bucket.append(parameter)
-        room -= parameter.nbytes
-    _reduce(bucket, axis)
+    for bucket in _filled(reversed(list(model.parameters())), capacity):
+        if learning := [p for p in bucket if p.grad is not None]:
+            _reduce(learning, axis)
 
 
 @fails(
@@ -185,14 +173,8 @@ def wrong_makes_room_for_what_is_frozen(model, axis, capacity):
     "In another order than backward finishes gradients: the last parameters go first.",
 )
 def wrong_first_parameter_first(model, axis, capacity):
-    bucket, room = [], capacity
-    for parameter in [p for p in model.parameters() if p.grad is not None]:
-        if parameter.nbytes > room:
-            _reduce(bucket, axis)
-            bucket, room = [], capacity
-        bucket.append(parameter)
-        room -= parameter.nbytes
-    _reduce(bucket, axis)
+    for bucket in _filled([p for p in model.parameters() if p.grad is not None], capacity):
+        _reduce(bucket, axis)
 
 
 @fails(

@@ -125,6 +125,16 @@ def solution(model, backwards, axis):
         hook.remove()
 
 
+def _in_last(model, backwards, send):
+    """Run all backwards; in the last, `send` is called with each parameter that is done."""
+    *early, last = backwards
+    for backward in early:
+        backward()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    last()
+
+
 @fails(
     "result",
     "No gradient was sent.",
@@ -144,12 +154,7 @@ def wrong_sends_the_weights(model, backwards, axis):
     def send(parameter):
         works.append(dist.all_reduce(parameter.data, group=axis.group, async_op=True))
 
-    *early, last = backwards
-    for backward in early:
-        backward()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    last()
+    _in_last(model, backwards, send)
     for work in works:
         work.wait()
 
@@ -202,12 +207,7 @@ def wrong_never_waits(model, backwards, axis):
         parameter.grad /= axis.size
         dist.all_reduce(parameter.grad, group=axis.group, async_op=True)
 
-    *early, last = backwards
-    for backward in early:
-        backward()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    last()
+    _in_last(model, backwards, send)
 
 
 @fails(
@@ -221,12 +221,7 @@ def wrong_divides_what_travels(model, backwards, axis):
         works.append(dist.all_reduce(parameter.grad, group=axis.group, async_op=True))
         parameter.grad /= axis.size
 
-    *early, last = backwards
-    for backward in early:
-        backward()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    last()
+    _in_last(model, backwards, send)
     for work in works:
         work.wait()
 
@@ -254,9 +249,4 @@ def wrong_waits_in_the_hook(model, backwards, axis):
         dist.all_reduce(parameter.grad, group=axis.group)
         parameter.grad /= axis.size
 
-    *early, last = backwards
-    for backward in early:
-        backward()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-    last()
+    _in_last(model, backwards, send)
