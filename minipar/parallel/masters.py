@@ -41,15 +41,23 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     keeps no count.
 
     Raises `ValueError` unless `optimizer` steps all parameters that learn, and none has a master
-    yet; `RuntimeError` for a step with a closure, which would compute with the masters.
+    yet; `RuntimeError` for a step with a closure, which would compute with the masters, or
+    of a parameter that was unfrozen since.
     """
     _check_all_learn_here(model, optimizer)
+    frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
     lower(model, dtype)
     working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):
             raise RuntimeError("step(closure) would run on master weights; backward, then step()")
+        for p, name in frozen.items():
+            if p.requires_grad and p.is_floating_point():
+                raise RuntimeError(
+                    f"{name} was frozen when keep() was called and has no master, so its steps "
+                    f"would round to nothing; unfreeze it first, then keep()"
+                )
         for p in working:
             p.data = master_of(p)
 

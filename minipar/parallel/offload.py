@@ -135,8 +135,8 @@ def apply(
 
     Reading a weight in the forward of another block than its own, before that block has run, reads
     one that may still be on its way. Raises `ValueError` for a bucket without capacity, a model
-    without a trainable parameter or with sparse gradients, an `inside` that cuts gradients, or none
-    along an axis of several ranks.
+    without a trainable parameter or with sparse gradients, an `inside` that cuts gradients or is
+    beside `compute_dtype`, or none along an axis of several ranks.
     """
     if bucket_mb is not None and not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
@@ -151,6 +151,12 @@ def apply(
         raise ValueError(
             f"inside= must reduce whole gradients, and {type(inside).__name__} cuts them; use "
             f"step_on_host(optimizer) with zero, shards_on_host(strategy) with fsdp"
+        )
+    if inside is not None and compute_dtype is not None:
+        raise ValueError(
+            f"compute_dtype={compute_dtype} beside inside={type(inside).__name__}: it sums "
+            f"gradients in the dtype in which the model was given to it; leave one of them out, or "
+            f"use autocast, which leaves weights and gradients as they are"
         )
     guard.check_layers(model)
     guard.check_apart(model.named_parameters())

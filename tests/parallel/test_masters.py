@@ -254,6 +254,18 @@ def test_masters_that_nobody_would_step_are_refused(names, message):
             masters.keep(model, optimizer, torch.bfloat16)
 
 
+def test_what_is_unfrozen_later_has_no_master_and_is_refused():
+    """Mutant: its steps of a thousandth round to nothing, and no one says so."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    masters.keep(model, optimizer, torch.bfloat16)
+    optimizer.step()
+    model[1].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"1\.bias was frozen when keep.* unfreeze it first"):
+        optimizer.step()
+
+
 def test_a_model_that_is_all_frozen_takes_steps():
     """As a stage of a pipeline may be. Mutant: a copy of nothing, which torch refuses."""
     model = nn.Linear(4, 4).requires_grad_(False)

@@ -967,6 +967,10 @@ def test_a_second_apply_and_sparse_gradients_are_refused():
         if strategy.rows:
             with refuses("use step_on_host", ValueError):
                 offload.apply(model, dp, inside=strategy)
+    model = Net()
+    inside = ddp.apply(model, dp)
+    with refuses("compute_dtype=torch.bfloat16 beside inside=Overlapped", ValueError):
+        offload.apply(model, dp, inside=inside, compute_dtype=torch.bfloat16)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     for kind in KINDS:
         with refuses("0 has sparse=True", ValueError):
