@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 from minipar.comm.link import LINKS
 from minipar.lab.bench.expert_overlap import SHARE
 from minipar.model.llama import PRESETS
-from minipar.sim.cost import HEADROOM
+from minipar.sim.footprint import HEADROOM
 from minipar.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

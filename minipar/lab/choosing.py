@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, planner
+from minipar.sim import cost, footprint, planner
 from minipar.sim.hardware import OF_CEILING
 from minipar.sim.planner import PlanConfig, Ranked
 
@@ -59,7 +59,7 @@ def calculator(
     """Draw GB by part beside ms by part; arguments and errors are those of `calculate`."""
     found = calculate(model, plan, tokens, recompute, link)
     held, step = {k: b / 1e9 for k, b in found.memory.items()}, found.seconds
-    limit = cost.room(found.job.machine.device) / 1e9
+    limit = footprint.room(found.job.machine.device) / 1e9
     names = {axis: f"{axis}, exposed" for axis in cost.AXES} | {"fixed": "once a step"}
     times = {names.get(part, part): 1e3 * s for part, s in step.items()}
     inks = {names[axis]: pen.colour(axis) for axis in cost.AXES} | {"bubble": pen.MUTED}

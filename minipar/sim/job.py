@@ -1,6 +1,6 @@
 """A plan for a model on a machine, and what follows for sizes: who computes how much of what.
 
-`cost.py` turns it into seconds and bytes.
+`cost.py` turns it into seconds, `footprint.py` into bytes.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Which plan? Every legal way to train a model on a machine, ranked by the time that it would take.
 
 Idea.   `candidates` lists meshes, ZeRO stages, microbatches, recomputation and schedules; a plan
-        must hold in memory with headroom (`cost.memory`) and be legal (`Plan.problem`, the one
+        must hold in memory with headroom (`footprint.memory`) and be legal (`Plan.problem`, the one
         source of what is); `cost.seconds` ranks what is left. For each *family*, the axes that a
         plan uses, the best plan that lost says why; and so does, for each choice of the best plan,
         the best plan without it.
@@ -21,7 +21,7 @@ from typing import Any
 from minipar.comm.spans import aligned
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import MESH, Plan, meshes
-from minipar.sim import cost, hardware
+from minipar.sim import cost, footprint, hardware
 from minipar.sim.asked import PlanConfig, base_of, fixed
 from minipar.sim.pasted import flags
 from minipar.sim.replay import Simulated, replay
@@ -118,7 +118,7 @@ class Ranked:
         given |= {"error": None if unchecked(self.job) else ERROR, "unchecked": unchecked(self.job)}
         parts = {"seconds": self.seconds, "memory": self.memory, "flags": flags(self.job)}
         own = replace(self.job, software=hardware.software("minipar"))
-        given["minipar_bytes"] = sum(cost.memory(own).values())  # with `minipar train`
+        given["minipar_bytes"] = sum(footprint.memory(own).values())  # with `minipar train`
         plan = asdict(self.job.plan) | {"microbatch": self.job.microbatch}
         return {"plan": plan, **given, **parts}
 
@@ -201,7 +201,7 @@ def search(
     watch: Callable[[Iterable], Iterable] = iter,
 ) -> Search:
     """Rank all candidates; `watch` may show how far it is."""
-    limit = cost.room(base.machine.device)
+    limit = footprint.room(base.machine.device)
     fit, too_large = [], []
     fix = fix or {}
     # Candidates take from `base` what they do not vary; the precision is the machine's.
@@ -210,7 +210,7 @@ def search(
     base = replace(base, plan=plan, microbatch=fix.get("microbatch", base.microbatch))
     jobs = [j for j in candidates(base, gpus, global_batch) if _has(j, fix)]
     for job in watch(jobs):
-        held = cost.memory(job)
+        held = footprint.memory(job)
         if sum(held.values()) > limit:
             too_large.append(Ranked(job, {}, held))
         else:
@@ -360,7 +360,7 @@ def _by_part(ranked: Ranked) -> str:
 def explain(ranked: Ranked) -> str:
     """Say all about one plan."""
     text = f"{table([ranked])}\n\n{_by_part(ranked)}"
-    limit = cost.room(ranked.job.machine.device)
+    limit = footprint.room(ranked.job.machine.device)
     if ranked.held > limit:
         text += f"\n  It does not fit: {ranked.held / GB:.0f} of {limit / GB:.0f} GB, most of it "
         text += ranked.largest
@@ -387,7 +387,7 @@ def as_minipar(ranked: Ranked) -> str:
     microbatches that its memory is full.
     """
     job, plan = ranked.job, ranked.job.plan
-    limit = cost.room(job.machine.device)
+    limit = footprint.room(job.machine.device)
     some = min(plan.microbatches, 4 * plan.pp) if plan.pp > 1 else plan.microbatches
     shorter = replace(ranked, job=replace(job, plan=replace(plan, microbatches=some)))
     try:
@@ -423,7 +423,7 @@ def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
             f"--gpus {plan.num_ranks} and a --global-batch that these divide"
         )
     job = replace(job, microbatch=config.global_batch // count)
-    return Ranked(job, cost.seconds(job), cost.memory(job))
+    return Ranked(job, cost.seconds(job), footprint.memory(job))
 
 
 def _nothing_fits(config: PlanConfig, base: cost.Job, found: Search) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from minipar.parallel.plan import MESH, Plan
-from minipar.sim import cost, hardware, planner
+from minipar.sim import cost, footprint, hardware, planner
 from minipar.sim.trace import trace
 from minipar.train import out_of_memory
 from minipar.train.checkpoint import available
@@ -105,7 +105,11 @@ def _changes(base: cost.Job, config: TrainConfig, limit: float) -> list[tuple[co
     for job in planner.candidates(base, config.num_ranks, config.batch_size):
         words = _changed(base.plan, job.plan)
         # The closed form leaves out what is clear; what fits is for the trace to say.
-        if words and planner.problem(job) is None and sum(cost.memory(job).values()) < 2 * limit:
+        if (
+            words
+            and planner.problem(job) is None
+            and sum(footprint.memory(job).values()) < 2 * limit
+        ):
             order = bool(words & {*MESH}), len(words), sum(cost.seconds(job).values())
             jobs.append((order, words, job))
     found: dict[frozenset, tuple[cost.Job, float]] = {}

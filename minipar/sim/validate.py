@@ -35,7 +35,7 @@ from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, fit, hardware
+from minipar.sim import cost, fit, footprint, hardware
 
 FAMILIES = {"nanotron": "nanotron", "llm-foundry": "llm-foundry", "fms-fsdp": "compiled"}
 FAMILIES |= dict.fromkeys(("megatron", "nemo", "mcore"), "megatron")
@@ -95,7 +95,7 @@ class Run:
     @cached_property
     def held(self) -> float:
         """Bytes of the fullest device."""
-        return sum(cost.memory(self.job).values())
+        return sum(footprint.memory(self.job).values())
 
     @property
     def ideal(self) -> float:
@@ -275,8 +275,8 @@ def _with_batch(row: Row, job: cost.Job) -> cost.Job:
     jobs = [
         replace(job, microbatch=m, plan=replace(job.plan, microbatches=mine // m)) for m in tried
     ]
-    room = cost.room(job.machine.device)
-    fit = [j for j in jobs if sum(cost.memory(j).values()) < room] or jobs[:1]
+    room = footprint.room(job.machine.device)
+    fit = [j for j in jobs if sum(footprint.memory(j).values()) < room] or jobs[:1]
     return min(fit, key=lambda j: sum(cost.seconds(j).values()))
 
 
@@ -326,7 +326,7 @@ def choices(runs: Sequence[Run]) -> list[tuple[float, float, float]]:
         if len(cell) < 3:
             continue
         best = min(run.seconds for run in cell)
-        fit = [r for r in cell if r.held < cost.room(r.job.machine.device)] or cell
+        fit = [r for r in cell if r.held < footprint.room(r.job.machine.device)] or cell
         ours = min(fit, key=lambda run: run.predicted)
         thumb = min(fit, key=lambda r: (r.job.plan.tp * r.job.plan.pp, -r.job.microbatch))
         ranks = [

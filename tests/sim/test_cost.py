@@ -11,26 +11,14 @@ from minipar.model.moe import MoEConfig
 from minipar.parallel import expert
 from minipar.parallel.pipeline import schedules, simulate, stages
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, hardware, planner
+from minipar.sim import cost, footprint, hardware, planner
 from minipar.sim.asked import model_config
 from minipar.sim.job import _cut
-
-H100 = hardware.load("h100-ndr")
-ANY = hardware.software("any")
-
-
-def job(plan: str, *, config=PRESETS["llama-3-8b"], machine=H100, software=ANY, **options):
-    return cost.Job(
-        config, Plan.parse(plan), machine, software, options.pop("seq", 8192), **options
-    )
+from tests.sim.jobs import ANY, H100, PARTLY, held, job
 
 
 def step(a: cost.Job) -> float:
     return sum(cost.seconds(a).values())
-
-
-def held(a: cost.Job) -> float:
-    return sum(cost.memory(a).values())
 
 
 @pytest.mark.parametrize(
@@ -100,24 +88,6 @@ def test_each_axis_pays_for_itself_alone():
         assert all(part >= 0 for part in parts.values())
 
 
-def test_memory_shrinks_with_what_is_cut_and_computed_again():
-    stages = [held(job(f"dp=8,zero={zero}")) for zero in range(4)]
-    kept = [held(job(f"dp=8,checkpointing={how}")) for how in ("none", "selective", "full")]
-    assert stages == sorted(stages, reverse=True) and kept == sorted(kept, reverse=True)
-    state = cost.memory(job("dp=8"))
-    expected = 18 * PRESETS["llama-3-8b"].num_parameters
-    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
-        expected, rel=0.01
-    )
-    # Shards of ZeRO 3 are the masters; beside them two layers, and the head where the loss is.
-    c = PRESETS["llama-3-8b"]
-    whole = 2 * (2 * c.num_layer_parameters + c.vocab_size * c.hidden_size)
-    state = cost.memory(job("dp=8,zero=3,microbatches=2"))
-    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
-        16 * c.num_parameters / 8 + whole, rel=0.01
-    )
-
-
 def test_schedules_trade_the_bubble_for_memory():
     by_name = {
         name: job(f"pp=8,microbatches=16,schedule={name}")
@@ -132,19 +102,13 @@ def test_schedules_trade_the_bubble_for_memory():
     assert sum(whole.layers()) == 32
 
 
-def test_a_schedule_that_cannot_be_is_left_to_those_who_say_why():
-    """A search has such plans among others. Mutant: all of it ends with an error."""
-    one = job("pp=3,microbatches=6,schedule=dualpipe")
-    assert held(one) > 0 and "even" in one.plan.problem(one.config)
-
-
 def test_ranks_of_a_naive_pipeline_compute_one_after_the_other():
     """As `schedules.naive` says. Mutants: 1F1B's bubble; its microbatches in flight."""
     one, staged = job("pp=4,microbatches=16,schedule=naive"), job("pp=4,microbatches=16")
     bubble = [cost.seconds(each)["bubble"] for each in (one, staged)]
     assert bubble[0] == pytest.approx(16 * bubble[1])
-    assert [max(pairs) for pairs in cost.in_flight(one)] == [(1, 0)] * 4
-    assert max(cost.in_flight(staged)[0]) == (4, 0)
+    assert [max(pairs) for pairs in footprint.in_flight(one)] == [(1, 0)] * 4
+    assert max(footprint.in_flight(staged)[0]) == (4, 0)
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
@@ -249,44 +213,16 @@ def test_experts_cost_memory_by_all_and_time_by_those_chosen():
     assert cost.seconds(replace(sparse, ep=8))["ep"] > 0 == cost.seconds(sparse)["ep"]
 
 
-PARTLY = MoEConfig(8, 2, 14_336, num_shared=1, first_dense=3, every=2)
-"""Experts in 15 layers of 32."""
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("moe", [replace(PARTLY, first_dense=0, every=1), PARTLY])
-def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated):
-    """Mutants: all layers as the last; three matrices of an expert without a gate."""
-    c = replace(PRESETS["llama-3-8b"], moe=moe)
-    layer, experts, table = cost.parameters(job("tp=2,ep=4", config=c, gated=gated))
-    found = 2 * (c.num_layers * (layer - experts) + 2 * table) + 4 * c.num_layers * experts
-    wide = sum(9 if moe.is_sparse(n) else 1 for n in range(c.num_layers)) * 14_336
-    assert found == pytest.approx(c.num_parameters - (not gated) * c.hidden_size * wide, rel=1e-6)
-
-
 def test_layers_with_experts_and_without_are_priced_by_their_shares():
     """Mutant: all of them as the last one."""
     dense = PRESETS["llama-3-8b"]
     whole = replace(dense, moe=replace(PARTLY, first_dense=0, every=1))
     jobs = [job("ep=8,zero=1", config=c) for c in (dense, whole, replace(dense, moe=PARTLY))]
     for table, part in (
-        (cost.seconds, "compute"), (cost.seconds, "ep"), (cost.memory, "activations"),
+        (cost.seconds, "compute"), (cost.seconds, "ep"), (footprint.memory, "activations"),
     ):  # fmt: skip
         none, all_of_it, some = (table(one)[part] for one in jobs)
         assert some == pytest.approx((17 * none + 15 * all_of_it) / 32) and none < all_of_it
-
-
-@pytest.mark.parametrize("text", ["pp=4", "pp=4,schedule=interleaved_1f1b,stages_per_rank=8"])
-def test_the_fullest_rank_may_have_no_layer_without_experts(text):
-    """Of 32 stages of a layer each, every second one has experts: all those of a rank, or none."""
-    moe = replace(PARTLY, first_dense=0, every=2)
-    config = replace(PRESETS["llama-3-8b"], moe=moe)
-    whole, some = (
-        cost.memory(job(f"dp=2,{text},zero=1,microbatches=8", config=replace(config, moe=m)))
-        for m in (replace(moe, every=1), moe)
-    )
-    share = some["weights"] / whole["weights"]
-    assert share == 1 if "interleaved" in text else share < 0.7
 
 
 def test_both_tables_of_a_v_are_reduced_by_one_rank():
@@ -348,7 +284,7 @@ def test_transformer_engine_hides_tp_and_has_cudnns_attention():
     rates = [H100.device.attention[kernel]["forward"] for kernel in ("cudnn", "flash2")]
     found = times[1]["compute"] / ANY.attention / times[0]["compute"]
     assert found == pytest.approx(rates[0] / rates[1], rel=0.05)
-    kept = [sum(cost.activations(job("dp=8", software=s)).values()) for s in (core, ANY)]
+    kept = [sum(footprint.activations(job("dp=8", software=s)).values()) for s in (core, ANY)]
     assert kept[1] - kept[0] == 2 * 8192 * (4 * 4096 + 14336)  # float32 of norms, silu(gate)
 
 
@@ -359,7 +295,7 @@ def test_whole_experts_are_computed_on_own_tokens():
         job(f"tp=4,dp=16,sequence_parallel{cut}", config=moe)
         for cut in ("", ",expert_tensor_parallel")
     ]
-    held = [cost.parameters(one)[1] for one in jobs]
+    held = [footprint.parameters(one)[1] for one in jobs]
     assert held[0] == 4 * held[1] > 0
     whole, cut = (cost._layer(one, False) for one in jobs)
     assert 1 < cut["compute"] / whole["compute"] < 1.4  # parts of answers, of all tokens, to write
@@ -376,7 +312,7 @@ def test_experts_of_ranks_of_tp_too_travel_among_neighbours():
     )
     assert (near.experts_apart, near.experts_copies) == (1, 1)
     assert (apart.experts_apart, apart.experts_copies) == (8, 1)
-    assert cost.parameters(near)[1] == cost.parameters(apart)[1] / 8
+    assert footprint.parameters(near)[1] == footprint.parameters(apart)[1] / 8
 
 
 def test_gradients_of_experts_are_summed_by_those_that_have_them():
@@ -536,47 +472,3 @@ def test_attention_of_every_software_is_in_the_type_of_the_job():
     named = [replace(ANY, name=name) for name in ("any", "minipar")]
     times = [cost._layer(job("cp=4", software=software), False) for software in named]
     assert times[0] == times[1]
-
-
-def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
-    """Mutants: a share of all memory alone; what is usable alone, though it is crowded."""
-    large = H100.device
-    assert cost.room(large) == cost.HEADROOM * large.memory < large.usable_memory()
-    small = replace(large, memory=8e9)
-    assert cost.room(small) == small.usable_memory() < cost.HEADROOM * small.memory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "microbatch"),
-    [
-        ("dp=8,zero=3", 1),
-        ("dp=4,tp=2,zero=1,sequence_parallel,microbatches=2", 1),
-        ("dp=4,tp=2,zero=1,sequence_parallel", 1),  # of one microbatch, no gradients are left
-        ("dp=8,zero=1", 4),
-        ("dp=8,zero=1,checkpointing=full", 2),
-        ("dp=8,zero=3,checkpointing=selective", 8),
-        ("pp=4,dp=2,microbatches=4", 1),
-        ("dp=8,checkpointing=full", 2),
-        ("pp=4,dp=2,microbatches=8,schedule=zb_h1,checkpointing=full", 4),
-        ("pp=4,dp=2,microbatches=8,schedule=zb_v", 4),
-    ],
-)
-def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
-    """Mutants: masters left out; activations of a pipeline once; a buffer of ZeRO 1's gradients;
-    put-off weight gradients hold nothing."""
-    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
-    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
-    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
-    assert held(one) == pytest.approx(peak, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("plan", "microbatch"), [("", 4), ("dp=8", 4), ("checkpointing=full", 2), ("microbatches=2", 4)]
-)
-def test_alone_a_rank_has_its_gradients_when_activations_are_gone(plan, microbatch):
-    """Beside others, buckets for them stay. Mutant: both at once."""
-    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
-    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
-    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
-    assert held(one) == pytest.approx(peak, rel=0.02)

@@ -8,7 +8,7 @@ from minipar.comm.link import Link
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
-from minipar.sim import cost, emulate, load, planner
+from minipar.sim import cost, emulate, footprint, load, planner
 from minipar.sim.asked import load_of
 from minipar.sim.planner import PlanConfig
 from minipar.sim.replay import replay
@@ -72,7 +72,7 @@ def test_the_closed_form_takes_the_load_of_the_busiest_rank():
 
     def parts(job, plan):
         job = replace(job, plan=Plan.parse(plan))
-        return cost.seconds(job), cost.memory(job)
+        return cost.seconds(job), footprint.memory(job)
 
     (time, held), (more, fuller) = (parts(job, "ep=8,microbatches=8") for job in (base, uneven))
     assert 2.2 < more["ep"] / time["ep"] < 2.5  # but for latency

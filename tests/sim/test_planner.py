@@ -13,7 +13,7 @@ from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan
-from minipar.sim import asked, cost, hardware, planner
+from minipar.sim import asked, cost, footprint, hardware, planner
 from minipar.sim.planner import NothingFits, PlanConfig
 from minipar.train.config import TrainConfig
 
@@ -96,7 +96,7 @@ def _whole(ranked):
 def _with_tp():
     base = planner.base_of(replace(EIGHT, gpus=16, global_batch=16))
     job = replace(base, plan=Plan(dp=2, tp=8, sequence_parallel=True))
-    return planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    return planner.Ranked(job, cost.seconds(job), footprint.memory(job))
 
 
 def test_flags_are_read_by_our_own_training_and_come_in_pairs():
@@ -261,7 +261,7 @@ def test_tp_is_timed_among_its_own_ranks():
     """Mutant: among all of a node."""
     base = planner.base_of(replace(EIGHT, gpus=16, global_batch=16))
     job = replace(base, plan=Plan(dp=8, tp=2, sequence_parallel=True))
-    ranked = planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    ranked = planner.Ranked(job, cost.seconds(job), footprint.memory(job))
     n = 2 * job.tokens * job.config.hidden_size
     inside, across = (job.machine.seconds_of_collective("all_reduce", n, 2, k) for k in (1, 2))
     line = planner.reasons(planner.Search(0.0, [], []), ranked)[-1]
@@ -283,7 +283,7 @@ def test_other_ways_to_experts_are_priced(gpus, software, said):
     )
     job = replace(base, config=replace(base.config, moe=MoEConfig(16, 2, 4096)))
     job = replace(job, plan=Plan.parse(f"ep={gpus},zero=2"))
-    ranked = planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    ranked = planner.Ranked(job, cost.seconds(job), footprint.memory(job))
     lines = planner.reasons(planner.Search(0.0, [], []), ranked)
     words = [line.split("with dispatch=")[1] for line in lines if "with dispatch=" in line]
     assert [word.split(", ep would")[0] for word in words] == said
@@ -481,11 +481,13 @@ def test_a_plan_that_minipars_own_code_cannot_hold_is_said(plan, more):
     base = planner.base_of(replace(EIGHT, model="llama-3.2-1b", seq=2048))
     config = replace(base.config, num_layers=max(2, Plan.parse(plan).pp))
     job = replace(base, config=config, plan=Plan.parse(f"{plan},precision=bf16"))
-    ranked = planner.Ranked(job, cost.seconds(job), cost.memory(job))
+    ranked = planner.Ranked(job, cost.seconds(job), footprint.memory(job))
     assert ranked.as_dict()["minipar_bytes"] > 0
     peak = planner.simulate(ranked).peak_bytes
     for room, says in ((1.05, "fits in"), (0.95, "does not fit in")):
-        small = replace(job.machine.device, memory=room * peak / cost.HEADROOM, context=0, nccl=0)
+        small = replace(
+            job.machine.device, memory=room * peak / footprint.HEADROOM, context=0, nccl=0
+        )
         machine = replace(job.machine, device=small)
         told = planner.as_minipar(replace(ranked, job=replace(job, machine=machine)))
         assert says in told and more in told and f"{peak / 1e9:.0f} GB: " in told
@@ -503,8 +505,8 @@ def test_every_answer_knows_of_the_same_room():
     """On a small device, what torch and NCCL leave. Mutant: a share of all its memory, in one."""
     config = replace(EIGHT, model="llama-3.2-1b", seq=2048, what_if="memory=10")
     base = planner.base_of(config)
-    limit = cost.room(base.machine.device)
-    assert limit < cost.HEADROOM * 10e9 and planner.search(base, 8, 64).limit == limit
+    limit = footprint.room(base.machine.device)
+    assert limit < footprint.HEADROOM * 10e9 and planner.search(base, 8, 64).limit == limit
     (ranked,) = planner.answer(replace(config, explain="dp=8"))[1]
     held = sum(ranked.memory.values())
     scaled = {part: limit * 1.01 / held * num_bytes for part, num_bytes in ranked.memory.items()}

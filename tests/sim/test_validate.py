@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.lab import predicted
-from minipar.sim import cost, hardware, validate
+from minipar.sim import cost, footprint, hardware, validate
 
 DATA = Path(__file__).with_name("data")
 
@@ -338,7 +338,7 @@ def test_experts_over_ranks_of_tp_too_are_whole(tmp_path):
     few, many = (_one(tmp_path, columns, f"8,moe,64,8,2048,{ep}", good).job for ep in (8, 64))
     assert (few.experts_over, few.experts_cut, few.experts_apart) == (8, 8, 8)
     assert (many.experts_over, many.experts_cut, many.experts_apart) == (64, 1, 1)
-    assert cost.parameters(few)[1] == cost.parameters(many)[1]
+    assert footprint.parameters(few)[1] == footprint.parameters(many)[1]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_what_a_table_leaves_open_is_taken_as_usual(tmp_path):
     assert short.job.microbatch > long.job.microbatch  # as 8 times 128 tokens take little room
     for run in (long, short):
         assert run.job.plan.microbatches * run.job.microbatch * 8 == 64
-        assert run.held < cost.room(run.job.machine.device)
+        assert run.held < footprint.room(run.job.machine.device)
 
 
 def test_gradients_of_microbatches_are_added_up_and_fsdp_copies():
@@ -485,7 +485,7 @@ def test_gradients_of_microbatches_are_added_up_and_fsdp_copies():
         cost.seconds(j)["dp"] for j in (run.job, replace(run.job, software=none))
     )
     device, layers = run.job.machine.device, run.job.config.num_layers
-    copied = run.job.software.copies * cost.parameters(run.job)[0] * layers
+    copied = run.job.software.copies * footprint.parameters(run.job)[0] * layers
     assert with_copies - without == pytest.approx(
         copied / (device.memory_bandwidth * device.memory_efficiency)
     )

@@ -1,0 +1,21 @@
+"""Jobs for the tests of time and memory in closed form."""
+
+from minipar.model.llama import PRESETS
+from minipar.model.moe import MoEConfig
+from minipar.parallel.plan import Plan
+from minipar.sim import cost, footprint, hardware
+
+H100 = hardware.load("h100-ndr")
+ANY = hardware.software("any")
+PARTLY = MoEConfig(8, 2, 14_336, num_shared=1, first_dense=3, every=2)
+"""Experts in 15 layers of 32."""
+
+
+def job(plan: str, *, config=PRESETS["llama-3-8b"], machine=H100, software=ANY, **options):
+    return cost.Job(
+        config, Plan.parse(plan), machine, software, options.pop("seq", 8192), **options
+    )
+
+
+def held(a: cost.Job) -> float:
+    return sum(footprint.memory(a).values())

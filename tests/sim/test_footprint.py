@@ -1,0 +1,101 @@
+"""The closed form of memory: what is cut shrinks, and traced code holds as much."""
+
+from dataclasses import replace
+
+import pytest
+
+from minipar.model.llama import PRESETS
+from minipar.sim import footprint, hardware, planner
+from tests.sim.jobs import H100, PARTLY, held, job
+
+
+def test_memory_shrinks_with_what_is_cut_and_computed_again():
+    stages = [held(job(f"dp=8,zero={zero}")) for zero in range(4)]
+    kept = [held(job(f"dp=8,checkpointing={how}")) for how in ("none", "selective", "full")]
+    assert stages == sorted(stages, reverse=True) and kept == sorted(kept, reverse=True)
+    state = footprint.memory(job("dp=8"))
+    expected = 18 * PRESETS["llama-3-8b"].num_parameters
+    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
+        expected, rel=0.01
+    )
+    # Shards of ZeRO 3 are the masters; beside them two layers, and the head where the loss is.
+    c = PRESETS["llama-3-8b"]
+    whole = 2 * (2 * c.num_layer_parameters + c.vocab_size * c.hidden_size)
+    state = footprint.memory(job("dp=8,zero=3,microbatches=2"))
+    assert sum(state[k] for k in ("weights", "gradients", "optimizer")) == pytest.approx(
+        16 * c.num_parameters / 8 + whole, rel=0.01
+    )
+
+
+def test_a_schedule_that_cannot_be_is_left_to_those_who_say_why():
+    """A search has such plans among others. Mutant: all of it ends with an error."""
+    one = job("pp=3,microbatches=6,schedule=dualpipe")
+    assert held(one) > 0 and "even" in one.plan.problem(one.config)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("moe", [replace(PARTLY, first_dense=0, every=1), PARTLY])
+def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated):
+    """Mutants: all layers as the last; three matrices of an expert without a gate."""
+    c = replace(PRESETS["llama-3-8b"], moe=moe)
+    layer, experts, table = footprint.parameters(job("tp=2,ep=4", config=c, gated=gated))
+    found = 2 * (c.num_layers * (layer - experts) + 2 * table) + 4 * c.num_layers * experts
+    wide = sum(9 if moe.is_sparse(n) else 1 for n in range(c.num_layers)) * 14_336
+    assert found == pytest.approx(c.num_parameters - (not gated) * c.hidden_size * wide, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["pp=4", "pp=4,schedule=interleaved_1f1b,stages_per_rank=8"])
+def test_the_fullest_rank_may_have_no_layer_without_experts(text):
+    """Of 32 stages of a layer each, every second one has experts: all those of a rank, or none."""
+    moe = replace(PARTLY, first_dense=0, every=2)
+    config = replace(PRESETS["llama-3-8b"], moe=moe)
+    whole, some = (
+        footprint.memory(job(f"dp=2,{text},zero=1,microbatches=8", config=replace(config, moe=m)))
+        for m in (replace(moe, every=1), moe)
+    )
+    share = some["weights"] / whole["weights"]
+    assert share == 1 if "interleaved" in text else share < 0.7
+
+
+def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
+    """Mutants: a share of all memory alone; what is usable alone, though it is crowded."""
+    large = H100.device
+    assert footprint.room(large) == footprint.HEADROOM * large.memory < large.usable_memory()
+    small = replace(large, memory=8e9)
+    assert footprint.room(small) == small.usable_memory() < footprint.HEADROOM * small.memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "microbatch"),
+    [
+        ("dp=8,zero=3", 1),
+        ("dp=4,tp=2,zero=1,sequence_parallel,microbatches=2", 1),
+        ("dp=4,tp=2,zero=1,sequence_parallel", 1),  # of one microbatch, no gradients are left
+        ("dp=8,zero=1", 4),
+        ("dp=8,zero=1,checkpointing=full", 2),
+        ("dp=8,zero=3,checkpointing=selective", 8),
+        ("pp=4,dp=2,microbatches=4", 1),
+        ("dp=8,checkpointing=full", 2),
+        ("pp=4,dp=2,microbatches=8,schedule=zb_h1,checkpointing=full", 4),
+        ("pp=4,dp=2,microbatches=8,schedule=zb_v", 4),
+    ],
+)
+def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
+    """Mutants: masters left out; activations of a pipeline once; a buffer of ZeRO 1's gradients;
+    put-off weight gradients hold nothing."""
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
+    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
+    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
+    assert held(one) == pytest.approx(peak, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "microbatch"), [("", 4), ("dp=8", 4), ("checkpointing=full", 2), ("microbatches=2", 4)]
+)
+def test_alone_a_rank_has_its_gradients_when_activations_are_gone(plan, microbatch):
+    """Beside others, buckets for them stay. Mutant: both at once."""
+    options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
+    one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
+    peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes
+    assert held(one) == pytest.approx(peak, rel=0.02)
