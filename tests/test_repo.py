@@ -242,6 +242,8 @@ def test_the_model_reads_no_environment():
 # Private functions that run only with a GPU, since their callers have asked; each with the reason.
 CALLED_WITH_A_GPU: dict[str, set[str]] = {
     "minipar/comm/hostcopy.py": {"_enqueue"},  # its stream is made where the device is a GPU
+    "minipar/comm/values.py": {"lane"},  # asked for where it is
+    "minipar/comm/worker.py": {"_abort_together"},  # groups over NCCL
 }
 GPU_ONLY = {"apex", "cupy", "deepspeed", "flash_attn", "pynvml", "transformer_engine", "triton"}
 QUESTIONS = {"is_available", "is_initialized", "device_count"}  # of torch.cuda: safe without a GPU

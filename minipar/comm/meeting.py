@@ -69,10 +69,12 @@ def meet(
         _forget_absence(store, rank)
         store.set(f"card {rank}", mine)
         answered, read_out = -1, None
+        number, cards = 0, []
         while True:
             if rank == 0:
                 read_out = _read_out(store, size, read_out)
-            number, cards = _roster(store)
+            if store.add("meetings", 0) != number:  # it is long: not fetched each time
+                number, cards = _roster(store)
             if len(cards) == size and cards[rank] == mine:
                 if number != answered:
                     found = [Card(**json.loads(text)) for text in cards]

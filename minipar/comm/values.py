@@ -7,6 +7,7 @@ alike, everything else that looks fails.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,26 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.cpu()
 
 
+def to_device(few: Tensor, device: torch.device) -> Tensor:
+    """Return `few` numbers of the host on `device`, without waiting for what it still has to do.
+
+    On a GPU they leave from pinned memory: the host waits for a copy from any other.
+    """
+    if device.type == "cuda" and few.device.type == "cpu":
+        few = few.pin_memory()
+    return few.to(device, non_blocking=True)
+
+
+@cache
+def lane(device: torch.device, purpose: str) -> "torch.cuda.Stream":
+    """A stream beside the one that computes, the same for each `purpose`.
+
+    Torch has 32 and hands them out in turn, NCCL's among them: who asks anew each time queues
+    behind a collective now and then.
+    """
+    return torch.cuda.Stream(device)
+
+
 def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Begin to bring what `arrive` returns from `device` to the host; returns what waits for it.
 
@@ -32,7 +53,7 @@ def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable
     """
     if device.type != "cuda":
         return arrive
-    computing, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    computing, beside = torch.cuda.current_stream(device), lane(device, "to the host")
     beside.wait_stream(computing)
     with torch.cuda.stream(beside):
         there = arrive()

@@ -290,13 +290,24 @@ def add_hint(error: BaseException) -> None:
 
 def abort_groups() -> None:
     """Make every collective of this process fail now, from any thread."""
+    carriers = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(Exception):  # another thread may be destroying this one right now
-            backend = dist.get_backend(group)
-            if "gloo" in backend:
-                _cut_connections()  # gloo's own abort() does nothing
-            if backend != "gloo":
-                group.abort()
+            carriers[group] = dist.get_backend(group)
+    if over_nccl := [group for group, carrier in carriers.items() if "nccl" in carrier]:
+        _abort_together(over_nccl)
+    if any("gloo" in carrier for carrier in carriers.values()):
+        _cut_connections()  # gloo's own abort() does nothing
+
+
+def _abort_together(groups: list[dist.ProcessGroup]) -> None:
+    """As torch's `_abort_process_group`: ended one by one, communicators may wait for another."""
+    first = groups[0]._get_backend(torch.device("cuda"))
+    first._group_start()
+    for group in groups:
+        with suppress(Exception):
+            group.abort()
+    first._group_end()
 
 
 def _cut_connections() -> None:

@@ -49,7 +49,10 @@ class Experts(nn.Module):
                 for piece, up, down in zip(pieces, ups, downs, strict=True)
             ]
             return torch.cat(outs)
-        ends = counts.cumsum(0).to(rows.device, torch.int32)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        if rows.is_cuda and not ends.is_cuda:
+            ends = ends.pin_memory()  # or the host would wait for the rows
+        ends = ends.to(rows.device, non_blocking=True)
         hidden = _swiglu(torch._grouped_mm(rows, ups.mT, offs=ends))
         out = torch._grouped_mm(hidden, downs.mT, offs=ends)
         if out.requires_grad:  # its backward takes no view of one number, which a sum's gradient is

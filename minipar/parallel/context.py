@@ -47,6 +47,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.collectives import Pending, all_gather, connect, exchange, reduce_scatter
@@ -183,11 +184,7 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
             f"context.shard cuts it along dim 2"
         )
     width = length // per_rank
-    shown = None  # [chunks here, chunks in all]: does any query of the one see a key of the other?
-    if mask is not None:
-        tiles = mask.unflatten(3, (-1, width)).unflatten(2, (per_rank, width))
-        # On "meta" there are no values to look at; masks that show the future are rare.
-        shown = look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
+    shown = None if mask is None else _shown(mask, width)
 
     def rows(index: int) -> slice:
         return slice(index * width, (index + 1) * width)
@@ -204,6 +201,22 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
                 causal = mask is None and mine == theirs
                 steps[-1].append(Block(at, rows(source.index(theirs)), seen, causal))
     return steps
+
+
+_found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of masks
+
+
+def _shown(mask: Tensor, width: int) -> list[list[bool]] | None:
+    """Return [chunks here, chunks in all]: does any query of the one see a key of the other?
+
+    All layers ask this of the same mask, and a GPU would have to answer each.
+    """
+    known = None if mask.is_inference() else (mask._version, width)
+    if known is None or _found.get(mask, (None, None))[0] != known:
+        tiles = mask.unflatten(3, (-1, width)).unflatten(2, (-1, width))
+        # On "meta" there are no values to look at; masks that show the future are rare.
+        _found[mask] = known, look(tiles.any(5).any(3).flatten(0, 1).any(0), on_meta=None)
+    return _found[mask][1]
 
 
 # ---------------------------------------------------------------------- all blocks, in a ring

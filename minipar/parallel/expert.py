@@ -70,7 +70,7 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.comm.values import send_to_host, to_host
+from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel import guard
@@ -244,7 +244,7 @@ class Trip:
     def compute(self, moe: MoE, arrived: Tensor) -> Tensor:
         """Rows [R, D], by rank and then by expert -> what the experts make of them, as they lay."""
         n, num_own = self.parts.shape
-        lengths = self.parts.flatten().to(arrived.device)  # so few that no host waits for it
+        lengths = to_device(self.parts.flatten(), arrived.device)
         expert = torch.arange(num_own, device=arrived.device).repeat(n)
         expert = expert.repeat_interleave(lengths, output_size=len(arrived))
         by_expert = expert.argsort(stable=True)

@@ -12,8 +12,10 @@ Comms.  Nothing between ranks. Over PCIe, per step and rank that holds P bytes o
         of `shards_on_host` in that of the host.
 Memory. Device: P bytes of weights, and of gradients three buckets at most (`apply`), or P
         (`step_on_host`); only blocks in use (`shards_on_host`). Host: with fp32 Adam 4 P of
-        weights, gradients and moments.
-Costs you. 2 P bytes over PCIe, and a step of the optimizer at the speed of the host.
+        weights, gradients and moments; of each weight and gradient, pinned, what torch rounds up to
+        the next power of two.
+Costs you. 2 P bytes over PCIe, and a step of the optimizer at the speed of the host: under torchrun
+        that is one thread, unless OMP_NUM_THREADS says more.
 Source. Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), sections 4 and 5.1, without its one-step
         delayed update, which computes something else; Rajbhandari et al. 2021, "ZeRO-Infinity"
         (arXiv 2104.07857).

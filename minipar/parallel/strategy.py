@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
+from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel import guard
 from minipar.parallel.norm import clip_grad_norm
@@ -205,9 +206,7 @@ def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[s
 
 def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
     """Return `values` as bytes on `device`, without waiting for what it still has to do."""
-    return torch.tensor(values, dtype=torch.uint8, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
-    )
+    return to_device(torch.tensor(values, dtype=torch.uint8), device)
 
 
 def share_counts(model: nn.Module, *axes: Axis) -> None:

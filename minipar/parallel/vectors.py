@@ -10,7 +10,7 @@ from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, make_group
 from minipar.comm.shapes import Op
-from minipar.comm.values import look
+from minipar.comm.values import look, to_device
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -38,7 +38,8 @@ class Gradients:
         """Start the all-reduce, of one vector."""
         used = [p.grad is not None for p in parameters]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = flatten([*own, torch.tensor(used, dtype=torch.float32, device=own[0].device)])
+        users = to_device(torch.tensor(used, dtype=torch.float32), own[0].device)
+        flat = flatten([*own, users])
         pending = all_reduce(flat, axis, op, out=flat, async_op=True)  # P@dp -> R@dp
         return Gradients(parameters, used, pending)
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from minipar.comm import timeline
 from minipar.comm.mesh import whole_number
-from minipar.train.peak import synchronise
 
 SHORTEST_SLEEP = 1e-3  # seconds; the clock of a sleep is too coarse for less
 
@@ -32,8 +31,8 @@ class Pace:
     `model` returns one tensor. Only forwards that keep a graph count, so validation does not; the
     loss, the optimizer and whatever else runs outside of `model` is neither counted nor slowed.
     Make it before a strategy hooks the parameters: then their gradients are late before they are
-    sent. On a GPU it waits for the kernels to measure them. Raises `ValueError` for a factor below
-    1.
+    sent. On a GPU it waits for the kernels that compute, to measure them. Raises `ValueError` for a
+    factor below 1.
     """
 
     def __init__(self, model: nn.Module, factor: float = 1.0) -> None:
@@ -99,7 +98,8 @@ class Pace:
         self._mark = now
 
     def _now(self) -> float:
-        synchronise(self._device)
+        if self._device.type == "cuda":  # of other streams, it would wait for slower ranks
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter()
 
 

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -581,6 +583,28 @@ def test_all_ranks_fail_alike_because_the_connection_broke(pool):
         pool.run(cut)
     assert pool.remade > before
     assert_works(pool)
+
+
+def test_communicators_of_nccl_are_aborted_together(monkeypatch):
+    """As torch does it: ended one by one, the first may wait for the second. Only then gloo's
+    sockets: NCCL's are among them. Mutants: one by one; gloo's first."""
+    done = []
+
+    class Group(str):
+        def _get_backend(self, device):
+            names = "_group_start", "_group_end"
+            return SimpleNamespace(**{n: partial(done.append, n.strip("_")) for n in names})
+
+        def abort(self):
+            done.append(f"abort {self}")
+
+    groups = {Group("a"): "cpu:gloo,cuda:nccl", Group("b"): "gloo", Group("c"): "nccl"}
+    world = SimpleNamespace(pg_map=groups)
+    monkeypatch.setattr(worker.dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(worker.dist, "get_backend", groups.__getitem__)
+    monkeypatch.setattr(worker, "_cut_connections", partial(done.append, "cut"))
+    worker.abort_groups()
+    assert done == ["group_start", "abort a", "abort c", "group_end", "cut"]
 
 
 @pytest.mark.parametrize(

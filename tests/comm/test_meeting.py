@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
@@ -52,6 +53,22 @@ def test_all_agree_on_a_new_number_each_time():
         assert all("dead" not in [c.host for c in cards] for _, cards in found)
         numbers.append(found[0][0])
     assert numbers == sorted(set(numbers))
+
+
+def test_a_rank_that_waits_does_not_fetch_all_cards_again(monkeypatch):
+    """They are as many as ranks, for each of which the store sends them. Mutant: each time."""
+    store, size, fetched = dist.HashStore(), 3, []
+    usual = meeting._roster
+    monkeypatch.setattr(meeting, "_roster", lambda own: fetched.append(own) or usual(own))
+    said = meeting.obstacle
+
+    def late(cards: list[Card], rank: int) -> str:
+        time.sleep(0.5 * (rank == 2))  # 50 looks into the store
+        return said(cards, rank)
+
+    monkeypatch.setattr(meeting, "obstacle", late)
+    meet_all(store, size)
+    assert size <= len(fetched) <= 3 * size
 
 
 def test_a_rank_that_does_not_come_is_named():

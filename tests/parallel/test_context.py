@@ -311,6 +311,25 @@ def test_blocks_in_which_nobody_looks_are_skipped(ranks):
     assert [len(step) for step in meta] == [1, 1, 1, 1]
 
 
+def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch):
+    """A GPU must answer first. Mutants: by each layer; of a mask that has changed, not again."""
+    looked = []
+    monkeypatch.setattr(context, "look", lambda t, on_meta: looked.append(t) or t.tolist())
+    mask, q = document_mask(torch.arange(32)[None] // 16)[:, :, :8], torch.empty(1, 4, 8, 8)
+    axis = on_paper("cp", 4, 0)
+    blocks = [context.blocks_of(mask, q, axis, "plain") for _ in range(3)]
+    assert len(looked) == 1 and [*map(len, blocks[0])] == [*map(len, blocks[2])] == [1, 0, 0, 0]
+    context.blocks_of(mask, q, axis, "zigzag")
+    mask[..., 8:] = True
+    changed = context.blocks_of(mask, q, axis, "plain")
+    assert len(looked) == 3 and [*map(len, changed)] == [1, 1, 1, 1]
+    with torch.inference_mode():  # where nobody counts changes
+        own = mask.clone()
+        for _ in range(2):
+            context.blocks_of(own, q, axis, "plain")
+    assert len(looked) == 5
+
+
 # ---------------------------------------------------------------------- overlap
 BLOCK, TRANSFER = 0.04, 0.06
 

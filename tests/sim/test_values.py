@@ -16,17 +16,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minipar
 from minipar.comm import calls, collectives, timeline
-from minipar.comm.values import look, send_to_host, to_host
+from minipar.comm.calls import Pending
+from minipar.comm.values import lane, look, send_to_host, to_host
+from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, fsdp, local_sgd, offload, optimizer_state, zero
+from minipar.parallel import (
+    compose,
+    ddp,
+    fsdp,
+    local_sgd,
+    offload,
+    optimizer_state,
+    strategy,
+    vectors,
+    zero,
+)
 from minipar.parallel.compression.feedback import COMPRESSORS
+from minipar.parallel.expert import Trip
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.parallel.strategy import Strategy
@@ -37,6 +52,7 @@ from minipar.train import shards
 from minipar.train.optim import make_optimizer
 from minipar.train.report import expert_slots
 from minipar.train.step import train_step
+from tests.streams import GPU, Streams
 
 CONFIG = LlamaConfig(256, 64, 128, num_layers=4, num_heads=8, num_kv_heads=8)
 MIXTURE = replace(CONFIG, moe=MoEConfig(8, 2, 32, balance="microbatch"))
@@ -253,44 +269,76 @@ def test_a_rank_of_a_group_plays_no_other():
 def test_a_gpu_sends_beside_what_it_computes(monkeypatch):
     """Only who takes the result waits, and for nothing that was launched later. Mutants: on the
     stream that computes; at once."""
-    log, streams = [], []
-
-    class Stream:
-        def __init__(self, device, name="beside"):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-        def record_event(self):
-            log.append(f"event on {self.name}")
-            return SimpleNamespace(synchronize=lambda: log.append("the host waits"))
-
-        def __enter__(self):
-            streams.append(self)
-
-        def __exit__(self, *_):
-            streams.pop()
+    streams = Streams(monkeypatch)
+    lane.cache_clear()
 
     class There:
         def to(self, device, non_blocking):
             assert device == "cpu" and non_blocking
-            log.append(f"copy on {streams[-1].name}")
+            streams.log.append(f"copy on {streams.now}")
             return "here"
 
     def arrive():
-        log.append(f"arrival on {streams[-1].name}")
+        streams.log.append(f"arrival on {streams.now}")
         return There()
 
-    streams.append(Stream(None, "computing"))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
-    take = send_to_host(arrive, torch.device("cuda"))
-    launched = ["beside waits for computing", "arrival on beside", "copy on beside"]
-    assert log == [*launched, "event on beside"] and len(streams) == 1
-    assert take() == "here" and log[4:] == ["the host waits"]
-    assert send_to_host(arrive, torch.device("cpu")) is arrive and len(log) == 5
+    take = send_to_host(arrive, GPU)
+    launched = ["lane 0 waits for computing", "arrival on lane 0", "copy on lane 0"]
+    assert streams.log == [*launched, "event on lane 0"] and streams.now == "computing"
+    assert take() == "here" and streams.log[4:] == ["the host waits for lane 0"]
+    assert send_to_host(arrive, torch.device("cpu")) is arrive and len(streams.log) == 5
+    send_to_host(arrive, GPU)  # on the same: a new one might be NCCL's
+    assert len(streams.made) == 1
+    lane.cache_clear()
+
+
+class Copies(TorchDispatchMode):
+    """Notes what leaves the host for a GPU, and whether the host waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to = torch.device(kwargs.get("device") or "cpu")
+        is_copy = function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+        if is_copy and to.type == "cuda":
+            self.seen.append(not kwargs.get("non_blocking", False))
+        return function(*args, **kwargs)
+
+
+def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
+    """From pinned memory, by promise: the host would wait until all else on the stream is done.
+
+    Mutants: lengths of what arrived, ends of experts' rows, who used what: `.to(device)`.
+    """
+    pinned = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda own: pinned.append(own) or own)
+    table = torch.full((2 * 4,), 3)
+    trip = Trip(torch.arange(24), table, SimpleNamespace(rank=0, size=2))
+    sent = {}
+    # Autograd would call a driver that is not there.
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("cuda", 0):
+            moe = SimpleNamespace(experts=Experts(2, 64, 32), how="grouped")
+            for name, p in list(moe.experts.named_parameters()):
+                setattr(moe.experts, name, nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16)))
+            rows = torch.empty(12, 64, dtype=torch.bfloat16)
+            weights = [nn.Parameter(torch.empty(8)) for _ in range(2)]
+        monkeypatch.setattr(vectors, "all_reduce", lambda flat, *_, **__: Pending(None, flat))
+        for name, send in {
+            "trip": lambda: trip.compute(moe, rows),
+            "gradients": lambda: vectors.Gradients.send(weights, None, "sum"),
+            "flags": lambda: strategy.flags([True, 3], rows.device),
+        }.items():
+            with Copies() as copies:
+                send()
+            sent[name] = copies.seen
+        with Copies() as copies:
+            torch.tensor([1, 2]).to(rows.device)
+    assert sent == {"trip": [False, False], "gradients": [False], "flags": [False]}
+    assert len(pinned) == 4 and copies.seen == [True]
 
 
 # ---------------------------------------------------------------------- what no run comes by

@@ -11,6 +11,7 @@ from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp
 from minipar.train.step import train_step
 from minipar.train.straggler import Pace, parse_slow
+from tests.streams import GPU, Streams
 
 SLOW = "slowed on purpose"
 WORK = 0.02  # seconds of forward, and of backward
@@ -130,3 +131,13 @@ def test_slow_is_read_and_checked():
     for factor in (0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="use a factor from 1 up"):
             Pace(nn.Linear(1, 1), factor)
+
+
+def test_on_a_gpu_it_waits_for_what_computes_alone(monkeypatch):
+    """Mutant: for the whole device, whose collectives end when the slowest rank has joined."""
+    streams, model = Streams(monkeypatch), Worker()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waited for all"))
+    with Pace(model) as pace:
+        pace._device = GPU
+        model(torch.arange(6)).sum().backward()
+    assert set(streams.log) == {"the host waits for computing"} and pace.seconds > 0

@@ -14,6 +14,7 @@ from minipar.train import checkpoint, metrics, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.data import on_device
 from minipar.train.metrics import MEASURED, Stopwatch, Telling, read, say
+from tests.streams import GPU, Streams
 
 pytestmark = pytest.mark.trains
 
@@ -28,7 +29,6 @@ PLAIN = TrainConfig(
     save_every=100,
     record_every=100,
 )
-GPU = torch.device("cuda")
 
 
 class Gpu:
@@ -201,47 +201,29 @@ def test_a_reader_that_has_gone_ends_no_run(monkeypatch, capsys):
 class Tokens:
     """What of a tensor is asked for on its way to a GPU, noted down with the stream of the time."""
 
-    def __init__(self, log, streams, name) -> None:
-        self.log, self.streams, self.name = log, streams, name
+    def __init__(self, streams, name) -> None:
+        self.streams, self.name = streams, name
 
     def pin_memory(self):
-        return Tokens(self.log, self.streams, f"pinned {self.name}")
+        return Tokens(self.streams, f"pinned {self.name}")
 
     def to(self, device, non_blocking=False):
         assert device == GPU and non_blocking
-        self.log.append(f"{self.name} on {self.streams[-1].name}")
+        self.streams.log.append(f"{self.name} on {self.streams.now}")
         return self
 
     def record_stream(self, stream):
-        self.log.append(f"{self.name} kept for {stream.name}")
+        self.streams.log.append(f"{self.name} kept for {stream.name}")
 
 
 def test_a_gpu_takes_a_batch_while_it_computes(monkeypatch):
     """On a lane of its own, for which computing waits. Mutants: it does not; memory is reused."""
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, device, name="the lane"):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-        def __enter__(self):
-            streams.append(self)
-
-        def __exit__(self, *_):
-            streams.pop()
-
-    streams = [Stream(GPU, "computing")]
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
-    pairs = [(Tokens(log, streams, f"x{i}"), Tokens(log, streams, f"y{i}")) for i in range(2)]
+    streams = Streams(monkeypatch)
+    pairs = [(Tokens(streams, f"x{i}"), Tokens(streams, f"y{i}")) for i in range(2)]
     batches = on_device(iter([pairs[:1], pairs[1:]]), GPU, lambda pair: pair)
     next(batches)
     expected = []
     for name in ("pinned x0", "pinned y0"):
-        expected += [f"{name} on the lane", "computing waits for the lane"]
+        expected += [f"{name} on lane 0", "computing waits for lane 0"]
         expected += [f"{name} kept for computing"]
-    assert log == expected  # and nothing of the second batch
+    assert streams.log == expected  # and nothing of the second batch

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
+from minipar.comm.values import lane
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check
 from minipar.parallel.compression.linear import PowerSGD, RandomK
@@ -61,9 +63,9 @@ class Compressed:
         work = partial(self._reduce, bucket, axis, op, weight)
         if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
             with beside() as numbers:
-                _Background(work, None).wait()
+                _Background(work, None, bucket.flat.device).wait()
             return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
-        self._latest = _Background(work, self._latest)
+        self._latest = _Background(work, self._latest, bucket.flat.device)
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
@@ -131,9 +133,14 @@ class _Background:
     One after the other, because all ranks must make the same calls in the same order.
     """
 
-    def __init__(self, work: Callable[[], Any], before: "_Background | None") -> None:
+    def __init__(
+        self, work: Callable[[], Any], before: "_Background | None", on: torch.device
+    ) -> None:
         self._work, self._before, self._error = work, before, None
         self._at = device.clock()  # from when on it may work; in the end, when it has ended
+        self._on = on
+        if on.type == "cuda":  # kernels, too, are beside those of backward
+            lane(on, "compression").wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -142,7 +149,10 @@ class _Background:
             self._before._thread.join()
             self._at = max(self._at, self._before._at)
         try:
-            with device.beside(self._at):
+            on_lane = nullcontext()
+            if self._on.type == "cuda":
+                on_lane = torch.cuda.stream(lane(self._on, "compression"))
+            with device.beside(self._at), on_lane:
                 self._work()
                 self._at = device.clock()
         except BaseException as error:
@@ -154,6 +164,8 @@ class _Background:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        if self._on.type == "cuda":
+            torch.cuda.current_stream(self._on).wait_stream(lane(self._on, "compression"))
         device.reach(self._at)
 
 
