@@ -96,7 +96,8 @@ def as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Para
 
 # ---------------------------------------------------------------------- where parameters are cut
 def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the state of `optimizer` as one device would have it, on the CPU; a collective.
+    """Return a copy of the state of `optimizer` as one device would have it, on the CPU; a
+    collective.
 
     `members` are its parameters, or those of which it steps the pieces; `rows` hold all pieces.
     """
@@ -105,9 +106,11 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
     state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
     cut = {p for row in rows for p in row.pieces}
     whole = {label_of[p]: dict(entries) for p, entries in state.items() if p not in cut}
-    # A rank may step no piece without numbers, and so all tell of what they have some.
+    # A rank may step no piece without numbers, and so all tell of what they have some: along the
+    # widest axis, as fewer ranks have the same experts.
     own = {label_of[p]: _kinds(entries, p) for p, entries in state.items() if p in cut}
-    for told in all_gather_object(own, rows[0].axis)[::-1] if rows else ():  # the first counts
+    everyone = max((row.axis for row in rows), key=lambda axis: axis.size, default=None)
+    for told in all_gather_object(own, everyone)[::-1] if everyone else ():  # the first counts
         whole |= told
     for row in rows:
         labels = {p: label_of[p] for p in row.pieces if label_of.get(p) in whole}
@@ -119,8 +122,8 @@ def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> d
                 joined = row.join(here, next(iter(kinds.values())))
                 for p in kinds:
                     whole[labels[p]][key] = to_host(joined[p])
-    for entries in whole.values():
-        entries |= {k: to_host(v) for k, v in entries.items() if isinstance(v, Tensor)}
+    for entries in whole.values():  # copies: what is here goes on changing
+        entries |= {k: to_host(v).clone() for k, v in entries.items() if isinstance(v, Tensor)}
     return pack(whole, members, optimizer.param_groups)
 
 

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -18,12 +18,14 @@ import torch
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama
+from minipar.model.moe import MoEConfig
 from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
+from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.tasks import Case, attach_plan, gradients_of_plan, no_copies, own_alone
 
@@ -302,6 +304,19 @@ JOURNEY = [
 ]
 
 
+MIXED_JOURNEY = [
+    "ep=2,zero=1",
+    "ep=2,cp=2,zero=2,experts_over_cp",
+    "dp=2,zero=1",
+    "dp=2,ep=2,zero=1",
+    "ep=2,tp=2,zero=1,sequence_parallel,experts_over_tp",
+    "ep=2,zero=3",
+    "ep=4,zero=2",
+    "dp=1",
+]
+"""Ranks that have the same experts are fewer than those that have the same of all else."""
+
+
 def leg(plan: Plan, task: Task, step: int, state: dict | None) -> dict:
     """One step by `plan`, from what another plan has left; what this one leaves."""
     mesh = Mesh(**plan.mesh_sizes())
@@ -311,7 +326,8 @@ def leg(plan: Plan, task: Task, step: int, state: dict | None) -> dict:
     if state is not None:
         composed.load_full_state_dict(state["weights"])
         composed.load_full_optimizer_state(state["optimizer"])
-    whole = task.microbatches_of(step, mesh.dp.rank, mesh.dp.size)
+    readers = mesh.joint("dp", "ep")
+    whole = task.microbatches_of(step, readers.rank, readers.size)
     result = train_step(
         model,
         [composed],
@@ -367,13 +383,28 @@ def test_a_run_goes_on_under_any_other_plan(ranks, tied):
     Mutants: moments of one stage only; a piece that another rank cut; moments of tied embeddings
     under two names; a count of steps that starts anew, which Adam's bias correction shows.
     """
+    cases = [case(text, tied) for text in JOURNEY]
+    travel(ranks, Case(Plan(), tied).task, [(case.plan, case.task) for case in cases])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_run_of_a_mixture_goes_on_under_any_other_plan(ranks, tied):
+    """Mutant: moments are asked for among those that have the same experts, one rank perhaps."""
+    experts = MoEConfig(4, 2, 12, balance="batch", balance_weight=0.1)
+    build = partial(models.llama, moe=experts, tie_embeddings=tied, vocab_size=64)
+    task = Task(build, num_sequences=8, seq_len=8)
+    travel(ranks, task, [(Plan.parse(text), task) for text in MIXED_JOURNEY])
+
+
+def travel(ranks, task: Task, legs: list[tuple[Plan, Task]]) -> None:
+    """A step by each plan, from what the one before has left; as on one device."""
     state = None
-    for step, expected in enumerate(serial_states(Case(Plan(), tied).task, len(JOURNEY))):
-        found = case(JOURNEY[step], tied)
-        plan, task = found.plan, found.task
+    for step, expected in enumerate(serial_states(task, len(legs))):
+        plan, own = legs[step]
         if plan.num_ranks == 1:
-            states = [leg(plan, task, step, state)]
+            states = [leg(plan, own, step, state)]
         else:
-            states = ranks(plan.num_ranks).run(leg, plan, task, step, state)
+            states = ranks(plan.num_ranks).run(leg, plan, own, step, state)
         for state in states:
             assert_same_state(state, expected)
