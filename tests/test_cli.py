@@ -402,6 +402,22 @@ def test_resume_finds_the_newest_checkpoint_of_a_run(tmp_path):
     assert training.run_of(str(other)) == training.run_of(str(tmp_path)) == tmp_path
 
 
+def test_a_checkpoint_is_found_from_inside_of_its_run(work, tmp_path, monkeypatch, capfd):
+    """Mutant: what is no path with the folder of the run in it is no run."""
+    saver.save(tmp_path / "checkpoints", 3, {"w": torch.zeros(2)}, {})
+    TrainConfig(lr=0.5).save(tmp_path / "config.json")
+    saved = tmp_path / "checkpoints/step_000003"
+    for place, path in ((saved.parent, saved.name), (saved, "."), (saved, f"../{saved.name}")):
+        monkeypatch.chdir(place)
+        assert training.run_of(path) == tmp_path and training.typed_path(path) == saved
+        assert commands.parse(["train", "--resume", path])[1].lr == 0.5
+    code, _, err = call(capfd, "generate", ".")
+    assert code == 2 and f"checkpoint {saved}" in err  # it is taken for one, and has no model
+    monkeypatch.chdir(tmp_path)
+    for path in ("checkpoints/step_000003", ".", "checkpoints"):
+        assert str(training.typed_path(path)) == path  # as it was typed
+
+
 def test_flags_beat_the_configuration_of_the_resumed_run(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
     twice = ["--resume=another", "--resume", str(tmp_path)]  # the last one counts

@@ -33,7 +33,7 @@ def train(config: TrainConfig) -> None:
     start, folder = None, None
     if config.resume:
         folder = run_of(config.resume)
-        start = str(checkpoint_of(Path(config.resume)))
+        start = str(checkpoint_of(typed_path(config.resume)))
         checkpoint.verify(Path(start))
     config.check_text(reads=not backends.under_torchrun())  # whose ranks are here, and read it
     if backends.under_torchrun():
@@ -179,7 +179,7 @@ def new_folder(config: TrainConfig) -> Path:
 
 def run_of(path: str, asked: str = "--resume") -> Path:
     """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
-    folder = Path(path)
+    folder = typed_path(path)
     if not path:
         raise ValueError(f"{asked} is empty; name the folder of a run, or leave {asked} out")
     if not folder.exists():
@@ -188,6 +188,15 @@ def run_of(path: str, asked: str = "--resume") -> Path:
     if not (run / "config.json").is_file():
         raise ValueError(f"{asked} {path} is no run: it has no config.json")
     return run
+
+
+def typed_path(path: str) -> Path:
+    """Return `path`; for a checkpoint that is named from inside of its run, as step_000008, all of
+    it, so that the folder of the run can be seen in it.
+    """
+    whole = Path(os.path.abspath(path))
+    is_cut = whole.parent.name == "checkpoints" != Path(path).parent.name
+    return whole if is_cut else Path(path)
 
 
 def checkpoint_of(path: Path, asked: str = "--resume") -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from minipar.cli.training import checkpoint_of, run_of
+from minipar.cli.training import checkpoint_of, run_of, typed_path
 from minipar.comm.backends import compute_device
 from minipar.model import hf
 from minipar.model.llama import Llama
@@ -68,7 +68,7 @@ def export(command: Export) -> None:
         raise ValueError(
             f"export: {folder} has weights already; name another folder, or say --overwrite"
         )
-    start = checkpoint_of(Path(command.run), "export")
+    start = checkpoint_of(typed_path(command.run), "export")
     tokenizer = _tokenizer_of(run, "export")
     try:
         checkpoint.export(start, folder)
@@ -95,7 +95,7 @@ def _tokenizer_of(run: Path, asked: str) -> Tokenizer:
 def generate(command: Generate) -> None:
     """Print the prompt and what the model makes of it; the model is a run's, or any Llama."""
     command.check()
-    path = Path(command.model)
+    path = typed_path(command.model)
     if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
         tokenizer = _tokenizer_of(run_of(command.model, "generate"), "generate")
         weights, shape = checkpoint.model_of(checkpoint_of(path, "generate"))

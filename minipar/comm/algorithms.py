@@ -71,9 +71,9 @@ def all_reduce(
         algorithm = algorithm.best(tensor.nbytes)
     make = plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
     check_op("all_reduce", op, tensor)
+    data = _flat(tensor)
 
     def call() -> Tensor:
-        data = _flat(tensor)
         plan = make(data.numel(), axis.rank, axis.size, _chunk(tensor))
         execute(plan, data, axis, op)
         return _mean(data, op, axis.size).view(tensor.shape)
@@ -97,9 +97,9 @@ def reduce_scatter(
     make = plans.pick("reduce_scatter", algorithm, plans.ALL_GATHER)
     check_op("reduce_scatter", op, tensor)
     _check_rows("reduce_scatter", tensor)
+    data = _flat(tensor)
 
     def call() -> Tensor:
-        data = _flat(tensor)
         rows = [hi - lo for lo, hi in cut((0, tensor.shape[0]), axis.size)]
         parts = _spans(rows, tensor)
         plan = plans.dual(make(parts, axis.rank, axis.size, _chunk(tensor)))
@@ -131,11 +131,11 @@ def all_gather(
             f"all_gather over {axis.name}={axis.size}: counts={rows} must name the rows of every "
             f"rank, and {tensor.shape[0]} for rank {axis.rank}"
         )
+    parts = _spans(rows, tensor)
+    data = tensor.new_empty(parts[-1][1])
+    data[slice(*parts[axis.rank])] = tensor.detach().reshape(-1)
 
     def call() -> Tensor:
-        parts = _spans(rows, tensor)
-        data = tensor.new_empty(parts[-1][1])
-        data[slice(*parts[axis.rank])] = tensor.detach().reshape(-1)
         execute(make(parts, axis.rank, axis.size, _chunk(tensor)), data, axis)
         return data.view(sum(rows), *tensor.shape[1:])
 
@@ -157,9 +157,9 @@ def broadcast(
     """
     make = plans.pick("broadcast", algorithm, plans.BROADCAST)
     check_peer("broadcast", "src", src, axis)
+    data = _flat(tensor)
 
     def call() -> Tensor:
-        data = _flat(tensor)
         plan = make(src, data.numel(), axis.rank, axis.size, _chunk(tensor))
         execute(plan, data, axis)
         return data.view(tensor.shape)
@@ -186,10 +186,10 @@ def all_to_all(
         check_divides("all_to_all", tensor, 0, axis)
         send_counts = recv_counts = [length // n] * n
     check_counts(tensor, axis, send_counts, recv_counts)
+    source = _given(tensor, async_op)
 
     def call() -> Tensor:
         sent, received = _spans(send_counts, tensor), _spans(recv_counts, tensor)
-        source = tensor.detach().reshape(-1)
         data = source.new_empty(received[-1][1])
         data[slice(*received[axis.rank])] = source[slice(*sent[axis.rank])]
         execute(plans.pairwise(sent, received, axis.rank, n), data, axis, source=source)
@@ -215,9 +215,9 @@ def hierarchical_all_reduce(
     plans.pick("all_reduce", algorithm, plans.ALL_REDUCE)
     check_op("all_reduce", op, tensor)
     part = "sum" if op == "avg" else op
+    whole = _given(tensor, async_op)
 
     def call() -> Tensor:
-        whole = tensor.detach().reshape(-1)
         counts = [hi - lo for lo, hi in cut((0, whole.numel()), inner.size)]
         mine = reduce_scatter(whole, inner, "ring", part)
         mine = all_reduce(mine, across, algorithm, part)
@@ -236,6 +236,11 @@ def _check_rows(verb: str, tensor: Tensor) -> None:
 def _flat(tensor: Tensor) -> Tensor:
     """A copy of the caller's tensor, in one row."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _given(tensor: Tensor, async_op: bool) -> Tensor:
+    """The caller's tensor in one row; a copy for a thread, as the caller may soon overwrite it."""
+    return _flat(tensor) if async_op else tensor.detach().reshape(-1)
 
 
 def _mean(data: Tensor, op: Op, size: int) -> Tensor:

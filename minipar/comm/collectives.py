@@ -37,6 +37,7 @@ from minipar.comm.shapes import (
     check_op,
     check_out,
     check_peer,
+    check_type,
     combine,
     copy_into,
     deliver,
@@ -59,10 +60,11 @@ def all_reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; each gets the result: [D, ...] -> [D, ...].
 
-    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, and for "avg" of whole
-    numbers.
+    ``out=tensor`` reduces in place. Raises `ValueError` for an unknown `op`, for "avg" of whole
+    numbers, and for types that a backend cannot reduce, such as float8.
     """
     reduce_op = check_op("all_reduce", op, tensor)
+    check_type("all_reduce", op, tensor)
     check_out("all_reduce", out, tensor, tensor.shape)
     result = copy_into(out, tensor)
     call = partial(dist.all_reduce, result, reduce_op, axis.group)
@@ -75,6 +77,7 @@ def reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank `dst` gets the result, the others a tensor of no meaning."""
     reduce_op = check_op("reduce", op, tensor)
+    check_type("reduce", op, tensor)
     check_peer("reduce", "dst", dst, axis)
     result = copy_into(None, tensor)
     call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
@@ -96,6 +99,7 @@ def reduce_scatter(
     `out` is written, when it is waited for. Raises `ValueError` when n does not divide that dim.
     """
     reduce_op = check_op("reduce_scatter", op, tensor)
+    check_type("reduce_scatter", op, tensor)
     check_divides("reduce_scatter", tensor, dim, axis)
     pieces = split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
     shape = pieces.shape[1:]
@@ -144,7 +148,7 @@ def all_gather(
     def finish(joined: Tensor) -> Tensor:
         return deliver(move_front_to(joined, dim, axis.size), out)
 
-    call = partial(_gather, joined, tensor, axis)
+    call = partial(_gather, as_sent(joined), as_sent(tensor), axis)
     sent = wire_bytes("all_gather", tensor.nbytes * axis.size, axis.size)
     return launch("all_gather", axis, sent, call, joined, async_op, finish)
 
@@ -182,7 +186,7 @@ def all_to_all(
         sent = row_bytes * (sum(send_counts) - send_counts[axis.rank])
     if axis.size == 1:
         arrived.copy_(pieces)
-    call = partial(_swap, arrived, pieces, axis, **rows)
+    call = partial(_swap, as_sent(arrived), as_sent(pieces), axis, **rows)
     return launch("all_to_all", axis, sent, call, arrived, async_op, finish)
 
 
@@ -209,8 +213,8 @@ def scatter(
     check_divides("scatter", tensor, 0, axis)
     pieces = split(tensor, 0, axis.size)
     result = pieces[0].clone()
-    source = list(pieces) if axis.rank == src else None
-    call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
+    source = [as_sent(piece) for piece in pieces] if axis.rank == src else None
+    call = partial(dist.scatter, as_sent(result), source, None, axis.group, group_src=src)
     return launch("scatter", axis, _sent("scatter", tensor, axis), call, result, async_op)
 
 
@@ -230,7 +234,8 @@ def gather(
     def finish(pieces: list[Tensor] | None) -> Tensor | None:
         return None if pieces is None else torch.cat(pieces)
 
-    call = partial(dist.gather, tensor, pieces, None, axis.group, group_dst=dst)
+    places = None if pieces is None else [as_sent(piece) for piece in pieces]
+    call = partial(dist.gather, as_sent(tensor), places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)
     return launch("gather", axis, sent, call, pieces, async_op, finish)
 

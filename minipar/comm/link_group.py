@@ -44,7 +44,8 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
-    `num_bytes`, what this rank sends, are those of `spans.wire_bytes`.
+    `num_bytes`, what this rank sends, are those of `spans.wire_bytes`; of an uneven all-to-all, the
+    bytes of its own slices for others.
     """
 
     peer: int | None = None  # of a message: the group's rank at the other end
@@ -114,10 +115,12 @@ class LinkWork(dist.Work):
         return self._error
 
     def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
         with self._lock:
             hold, self._hold = self._hold, None
+        if self._error is not None:
+            if hold is not None:
+                hold.drop()
+            raise self._error
         if hold is not None:
             hold.settle()
         return self._result
@@ -226,6 +229,7 @@ class LinkGroup(dist.ProcessGroup):
         device.synchronize()  # what is to be sent is there
         pieces, size = args[op.piece : op.piece + 1], self.size()
         whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
+        is_exchange, flows = op.verb == "all_to_all", [0] * 2 * size
         if op.gloo in ("_allgather_base", "_reduce_scatter_base"):  # where gloo ends the process
             joined = tensors_in(args[1 - op.piece : 2 - op.piece])
             for one, all_of_them in zip(tensors_in(pieces), joined, strict=True):
@@ -234,9 +238,14 @@ class LinkGroup(dist.ProcessGroup):
                     raise ValueError(f"{op.verb} over {size} ranks: {size} {are_not}")
         if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
             whole = size * _num_bytes(pieces)
-        elif op.verb == "all_to_all":  # slices may be uneven, and all of it another rank's
-            whole = _busiest(_flows(size, *args), self.rank(), size) * size // max(size - 1, 1)
+        elif is_exchange:  # slices may be uneven, and all of it another rank's
+            flows = _flows(size, *args)
+            whole = _busiest(flows, self.rank(), size) * size // max(size - 1, 1)
         duration, lanes = link.cost(op.verb, whole := device.counted(whole), self.ranks)
+        sent = wire_bytes(op.verb, whole, size)
+        if is_exchange:
+            lanes = link.cost(op.verb, 1, self.ranks)[1]  # of a byte: another may send more
+            sent = device.counted(sum(flows[:size]) - flows[self.rank()])
         checks, call = link.checks, link.stands_for()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
@@ -247,17 +256,18 @@ class LinkGroup(dist.ProcessGroup):
 
         def run(ready: float) -> Transfer:
             if checks:
-                flows = _flows(size, *args) if op.verb == "all_to_all" else [0] * 2 * size
                 self._compare(self._describe(call or op.verb, pieces, opts), flows)
             self._num_collectives += 1
-            number, transfer = self._num_collectives, Transfer(ready, duration)
+            number, transfer = self._num_collectives, Transfer(ready, duration, whole)
             self._calls.post(mine, number, transfer)
             for inner in op.launch(self.inner, args, opts):
                 inner.wait()  # not is_completed(), which gloo's reduce-scatter never reports
             transfer = self._calls.latest(everyone, number, transfer)
-            return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
+            # As long as the busiest rank needs, whichever asks first.
+            times = transfer.num_bytes if is_exchange else 1
+            taken = {lane: times * seconds for lane, seconds in lanes.items() if times}
+            return self._calls.on_cards((0, 0, 0), number, transfer, taken)
 
-        sent = wire_bytes(op.verb, whole, size)
         return self._enqueue("collectives", LinkWork(verb, sent, result, run, hold=hold))
 
     def _read_and_written(self, op: "_Op", args: Sequence[Any], opts: Any) -> list[list]:
@@ -374,7 +384,7 @@ class LinkGroup(dist.ProcessGroup):
     def _number(self, verb: str, peer: int, tag: int) -> int:
         """The next message with this peer and tag: those of one tag arrive in order."""
         self._num_messages[verb, peer, tag] += 1
-        return (tag << 24) + self._num_messages[verb, peer, tag]
+        return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
 
 
 def _num_bytes(values: Sequence[Any]) -> int:

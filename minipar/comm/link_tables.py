@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
     start: float
     seconds: float
-    num_bytes: int = 0  # of a message
+    num_bytes: int = 0  # of a message, or of the whole tensor of a collective
 
 
 class Calls:
@@ -38,6 +38,7 @@ class Calls:
     """
 
     SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell
+    PER_TAG = 1 << 22  # messages of a tag; a tag has 31 bits, and a float keeps 53 of the product
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._size = size
@@ -62,9 +63,9 @@ class Calls:
         return Transfer(*transfer) if number == call else None
 
     def latest(self, cells: Sequence[Cell], call: int, mine: Transfer) -> Transfer:
-        """The last to be ready and the longest transfer, among me and who posted."""
+        """The last to be ready, the longest and the largest transfer, among me and who posted."""
         posted = [mine, *filter(None, (self.read(cell, call) for cell in cells))]
-        return Transfer(max(t.start for t in posted), max(t.seconds for t in posted))
+        return Transfer(*map(max, zip(*posted, strict=True)))
 
     def on_cards(
         self, cell: Cell, call: int, mine: Transfer, lanes: Mapping[int, float]
@@ -87,7 +88,8 @@ class Calls:
     def _at(self, cell: Cell, call: int) -> int:
         end, src, dst = cell
         row = (end * self._size + src) * self._size + dst
-        return (row * self.SLOTS + call % self.SLOTS) * self.FIELDS
+        tag, number = divmod(call, self.PER_TAG)  # messages of two tags may be under way at once
+        return (row * self.SLOTS + (number + 159 * tag) % self.SLOTS) * self.FIELDS
 
 
 class Cards:

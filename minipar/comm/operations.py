@@ -22,6 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_"}
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+_UNREAD = {"copy_": 0, "_foreach_copy_": 0, "zero_": 0, "_foreach_zero_": 0, "fill_": 0}
+_UNREAD |= {"normal_": 0, "uniform_": 0, "nll_loss_backward": 1}
+"""Which argument an operation is given and does not read, such as one that it overwrites."""
+_LOOKUPS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
+"""Operations that read as much of their first argument as they return."""
 
 
 class Work(NamedTuple):
@@ -43,7 +48,8 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         made = tensors(args[:1])
     if not made or name in _FREE:
         return None
-    a = made[0]
+    num_out = sum(argument.is_out for argument in op._schema.arguments)  # they come last
+    a, given = made[0], given[: len(given) - num_out]
     if name in _PRODUCTS:
         a, b = given[-2:]
         work = "product"
@@ -62,8 +68,18 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
         a, k = given[1:3] if backward else given[:2]
         work, shape = "attention", (*a.shape[:-1], k.shape[-2], a.shape[-1], int(causal))
         flops = (10 if backward else 4) * a.numel() * k.shape[-2] // (1 + causal)
-    num_bytes = sum(t.nbytes for t in (*given, *made))
+    num_bytes = _num_read(name, given, made, args) + sum(t.nbytes for t in made)
     return Work(name, work, tuple(shape), str(a.dtype).removeprefix("torch."), flops, num_bytes)
+
+
+def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> int:
+    """Bytes that an operation reads of the tensors `given`."""
+    num_bytes = sum(t.nbytes for t in given)
+    if name in _LOOKUPS:
+        return num_bytes - given[0].nbytes + sum(t.nbytes for t in made)
+    if name in _UNREAD:
+        return num_bytes - sum(t.nbytes for t in tensors(args[_UNREAD[name]]))
+    return num_bytes
 
 
 def seconds_of(work: Any, device: Any) -> float:

@@ -3,6 +3,7 @@
 Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
 """
 
+import functools
 import importlib
 import io
 from collections.abc import Callable, Iterator
@@ -20,12 +21,25 @@ class CannotTravel(TypeError):
         return str(self).splitlines()  # in a notebook: the frames would all be those of pickle
 
 
+_Cached = functools._lru_cache_wrapper
+
+
+def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
+    """`fn` under a cache of its own, which is empty."""
+    return functools.lru_cache(**parameters)(fn)
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
         # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
         if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
             return importlib.import_module, (thing.__name__,)
+        # A function under functools.cache travels by name, and a rank has another __main__.
+        if isinstance(thing, _Cached) and hasattr(thing, "__wrapped__"):
+            where = f"{thing.__module__}.{thing.__qualname__}"
+            if where.startswith("__main__.") or "<locals>" in where:
+                return _cached, (thing.__wrapped__, thing.cache_parameters())
         return super().reducer_override(thing)
 
 

@@ -27,6 +27,15 @@ def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
     return _OPS[op]
 
 
+def check_type(verb: str, op: Op, tensor: Tensor) -> None:
+    """Raise `ValueError` unless every backend can reduce numbers of this type."""
+    if tensor.dtype not in _SENT and not (tensor.is_complex() and op in ("sum", "avg")):
+        raise ValueError(
+            f"{verb}: backends have no op={op!r} of {tensor.dtype}; convert the tensor first, to "
+            f"torch.float32 or torch.int32, say"
+        )
+
+
 def check_dim(verb: str, tensor: Tensor, dim: int) -> None:
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"{verb}: a tensor of shape {tuple(tensor.shape)} has no dim {dim}")
@@ -116,8 +125,11 @@ _SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as it can be moved: itself, or its bytes if its type is none of those."""
-    return tensor if tensor.dtype in _SENT else tensor.detach().view(-1).view(torch.uint8)
+    """A contiguous tensor as it can be moved: itself, or the bytes of its rows if its type is none
+    of those."""
+    if tensor.dtype in _SENT:
+        return tensor
+    return torch.atleast_1d(tensor.detach()).unsqueeze(-1).flatten(1).view(torch.uint8)
 
 
 @torch.no_grad()

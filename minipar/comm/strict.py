@@ -133,11 +133,15 @@ class Hold:
         self._watch = _flying
         _flying.add(self)
 
-    def settle(self) -> None:
-        """Look whether all is as it was, and put the results in. Raises `Race`."""
+    def drop(self) -> None:
+        """The operation has failed, and who waits for it is told: nothing is left to look at."""
         self.is_settled = True
         if _flying is not None:
             _flying.discard(self)
+
+    def settle(self) -> None:
+        """Look whether all is as it was, and put the results in. Raises `Race`."""
+        self.drop()
         for tensor, before in self._read:
             self._check(tensor, before, "it is sent from there")
         for tensor, arrived in self._written:

@@ -223,7 +223,7 @@ class Watchdog:
         self, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int] | None = None
     ) -> _Ticket:
         """As `watchdog.begin`."""
-        key = axis.name, axis.ranks[0], axis.size, peers is None
+        key = axis.name, axis.ranks, peers is None  # two meshes may have an axis of one name
         slot = self._slots.get(key) or self._open(key, axis)
         slot.count += 1
         ends = _NO_PEERS if peers is None else _ends([axis.ranks[peer] for peer in peers])

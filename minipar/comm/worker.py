@@ -140,7 +140,7 @@ class _Worker:
 
     def _failure(self, error: BaseException) -> Failure:
         # A caller that renders errors better than we do (a notebook cell) attaches the text.
-        report = getattr(error, "report", None)
+        report = _attached(error, "report", str)
         if report is None:
             add_hint(error)
             # The first frames are this loop's; a reader wants those of the function.
@@ -148,14 +148,14 @@ class _Worker:
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
-        kind = str(getattr(error, "kind", type(error).__name__))
+        kind = _attached(error, "kind", str) or type(error).__name__
         try:
             message = str(error)
         except Exception:
             message = f"<str() of this {type(error).__name__} fails>"
         broken = isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
-        stopped, everywhere = self.stopped == self.call, getattr(error, "everywhere", False)
-        return Failure(Mesh.label, kind, message, str(report), None, broken, stopped, everywhere)
+        stopped, everywhere = self.stopped == self.call, bool(_attached(error, "everywhere", bool))
+        return Failure(Mesh.label, kind, message, report, None, broken, stopped, everywhere)
 
     def say(self, kind: str, *content: Any) -> None:
         """Send a message to the parent; a signal must not cut it in two.
@@ -193,6 +193,14 @@ class _Worker:
             shutil.rmtree(self.setup.folder, ignore_errors=True)
         finally:
             leave()
+
+
+def _attached(error: BaseException, name: str, kind: type) -> Any:
+    """What an error of ours bears under this name; None where a user's has something else there."""
+    with suppress(Exception):
+        value = getattr(error, name)
+        return value if type(value) is kind else None
+    return None
 
 
 class _Children:

@@ -1,8 +1,12 @@
 """What a check looks at: what each rank was given, returned and sent; and how it refuses."""
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,7 +57,14 @@ class Case:
     results: list[Any]
     sent: list[list[Sent]]
 
-    def expect_close(self, expected: list[Any], what: str = "the result") -> None:
+    def expect_close(
+        self,
+        expected: list[Any],
+        what: str = "the result",
+        *,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+    ) -> None:
         """Compare the result of each rank with the truth, a tensor or a list of tensors."""
         for rank, (got, want) in enumerate(zip(self.results, expected, strict=True)):
             if not isinstance(want, list):
@@ -62,7 +73,7 @@ class Case:
                 raise CheckFailed(f"{what} of rank {rank}: expected {len(want)} tensors, got {got}")
             for i, pair in enumerate(zip(got, want, strict=True)):
                 name = what if len(want) == 1 else f"{what} {i}"
-                _expect_close(*pair, f"{name} of rank {rank}")
+                _expect_close(*pair, f"{name} of rank {rank}", rtol, atol)
 
     def expect_accepted(self, refused: Callable, criterion: str) -> None:
         """Raise what `refused(found, given)` says, (criterion, why) or None, of this criterion.
@@ -85,7 +96,7 @@ class Case:
             )
 
 
-def _expect_close(got: Any, want: torch.Tensor, what: str) -> None:
+def _expect_close(got: Any, want: torch.Tensor, what: str, rtol: float, atol: float) -> None:
     if not isinstance(got, torch.Tensor):
         raise CheckFailed(f"{what}: expected a tensor, got {got!r}")
     if got.shape != want.shape or got.dtype != want.dtype:
@@ -93,13 +104,56 @@ def _expect_close(got: Any, want: torch.Tensor, what: str) -> None:
             f"{what}: expected {tuple(want.shape)} of {want.dtype}, "
             f"got {tuple(got.shape)} of {got.dtype}"
         )
-    wrong = ~torch.isclose(got, want, rtol=1e-9, atol=1e-12)
+    wrong = ~torch.isclose(got, want, rtol=rtol, atol=atol)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
-        raise CheckFailed(
-            f"{what}: {int(wrong.sum())} of {want.numel()} values are wrong, the first at "
-            f"{list(at)}: expected {want[at].item():.6g}, got {got[at].item():.6g}"
-        )
+        many = f"{int(wrong.sum())} of {want.numel()} values are wrong, the first at {list(at)}"
+        which = many if want.dim() else "the value is wrong"
+        raise CheckFailed(f"{what}: {which}: {apart(want[at].item(), got[at].item())}")
+
+
+def apart(want: float, got: float) -> str:
+    """Say what was expected and what came; ask for the cause where six digits look the same."""
+    texts = told_apart(want, got)
+    hint = "" if texts == [f"{number:.6g}" for number in (want, got)] else "; computed in float32?"
+    return f"expected {texts[0]}, got {texts[1]}{hint}"
+
+
+def told_apart(*numbers: float) -> list[str]:
+    """Two numbers in six digits, or in as many more as tell one from the other."""
+    for digits in (6, 9, 12, 17):
+        texts = [f"{number:.{digits}g}" for number in numbers]
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def whole_numbers(value: Any) -> Any:
+    """A list of int where `value` is a sequence of whole numbers of any kind, else what it was."""
+    try:
+        return [index(number) for number in value]
+    except TypeError:
+        return value
+
+
+@contextmanager
+def calls_of(*functions: Callable) -> Iterator[set[str]]:
+    """Note which of these functions are called in the body: a learner's own may have their names.
+
+    What one of them calls itself is not noted.
+    """
+    names, called = {function.__code__: function.__name__ for function in functions}, set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in names and frame.f_back.f_code not in names:
+            called.add(names[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
 
 
 def _ledger(sent: Counter) -> str:

@@ -284,6 +284,7 @@ def play(asked: Exercise, answer: Callable, size: int, seed: int) -> Case:
 
 def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tuple[list, list]:
     """Return what came back from each of the first `size` ranks, and what each has sent."""
+    ranks.run_each(_import, [(asked.run,)] * ranks.size)  # on a busy machine it takes long, once
     before, ranks.time_limit = ranks.time_limit, asked.seconds or TIME_LIMIT
     try:
         answers = ranks.run_each(_play, calls)[:size]
@@ -304,6 +305,10 @@ def _run_on(ranks: Ranks, calls: list[tuple], asked: Exercise, size: int) -> tup
     finally:
         ranks.time_limit = before
     return [result for result, _ in answers], [sent for _, sent in answers]
+
+
+def _import(run: Callable) -> None:
+    """On a rank: nothing. Who has unpacked this call has imported what exercises need."""
 
 
 def _only_raises(answer: Callable, error: str) -> bool:
@@ -340,10 +345,14 @@ _own: Ranks | None = None
 
 
 def _pool(size: int) -> Ranks:
-    """Return the notebook's ranks if they will do, else ranks of our own, kept for the next."""
+    """Return the notebook's ranks if they will do, else ranks of our own, kept for the next.
+
+    Emulated GPUs will not: they count the bytes of a larger model, and seconds of their own.
+    """
     global _own
     here = cells.current()
-    if here is not None and here.backend == "link" and here.size >= size:
+    suits = here is not None and here.backend == "link" and here.device is None
+    if suits and here.size >= size:
         return here
     if _own is None or _own.closed or _own.size < size:
         if _own is not None:

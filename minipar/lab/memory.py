@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.comm import memory
 
+_aten = torch.ops.aten
 RANKING = ("activations", "gradients", "optimizer", "buffers", "parameters")
 """What a storage counts as if it is several of these: the last. A tag (`comm.memory`) beats all."""
 
@@ -86,12 +87,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {id(storage) for storage in _storages((args, kwargs))}
+        if op is _aten.lift_fresh.default:
+            given = set()  # what torch.tensor has made of a list is seen here first
         result = op(*args, **kwargs)
         for storage in _storages(result):
-            # A view, or the result of an in-place operation, lives in a storage that was given.
+            # A view, or the result of an in-place operation, lives in a storage that was given. By
+            # this set_, copy.deepcopy looks into both storages; by another it makes its tensor.
             if storage in self._held:
                 self._resized(storage)
-            elif id(storage) not in given:
+            elif id(storage) not in given and op is not _aten.set_.source_Storage:
                 self._add(storage)
         return result
 

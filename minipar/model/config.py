@@ -100,6 +100,11 @@ class LlamaConfig:
         }
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer has some: where `moe` begins behind the last one, none has."""
+        return self.moe is not None and any(map(self.moe.is_sparse, range(self.num_layers)))
+
+    @property
     def num_layer_parameters(self) -> int:
         """Parameters of the first block: of each block, where none or all have experts."""
         return self.layer_parameters(0)

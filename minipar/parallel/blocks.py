@@ -46,7 +46,7 @@ def find(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
 def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     for child in module.children():
-        if not is_list:
+        if not is_list or type(child).forward is nn.Module.forward:  # never called: a list in it
             yield from _members_of_lists(child)
         elif next(child.parameters(), None) is not None:
             yield child
@@ -124,6 +124,8 @@ class Unit:
         self.names = [name for _, _, name, _ in slots]
         self.keepers: list[nn.Module] = []  # in which forward may leave tensors with a graph
         self.begun = 0  # the number of autograd's first node of the latest forward
+        self.calls = 0  # of the module, under way: it may call itself
+        self.backward: int | None = None  # autograd's number of the backward that is in it now
         self._put(self.parameters)
 
     @property
@@ -136,13 +138,16 @@ class Unit:
         """Whether its weights are here, or on their way."""
         return any(flat.is_gathered for flat in self.flats)
 
-    def unshard(self) -> None:
-        """Start to gather the weights."""
+    def unshard(self, phase: str) -> None:
+        """Start to gather the weights; for "backward" not anew, as it needs those of forward."""
         for flat in self.flats:
+            if phase == "forward":
+                flat.drop_old()
             flat.unshard()
 
     def reshard(self) -> None:
         """Put the pieces back, and free the gathered weights."""
+        self.backward = None
         self.unbind()
         for flat in self.flats:
             flat.reshard()
@@ -176,6 +181,22 @@ class Unit:
     def unbind(self) -> None:
         """Put the pieces back in the place of the gathered weights."""
         self._put(self.parameters)
+
+    def hold(self) -> None:
+        """Keep the gathered weights until the step ends."""
+        for flat in self.flats:
+            flat.is_held = True
+
+    def end_step(self) -> None:
+        """Hold nothing, and forget of calls that were interrupted."""
+        self.calls = 0
+        for flat in self.flats:
+            flat.is_held = False
+
+    def has_memory_of(self, t: Any) -> bool:
+        """Whether `t` is one of the gathered weights, or a view of it."""
+        has_memory = isinstance(t, Tensor) and torch._C._has_storage(t)
+        return has_memory and any(torch._C._is_alias_of(t, flat.full) for flat in self.flats)
 
     def _put(self, weights: Sequence[Tensor]) -> None:
         self.here = [weights[i] for *_, i in self.slots]

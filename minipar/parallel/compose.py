@@ -110,7 +110,7 @@ def apply(
 
     # 1. Experts: while all ranks still have whole ones. Ranks of ep hold other tokens, as those of
     #    dp do; over cp and tp, experts may be apart as well. What the balance counts is known here.
-    if model.config.moe is not None:
+    if model.config.has_experts:
         cut = ("cp", "tp") if plan.sequence_parallel else ("cp",)  # over these, sequences are
         over = plan.expert_axes
         parts.expert = expert.apply(
@@ -148,6 +148,7 @@ def apply(
             token_shards=plan.tp if plan.sequence_parallel else 1,
             paired=plan.dispatch == "paired",
         )
+        _check_all_train(model, mesh.pp)
     # 5. Data last: it sums gradients of the parameters that are left, and may cut them once more.
     #    Ranks of cp hold other tokens, as those of dp do: to gradients, both are one axis.
     #    Only now are weights cast, so that masters begin with all digits.
@@ -198,6 +199,17 @@ def apply(
         if dtype is not None:
             masters.keep(model, optimizer, dtype)
     return Composed(model, mesh, data_axis, plan, parts, optimizer)
+
+
+def _check_all_train(model: Llama, axis: Axis) -> None:
+    """Raise `ValueError` on all ranks where one of the pipeline has nothing to train."""
+    trains = all_gather_object(any(p.requires_grad for p in model.parameters()), axis)
+    if any(trains) and not all(trains):
+        frozen = ", ".join(str(rank) for rank, some in enumerate(trains) if not some)
+        raise ValueError(
+            f"all that rank {frozen} along {axis.name}={axis.size} has of the model is frozen, and "
+            f"there is no gradient to share; use fewer ranks there, or unfreeze some of it"
+        )
 
 
 @dataclass
@@ -407,6 +419,13 @@ class Composed(Strategy):
 
     def _serial_names(self, order: list[str]) -> list[list[str]]:
         """What those of all ranks are called in the serial model; a collective along pp."""
-        groups = zip(*all_gather_object(self._own_names(), self.mesh.pp), strict=True)
+        told = all_gather_object(self._own_names(), self.mesh.pp)
+        if len(set(map(len, told))) > 1:
+            raise ValueError(
+                f"the optimizers of ranks along pp have {[*map(len, told)]} groups of parameters, "
+                f"and as many on each are paired by their order; let make_optimizer keep groups "
+                f"that are empty on a stage"
+            )
+        groups = zip(*told, strict=True)
         found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
         return [[name for name in order if name in names] for names in found]

@@ -35,7 +35,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard
-from minipar.parallel.pieces import copies_axis, gradient_bytes
+from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -159,6 +159,7 @@ class Bucket:
         numel = sum(p.numel() for p in parameters) + len(parameters)
         self._lay_out(like.new_zeros(numel, dtype=like.grad_dtype))
         self.pending: Pending | None = None
+        self.sent: set[nn.Parameter] = set()  # those of which this rank has had a gradient
         self.expected = self.missing = len(parameters)  # gradients per backward; still to come
         for p in parameters:
             if p.grad is not None:
@@ -169,7 +170,7 @@ class Bucket:
         sizes = [p.numel() for p in self.parameters]
         self.flat, self.gradients = flat, flat[: sum(sizes)]
         *pieces, self.users = flat.split([*sizes, len(sizes)])
-        self.views = {p: v.view_as(p) for p, v in zip(self.parameters, pieces, strict=True)}
+        self.views = {p: laid_out_as(p, v) for p, v in zip(self.parameters, pieces, strict=True)}
         del pieces
         self.num_users = _users_of(flat)
 
@@ -205,12 +206,13 @@ class Bucket:
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce."""
         self.users.fill_(1)
+        self.sent = {p for p in self.parameters if p.grad is not None}
         for i, p in enumerate(self.parameters):
-            if p.grad is None:
+            if p in self.sent:
+                self._hold(p)
+            else:
                 self.views[p].zero_()
                 self.users[i] = 0
-            else:
-                self._hold(p)
         copies = copies_axis(self.parameters[0], axis)
         if op == "avg" and copies.size < axis.size:  # the average is over all ranks all the same
             self.flat.mul_(copies.size / axis.size)
@@ -229,8 +231,9 @@ class Bucket:
         self.pending.wait()
         self.pending, self.missing = None, self.expected
         for i, p in enumerate(self.parameters):
-            # Looks at a value only where this rank has no gradient of its own.
-            if p.grad is None and used_elsewhere(self.users[i]):
+            # Looks at a value only where this rank had no gradient of its own; one that was taken
+            # away since (p.grad = None) does not come back.
+            if p.grad is None and p not in self.sent and used_elsewhere(self.users[i]):
                 p.grad = self.views[p]
 
 

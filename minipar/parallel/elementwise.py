@@ -26,12 +26,12 @@ def check_elementwise(
 
     def train(*parts: Tensor) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in parts]
-        # A warm-up may begin with a rate of 0, which would prove nothing.
-        optimizer = make([{**group, "lr": 0.1, "params": parts}])
-        for step in range(2):
-            for part in parts:
+        for part in parts:  # each by itself, as ranks have them: some look at all of a group
+            # A warm-up may begin with a rate of 0, which would prove nothing.
+            optimizer = make([{**group, "lr": 0.1, "params": [part]}])
+            for step in range(2):
                 part.grad = (5 * part + step).cos().detach()
-            type(optimizer).step(optimizer)  # schedulers put a method of their own over it
+                type(optimizer).step(optimizer)  # schedulers put a method of their own over it
         return torch.cat([part.detach().flatten() for part in parts])
 
     # What is wrong with options is raised as it is.

@@ -28,7 +28,7 @@ from minipar.comm.collectives import (
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel import absent, guard
-from minipar.parallel.pieces import Layout, Row, copies_axis
+from minipar.parallel.pieces import Layout, Row, copies_axis, share_sum
 from minipar.parallel.same_order import SAME_ORDER, Ledger
 
 SLICE = 1 << 26
@@ -152,6 +152,9 @@ class Flat(Row):
         self.reducing: Pending | None = None
         self.used: set[nn.Parameter] = set()  # had a gradient here, in this step
         self.fresh: set[nn.Parameter] = set()  # had none before this step
+        self.version: int | None = None  # of all pieces, when gathered; None: a step ago
+        self.unwritten = _version(self.full)  # as it was gathered
+        self.is_held = False  # until the step ends: a graph needs it whose backward calls no hook
         self.reshard()
 
     @property
@@ -172,6 +175,7 @@ class Flat(Row):
         self.check_place()
         self.full.untyped_storage().resize_(self.full.nbytes)
         memory.tag("gathered", self.full)
+        self.version, self.unwritten = _version(self.pieces[0]), _version(self.full)
         self.options.ledger.note(f"gather {self.block}")
         # Through `.data`, or autograd would take the saved weights for modified ones.
         shard, row = self.home.fetch(self), self.full.data
@@ -189,9 +193,28 @@ class Flat(Row):
                 raise
 
     def reshard(self) -> None:
-        """Free the memory of the gathered weights."""
+        """Free the memory of the gathered weights, unless they are held."""
         self.wait_for_unshard()
-        self.full.untyped_storage().resize_(0)
+        if not self.is_held:
+            self.full.untyped_storage().resize_(0)
+
+    def drop_old(self) -> None:
+        """Free gathered weights, held or not, that have changed since."""
+        if self.version != _version(self.pieces[0]):
+            self.is_held = False
+            self.reshard()
+
+    def check_unwritten(self) -> None:
+        """Raise `RuntimeError` if something was written into the gathered weights."""
+        if _version(self.full) != self.unwritten:
+            self.is_held = False
+            self.reshard()
+            raise RuntimeError(
+                f"fsdp: forward wrote into the weights of {self.block}, which are gathered for it "
+                f"and freed after it, so that what it wrote would be lost. Compute new weights "
+                f"from them, as torch.nn.utils.parametrizations does; or write after the step, "
+                f"into what full_state_dict() returns, and give it to load_full_state_dict()"
+            )
 
     # gradients
     def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -269,6 +292,7 @@ class Flat(Row):
         """Add the finished gradient [S] of the shard to ``grad`` of the pieces."""
         gradient = gradient.to(self.shard)
         for p, span in zip(self.pieces, self.layout.spans, strict=True):
+            share_sum(p)
             if p.grad is None:
                 p.grad = gradient[span].view_as(p)
                 self.fresh.add(p)
@@ -302,6 +326,12 @@ def _initial(
     ]
     filled = torch.cat(pieces)
     return F.pad(filled, (0, layout.size - len(filled)))
+
+
+def _version(t: Tensor) -> int:
+    """How often `t` was written into; of what is made in inference_mode torch keeps no count."""
+    with torch._C.DisableTorchFunctionSubclass():  # also where it is elsewhere
+        return 0 if t.is_inference() else t._version
 
 
 def _refuse_use(name: str, block: str) -> NoReturn:

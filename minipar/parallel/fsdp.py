@@ -76,11 +76,13 @@ def apply(
     of `full_state_dict`, and go in by `load_full_state_dict`; ``model.state_dict()`` and its
     counterpart are refused, as they would be of this rank's pieces.
 
-    Weights are whole in the forward of their block alone. What else computes with them, such as a
-    penalty on weights in the loss, or a method that is not forward, is refused, in backward at the
-    latest: compute it in forward, and return it or leave it in an attribute of a module. What hooks
-    have collected from inside of a block, for a loss, needs ``reshard_after_forward=False``.
-    Gradients with respect to weights come from a plain ``backward()`` only.
+    Weights are whole in the forward of their block alone, which may not write into them. What else
+    computes with them, such as a penalty on weights in the loss, or a method that is not forward,
+    is refused, in backward at the latest: compute it in forward, and return it or leave it in an
+    attribute of a module. What hooks have collected from inside of a block, for a loss, needs
+    ``reshard_after_forward=False``. Gradients with respect to weights come from a plain
+    ``backward()`` only; others with ``create_graph=True``, and outputs in which no tensor is found,
+    keep the weights of their blocks gathered until `finish_backward`.
 
     Args:
         blocks: what is gathered together: classes, modules, or names of modules. By default the
@@ -91,12 +93,13 @@ def apply(
         options: fields of `flat.Options`, all with defaults: reshard_after_forward, prefetch,
             compute_dtype, reduce_dtype, average, accumulate, replicate_axis, reduce, init.
 
-    Raises `ValueError` for options that do not fit, for a model with sparse gradients, or one that
-    a strategy trains already, before the first collective.
+    Raises `ValueError` for options that do not fit, for a model with sparse gradients, one that
+    torch.jit runs, or one that a strategy trains already, before the first collective.
     """
     how = Options(axis, **options)
     how.check(model)
     guard.check_apart(model.named_parameters())
+    guard.check_python(model)
     for p in model.parameters():
         guard.check_hooks(p)
     assigned = assign(model, find(model, blocks))
@@ -118,6 +121,7 @@ class FullySharded(Strategy):
         self.root, *self.blocks = self.units = units
         self.rows = self.flats = list(dict.fromkeys(flat for unit in units for flat in unit.flats))
         self.reducing: list[Flat] = []  # of the unit whose backward ended last
+        self.inside: Unit | None = None  # of which a part ended last; freed before the next
         guard.watch(self, [p for flat in self.flats for p in flat.pieces])
         for p in self.watched:
             if p.requires_grad:
@@ -136,18 +140,21 @@ class FullySharded(Strategy):
 
     def _enter(self, unit: Unit, phase: str) -> None:
         """Gather the weights of `unit`, which is about to compute: "forward" or "backward"."""
-        unit.unshard()
+        unit.unshard(phase)
         with torch.enable_grad() if phase == "backward" else nullcontext():
             unit.bind(self._after_backward)
         if in_backward() and not unit.trainable:  # no gradient of its weights tells when it ends
             torch.autograd.Variable._execution_engine.queue_callback(unit.unbind)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit.calls += 1
+        if unit.calls > 1:  # it calls itself, and its weights are here
+            return args, kwargs
         recomputes = in_backward()
         if unit is self.root and not recomputes:
             for each in self.units:
                 each.check_weights()
-            self.release()  # nothing that was gathered before the last optimizer step
+            self.release()  # what p.data wrote into the pieces has no number in their versions
             for p in self.watched:
                 guard.check_hooks(p, num_own=1)  # that of `_refuse_gradients`
             for block in self.blocks:
@@ -166,25 +173,42 @@ class FullySharded(Strategy):
             register_multi_grad_hook(inputs, lambda _: torch.is_grad_enabled() or unit.reshard())
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        unit.calls = max(unit.calls - 1, 0)  # less than one where another hook failed before ours
+        if unit.calls:
+            return output
         if unit is self.root and not in_backward():
             for block in self.blocks:
                 absent.come_back(block.parameters)
-        tensors = list(_tensors(output)) if torch.is_grad_enabled() else []
-        nodes = {t.grad_fn for t in tensors} - {None}
-        if torch.is_grad_enabled():
-            nodes.update(_left_behind(unit))
+        tensors = list(_tensors(output))
+        if any(map(unit.has_memory_of, tensors)):  # which is freed when the block has run
+            output = tree_map(lambda t: t.clone() if unit.has_memory_of(t) else t, output)
+            tensors = list(_tensors(output))
+        keeps = (*tensors, *_left_behind(unit)) if torch.is_grad_enabled() else ()
+        nodes = {node for t in keeps for node in _nodes(t, unit.begun)}
         # The gradient of a look-up takes no weights, unless these are computed from others.
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
         for node in () if is_lookup else nodes:
-            node.register_prehook(lambda _: self._enter(unit, "backward"))
+            node.register_prehook(lambda _: self._before_backward(unit))
         if in_backward():
-            return  # recomputed: its backward comes next
+            return output  # recomputed: its backward comes next
         unit.unbind()
-        # An output in which we find no tensor tells no hook when its backward begins.
-        opaque = torch.is_grad_enabled() and output is not None and not tensors
-        if not (opaque or (nodes and output is not None and self.stays(unit))):
+        for flat in unit.flats:
+            flat.check_unwritten()
+        if torch.is_grad_enabled() and output is not None and not tensors:
+            unit.hold()  # an output in which we find no tensor tells no hook when backward begins
+        if not (nodes and output is not None and self.stays(unit)):
             unit.reshard()
+        return output
+
+    def _before_backward(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # create_graph: no hook tells when the new graph is run
+            unit.hold()
+        left, self.inside = self.inside, None
+        if left is not None and unit.module not in set(left.module.modules()):
+            left.reshard()
+        unit.backward = torch._C._current_graph_task_id()
+        self._enter(unit, "backward")
 
     def stays(self, unit: Unit) -> bool:
         """Whether the weights of `unit` stay gathered between its forward and its backward.
@@ -198,7 +222,10 @@ class FullySharded(Strategy):
     ) -> None:
         """Reduce the gradients of `flats` of `unit`, which are complete; free its weights."""
         self.is_finished = False
-        unit.reshard()
+        if unit.backward in (None, torch._C._current_graph_task_id()):
+            unit.reshard()
+        else:  # it was that of a re-entrant checkpoint in the block, which may go on itself
+            self.inside = unit
         for flat in self.reducing:  # gradients of one unit at a time are on their way
             flat.wait_for_reduce()
         self.reducing = flats
@@ -225,13 +252,21 @@ class FullySharded(Strategy):
             flat.finish()
             flat.forget_unused(users[: len(flat.views)])
             users = users[len(flat.views) :]
-        self.reducing = []
+        self.reducing, self.inside = [], None
         self.flats[0].home.finish()
+        for unit in self.units:
+            unit.end_step()
         self.release()
         self.options.ledger.tell(users)
 
+    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
+        """Let weights be gathered anew: fused steps leave no number in versions."""
+        for flat in self.flats:
+            if not stepped.isdisjoint(flat.pieces):
+                flat.version = None
+
     def release(self) -> None:
-        """Free all weights that are gathered."""
+        """Free all weights that are gathered, and not held."""
         for unit in self.units:
             unit.reshard()
 
@@ -308,7 +343,7 @@ class Prefetching(FullySharded):
         before, self.latest[phase] = self.latest[phase], unit
         if before is not None and before is not unit:
             self.follows[phase][before] = unit
-        unit.unshard()
+        unit.unshard(phase)
         prefetch, ahead = self.options.prefetch, unit
         for _ in range(1 + prefetch if prefetch else 0):  # the root may be among them
             ahead = self.follows[phase].get(ahead)
@@ -316,13 +351,14 @@ class Prefetching(FullySharded):
             is_full = len(gathered) > prefetch and self.options.reshard_after_forward
             if ahead is None or is_full:
                 break
-            ahead.unshard()
+            ahead.unshard(phase)
         super()._enter(unit, phase)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        super()._after_forward(unit, module, args, output)
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        output = super()._after_forward(unit, module, args, output)
         if unit is self.root and not in_backward() and output is not None:  # None: an exception
             self.follows["forward"][self.latest["forward"]] = None
+        return output
 
     def stays(self, unit: Unit) -> bool:
         """As before; and the last block of forward, which backward needs first."""
@@ -355,17 +391,20 @@ _OWN = frozenset(vars(nn.Module()))  # what every module has
 _HOLDERS = Tensor, list, tuple, dict
 
 
-def _left_behind(unit: Unit) -> Iterator[Node]:
-    """What has computed the tensors that forward has left in modules, such as a loss of a layer.
-
-    Not what is older, such as an input: it needs no weights of this forward.
-    """
+def _left_behind(unit: Unit) -> Iterator[Tensor]:
+    """The tensors that forward has left in modules, such as a loss of a layer."""
     for module in unit.keepers:
         attributes = vars(module)
         for value in (*module._buffers.values(), *map(attributes.get, attributes.keys() - _OWN)):
-            for t in _held(value) if isinstance(value, _HOLDERS) else ():
-                if t.grad_fn is not None and t.grad_fn._sequence_nr() >= unit.begun:
-                    yield t.grad_fn
+            yield from _held(value) if isinstance(value, _HOLDERS) else ()
+
+
+def _nodes(t: Tensor, begun: int) -> Iterator[Node]:
+    """What has computed `t` since `begun`: what is older, such as an input, needs no weights. Of a
+    view also what has computed its base, which alone is left when the view is changed in place."""
+    for node in (each.grad_fn for each in (t, t._base) if each is not None):
+        if node is not None and node._sequence_nr() >= begun:
+            yield node
 
 
 def _held(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -8,15 +8,19 @@ a hook on a parameter's gradient           `comes_last`: called before it is sen
 optimizer.step() before finish_backward()  `watch`: refused
 zero_grad() before finish_backward()       `watch`: what is on its way is dropped, too
 an optimizer made before fsdp.apply        `watch`: refused at its first step
-an optimizer that looks at whole matrices  `elementwise`: refused where it sees pieces
+an optimizer that looks at whole matrices, or at all of a group
+                                           `elementwise`: refused where it sees pieces
 torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_with_norm_
                                            `notice`: refused where they see too little
-torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks
+torch.amp.GradScaler                       `watch`: an overflow in a piece is known to all ranks;
+                                           refused before finish_backward()
 a layer unfrozen, or replaced, after apply `watch`: refused at the next step
 model.load_state_dict(..., assign=True)    `notice`: refused: no optimizer has what it brings
 model.state_dict() of one rank's pieces    `refuse_state`; and under fsdp model.load_state_dict()
 optimizer.state_dict() of them             `notice`: refused where it is loaded by others
 a weight used while it is not here         `absent.Absent`: it is waited for, or refused
+a forward that writes into its weights     `flat.Flat.check_unwritten`: refused under fsdp
+a part that torch.jit runs                 `check_python`: refused where weights come and go
 ranks that run different blocks            `same_order.Ledger`: refused at the end of a step
 """
 
@@ -66,7 +70,14 @@ def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
                 f"make it dense, or an attribute, which each rank has for itself"
             )
     for p in model.parameters():
-        p.claimed_by = name
+        p.claimed_by = _Claim(name)
+
+
+class _Claim(str):
+    """Who trains a parameter; nobody does once it has been saved and loaded, as by torch.save."""
+
+    def __reduce__(self) -> tuple:
+        return str, ()
 
 
 def check_layers(model: nn.Module) -> None:
@@ -84,6 +95,16 @@ def check_layers(model: nn.Module) -> None:
                 f"{name} has max_norm={module.max_norm:g}: its forward writes into the rows that "
                 f"it looks up, which differ between ranks, and so would weights; make it with "
                 f"max_norm=None, and scale its output or its weights after the step"
+            )
+
+
+def check_python(model: nn.Module) -> None:
+    """Raise `ValueError` for a part of `model` that torch.jit runs, and no weight is waited for."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'the model'} was made by torch.jit, which reads weights without asking "
+                f"whether they are here; give the module that it was made of"
             )
 
 
@@ -196,7 +217,7 @@ def check_finished(strategy: Any, what: str) -> None:
 @cache
 def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)  # of what a closure has left unfinished
+    register_optimizer_step_post_hook(_after_step)
     _around(Optimizer, "zero_grad", partial(_drop_first, stepped_by))
     _around(nn.Module, "zero_grad", partial(_drop_first, nn.Module.parameters))
     _around(nn.init, "_calculate_fan_in_and_fan_out", _fans_of_whole)
@@ -249,6 +270,12 @@ def _agree_on_overflow(
     unscale: Callable, scaler: Any, optimizer: Optimizer, scale: Tensor, found: Tensor, half: bool
 ) -> dict[torch.device, Tensor]:
     """Whether there was an overflow, on any rank that has pieces of the same gradients."""
+    _check_finished(stepped_by(optimizer), "scaler.unscale_()")
+    if not getattr(optimizer, "attached", True):
+        raise RuntimeError(
+            f"a {type(optimizer).__name__} by itself takes gradients over as it steps, too late "
+            f"for GradScaler; let zero.apply bring them to it"
+        )
     flags = unscale(scaler, optimizer, scale, found, half) or {found.device: found.clone()}
     for axis in in_order([axis for p in stepped_by(optimizer) for axis in axes_of(p)]):
         for flag in flags.values():
@@ -326,7 +353,11 @@ def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    _check_finished(stepped_by(optimizer), "the end of a closure")
+    stepped = frozenset(stepped_by(optimizer))
+    _check_finished(stepped, "the end of a closure")
+    for strategy in list(_watched):
+        if not strategy.watched.isdisjoint(stepped):
+            strategy.has_stepped(stepped)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -334,17 +365,29 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for p in parameters:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
+        if getattr(p, "kept_by", id(optimizer)) != id(optimizer):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} would step 16-bit working weights, and not their "
+                f"masters: step the optimizer that masters.keep() was given"
+            )
     _check_finished(parameters, "optimizer.step()")
     _check_shared(parameters)
     if optimizer not in _checked:
-        for group in optimizer.param_groups:
-            if any(getattr(p, "is_flat", False) for p in group["params"]):
+        # One that wraps another, which the trial would step: that one is checked as it steps.
+        wraps = any(isinstance(value, Optimizer) for value in vars(optimizer).values())
+        for group in () if wraps else optimizer.param_groups:
+            if any(_is_in_pieces(p) for p in group["params"]):
                 make = partial(twin, optimizer)
                 check_elementwise(make, type(optimizer).__name__, group, group["params"][0])
         _checked.add(optimizer)
 
 
-def _check_finished(parameters: list[nn.Parameter], what: str) -> None:
+def _is_in_pieces(p: nn.Parameter) -> bool:
+    """Whether this rank has a part of its numbers: of fsdp's rows, or a slice of a matrix."""
+    return getattr(p, "is_flat", False) or p.shape != full_shape(p)
+
+
+def _check_finished(parameters: Iterable[nn.Parameter], what: str) -> None:
     for strategy in list(_strategies):
         if not strategy.watched.isdisjoint(parameters):
             check_finished(strategy, what)

@@ -60,7 +60,7 @@ class OffloadedParameter:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.param.shape)} has got new memory since offload, "
                 f"as by p.data = ..., vector_to_parameters or model.to(): write into it, as by "
-                f"p.data.copy_(...), or move and cast the model before"
+                f"p.copy_(...) under torch.no_grad(), or move and cast the model before"
             )
 
     def news(self) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,7 @@ from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
+from minipar.comm.values import look
 from minipar.model.moe import routers
 from minipar.parallel import guard
 from minipar.parallel.strategy import Strategy, copied, replicate
@@ -121,6 +122,11 @@ class _Local(Strategy):
             all(router.config.bias_speed is None for _, router in routers(model)),
             "each rank would move the biases of its routers by its own tokens, and no agreement "
             "covers them; balance experts by a loss (bias_speed=None)",
+        )
+        check(
+            not any(hasattr(p, "master") for p in self.parameters),
+            "masters.keep() came before, and 16 bits of the weights would be averaged in the place "
+            "of their masters; call it after local_sgd.apply",
         )
         guard.claim(model, "local_sgd", axis)
         replicate(model, axis)
@@ -430,6 +436,13 @@ class DelayedGradients(Strategy):
             return
         for p in self.parameters:
             p.grad = None
+
+    def late_norm(self) -> float:
+        """The norm of the gradient under way, which is waited for: the same on all ranks."""
+        if (late := self.under_way) is None:
+            return 0.0
+        gradients, _ = late.pending.wait().tensor_split([-len(late.used)])
+        return look(torch.linalg.vector_norm(gradients), on_meta=0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the model and of the gradient under way; every rank saves its own."""

@@ -41,13 +41,15 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     keeps no count.
 
     Raises `ValueError` unless `optimizer` steps all parameters that learn, and none has a master
-    yet; `RuntimeError` for a step with a closure, which would compute with the masters, or
-    of a parameter that was unfrozen since.
+    yet; `RuntimeError` for a step with a closure, which would compute with the masters, of a
+    parameter that was unfrozen since, or by another optimizer.
     """
     _check_all_learn_here(model, optimizer)
     frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
     lower(model, dtype)
     working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
+    for p in working:
+        p.kept_by = id(optimizer)
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):

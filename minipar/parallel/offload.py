@@ -54,9 +54,11 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
     """From now on, `optimizer` keeps its state on the host, and computes there.
 
     Around each step, gradients are copied to the host and weights back; nothing is hidden. It needs
-    nothing but the optimizer, so its parameters may be shards of any strategy.
+    nothing but the optimizer, so its parameters may be shards of any strategy. Raises `ValueError`
+    for two parameters in the same memory.
     """
     parameters = guard.stepped_by(optimizer)
+    guard.check_apart((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)
     copies = copies or HostCopy(parameters[0].device)
     homes = {p: OffloadedParameter(p, copies) for p in parameters}
     gradients: dict[nn.Parameter, Tensor] = {}  # of the device, during a step
@@ -67,6 +69,8 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
         arriving = copies.to_host(gradients.values())
         for p, gradient in zip(gradients, arriving.wait(), strict=True):
             memory.tag("gradients", gradient, on_host=True)
+            if p not in homes:  # of a group that was added later
+                homes[p] = OffloadedParameter(p, copies)
             homes[p].go_to_host()
             p.grad = gradient
         state_to_host(optimizer, copies)
@@ -133,7 +137,9 @@ def apply(
     Any optimizer over the parameters will do, made before or after. Between
     the end of backward and the next forward, parameters and gradients are those of the host: there
     they can be clipped, saved and loaded; a forward takes both to the device, and the step fetches
-    them. In `no_sync`, gradients accumulate on the device.
+    them. In `no_sync`, gradients accumulate on the device. Weights that are written there
+    (``with torch.no_grad(): p.clamp_(...)``) go to the device with the next forward, but not those
+    that are written through ``p.data``, of which torch keeps no count.
 
     Reading a weight in the forward of another block than its own, before that block has run, reads
     one that may still be on its way. Raises `ValueError` for a bucket without capacity, a model
@@ -161,6 +167,7 @@ def apply(
             f"use autocast, which leaves weights and gradients as they are"
         )
     guard.check_layers(model)
+    guard.check_python(model)
     guard.check_apart(model.named_parameters())
     return Offloaded(model, axis, inside, copies, compute_dtype, bucket_mb)
 
@@ -193,14 +200,16 @@ class Offloaded(Strategy):
         self.groups = _groups(model, parameters)
         self.returning: dict[int, Copy] = {}
         self.region = ExitStack()
+        self.expects_backward = False  # of a forward: gradients will come, here on the device
         self._hook_model()
         _around_steps(self)
         self._rest()
 
     def _hook_model(self) -> None:
         group_of = {p: i for i, (_, group) in enumerate(self.groups) for p in group}
-        self.model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
-        self.model.register_forward_hook(lambda *_: self._end_forward())
+        # A copy of the model, such as a teacher, has these hooks, too.
+        self.model.register_forward_pre_hook(lambda m, _: self._begin_forward(m), prepend=True)
+        self.model.register_forward_hook(lambda m, *_: self._end_forward(m))
         for block, _ in self.groups:
             if block is not self.model:
                 needs = sorted({group_of[p] for p in block.parameters() if p in group_of})
@@ -278,6 +287,7 @@ class Offloaded(Strategy):
             self._send()
         while self.sent:
             self._receive()
+        self.expects_backward = False
         self._rest()
         for p, gradient in self.arrived.items():
             p.grad = gradient
@@ -317,7 +327,9 @@ class Offloaded(Strategy):
             if i in self.returning:
                 self.returning.pop(i).wait()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
+        if module is not self.model:
+            return
         # Weights that were loaded, or written by hand; fused optimizers do not count versions.
         self._return({p for p, h in self.homes.items() if h.on_host and h.is_stale()})
         for home in self.homes.values():
@@ -325,8 +337,11 @@ class Offloaded(Strategy):
         first = [i for i, (block, _) in enumerate(self.groups) if block is self.model]
         self._await(first if self.inside is None else range(len(self.groups)))
 
-    def _end_forward(self) -> None:
-        if not torch.is_grad_enabled() and not self._gradients_here():  # no backward will follow
+    def _end_forward(self, module: nn.Module) -> None:
+        if module is not self.model:
+            return
+        self.expects_backward |= torch.is_grad_enabled()
+        if not self.expects_backward and not self._gradients_here():
             self._await(range(len(self.groups)))
             self._rest()
 
@@ -351,23 +366,27 @@ def _groups(
     """Cut `parameters` by the blocks that use them: the root's own first, then from the top down.
 
     A block is a module in a list, or one with parameters of its own: it may read those of its
-    children without calling them, as attention layers do.
+    children without calling them, as attention layers do. Lists and dicts are never called: what
+    they hold of parameters is of the module around them.
     """
     left = set(parameters)
-    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    groups: dict[nn.Module, list[nn.Parameter]] = {model: []}
 
-    def visit(module: nn.Module, is_block: bool) -> None:
+    def visit(module: nn.Module, is_block: bool, around: nn.Module) -> None:
+        is_called = type(module).forward is not nn.Module.forward
+        is_block, user = is_block and is_called, module if is_called else around
         own = [p for p in module.parameters(recurse=is_block) if p in left]
         left.difference_update(own)
         if own or is_block:
-            groups.append((module, own))
+            groups.setdefault(user, []).extend(own)
         if not is_block:
             in_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
             for child in module.children():
-                visit(child, in_list or any(True for _ in child.parameters(recurse=False)))
+                has_own = any(True for _ in child.parameters(recurse=False))
+                visit(child, in_list or has_own, user)
 
-    visit(model, False)
-    return groups
+    visit(model, False, model)
+    return list(groups.items())
 
 
 # ---------------------------------------------------------------------- 3. shards of fsdp

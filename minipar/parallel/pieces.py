@@ -107,6 +107,13 @@ def check_divides(name: str, n: int, what: str, size: int) -> None:
         raise ValueError(f"{name}={n} does not divide {what}={size}; use one of {good}")
 
 
+def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
+    """Return a view of the vector `numbers` in the shape of `p`, in memory as `p` is, if that has
+    no gaps: fused optimizers take one number after the other, of channels_last weights too."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+    return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
+
+
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize
@@ -120,6 +127,16 @@ def is_copy(p: Tensor) -> bool:
 def piece_of(p: nn.Parameter) -> nn.Parameter:
     """Return what an optimizer steps in the place of `p`, and where its gradient is in the end."""
     return getattr(p, "piece", p)
+
+
+def share_sum(p: nn.Parameter) -> None:
+    """Called before another gradient is added to ``p.grad``, and all of it is summed up once more.
+
+    Where that is a sum already, of `p.sum_of` ranks (tensor.py), it leaves each of them a share.
+    """
+    num_ranks = vars(p).pop("sum_of", 1)
+    if num_ranks > 1 and p.grad is not None:
+        p.grad.div_(num_ranks)
 
 
 class Region(NamedTuple):

@@ -224,9 +224,10 @@ class Plan:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
         name = " x ".join(axis for axis in ("ep", "cp", "tp") if axis in self.expert_axes)
         n = math.prod(getattr(self, axis) for axis in self.expert_axes)
-        if config.moe is None:
+        if not config.has_experts:
             if n > 1:
-                yield f"{name}={n} spreads experts, and this Llama has none (moe=None)"
+                none = "none (moe=None)" if config.moe is None else "none in any layer"
+                yield f"{name}={n} spreads experts, and this Llama has {none}"
         else:
             expert.check_sizes(config.moe, n, name)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)

@@ -26,7 +26,7 @@ from minipar.parallel.optimizer_state import (
     labelled,
     pack,
 )
-from minipar.parallel.pieces import Layout, Row, copies_axis, master_of
+from minipar.parallel.pieces import Layout, Row, copies_axis, master_of, share_sum
 
 
 class Bucket(Row):
@@ -139,6 +139,8 @@ class Bucket(Row):
         """Wait for the reduce-scatter; accumulate its result in `reduced`."""
         if self.reducing is not None:
             arrived, self.reducing = self.reducing.wait(), None
+            for piece in self.pieces:
+                share_sum(piece)
             self.reduced = arrived if self.reduced is None else self.reduced.add_(arrived)
 
     def hand_out(self, used: Collection[nn.Parameter]) -> None:

@@ -62,6 +62,9 @@ class Strategy:
     def drop(self, zeroed: Set[nn.Parameter]) -> None:
         """Forget gradients of `zeroed` that are still on their way: `zero_grad` was called."""
 
+    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
+        """Called after a step of an optimizer, which has some of `watched` among its parameters."""
+
     def watch_backward(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse to step `parameters` between a backward and its `finish_backward`, which makes
         their gradients those of the batch."""

@@ -65,7 +65,14 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 from minipar.parallel.overlap import OverlappedRowLinear, fuse
-from minipar.parallel.pieces import axes_of, check_divides, is_spread_over, mark, piece_of
+from minipar.parallel.pieces import (
+    axes_of,
+    check_divides,
+    is_spread_over,
+    mark,
+    piece_of,
+    share_sum,
+)
 from minipar.parallel.strategy import Strategy, replicate
 
 LARGE = 2**20
@@ -115,6 +122,11 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
+    if axis.size > 1 and getattr(model, "loss_chunk", 0):
+        raise ValueError(
+            f"loss_chunk={model.loss_chunk} multiplies by the whole head, which "
+            f"{axis.name}={axis.size} cuts; set it to 0"
+        )
     spread = [p for p in model.parameters() if is_spread_over(p, axis)]
     cut = [p for p in model.parameters() if not is_spread_over(p, axis)]
     if any(axis.name == a.name for p in cut for a in axes_of(p)):
@@ -198,7 +210,10 @@ class TensorParallel(Strategy):
             norms = "q_norm.weight", "k_norm.weight"
             self.whole = [n for n, _ in model.named_parameters() if n.endswith(norms)]
         if self.axis.size > 1:
-            self.watch_backward(map(model.get_parameter, [*self.whole, *self.shared]))
+            summed = [model.get_parameter(name) for name in (*self.whole, *self.shared)]
+            self.watch_backward(summed)
+            for p in self.watched:
+                p.register_hook(lambda _, p=p: share_sum(p))
             guard.refuse_state(model)
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
@@ -315,11 +330,15 @@ class TensorParallel(Strategy):
         A neighbourhood writes into a row of its own, so that the axis needs no groups inside it.
         What is large by itself, as copies of experts are, is added up where it lies.
         """
-        params = dict(self.model.named_parameters())
-        holders = [piece_of(params[name]) for name in names if name in params]
-        grads = [p.grad for p in holders if p.grad is not None]
         if self.axis.size == 1:
             return
+        params = dict(self.model.named_parameters())
+        holders = [piece_of(params[name]) for name in names if name in params]
+        holders = [p for p in holders if p.grad is not None]
+        for p in holders:
+            share_sum(p)  # to which no gradient has been added
+            p.sum_of = self.axis.size // num_groups
+        grads = [p.grad for p in holders]
         if num_groups == 1:
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):
                 collectives.all_reduce(grad, self.axis, out=grad)

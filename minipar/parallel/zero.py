@@ -86,8 +86,9 @@ def apply(
     before (an average of weights, a clamp, a compiled model) waits for it there and then; only a
     tensor that shares its memory, such as a ``p.data`` taken earlier, is read as it is.
 
-    Raises `ValueError` for another stage, an optimizer that does not fit, a model with sparse
-    gradients, or one that a strategy trains already.
+    Raises `ValueError` for another stage, an optimizer that does not fit or holds parameters of
+    others, a model with sparse gradients, one that torch.jit runs, or one that a strategy trains
+    already.
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
@@ -106,6 +107,14 @@ def apply(
             f"{left_out[0]} (one of {len(left_out)} parameters) is trainable but not in the "
             f"optimizer; hand it over, or freeze it with requires_grad_(False)"
         )
+    others = optimizer.bucket_of.keys() - set(model.parameters())
+    if others:
+        raise ValueError(
+            f"the optimizer holds {len(others)} parameters that are not of the model, such as of a "
+            f"loss, and no rank would know the others' gradients of them; give them another "
+            f"optimizer, or hand over one model that has both"
+        )
+    guard.check_python(model)
     guard.claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     if working_dtype is not None:

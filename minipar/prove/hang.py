@@ -83,6 +83,7 @@ class Wait:
     ranks: list[int]
     call: str
     missing: list[int]
+    is_message: bool = False
 
 
 @dataclass
@@ -290,12 +291,13 @@ def _of_watchdog(values: Any) -> Recording:
     waits = {(call.key, call.verb): call for call in state.awaited}
     calls = {(call.key, call.verb): call for call in state.begun} | waits
     entries, groups = [], {}
-    # What it waits in stands last, as its last call.
-    for key, call in sorted(calls.items(), key=lambda item: item[0] in waits):
+    # The latest call stands last, behind it what the rank waits in.
+    for key, call in sorted(calls.items(), key=lambda c: (c[0] in waits, -c[1].seconds)):
         name = f"{printable(call.axis)} {call.ranks}"
         groups[name] = printable(call.axis), tuple(map(int, call.ranks))
         waiting, verb = key in waits, printable(call.verb)
-        ends = [call.ranks.index(peer) for peer in call.peers if waiting] if call.peers else [None]
+        ends = [call.ranks.index(peer) for peer in call.peers] or [None]
+        ends = ends if waiting else ends[:1]  # what has ended is one call
         entries += [Entry(verb, name, int(call.number), not waiting, peer=end) for end in ends]
     stack = tuple(printable(line).strip() for line in reversed(state.stack.splitlines()))
     host = printable(state.label).partition(" on host ")[2]
@@ -404,26 +406,57 @@ def _most(values: dict[int, str]) -> tuple[str, list[int]]:
     return values[word], [rank for rank in sorted(values) if values[rank] == values[word]]
 
 
+# What a message may meet at its other end, the likeliest first.
+_ENDS = {
+    "send": ("recv", "exchange"),
+    "exchange": ("exchange", "send", "recv"),
+    "recv": ("send", "exchange"),
+}
+_ORDER = [*_ENDS]  # of two ends that are open, the first of these tells
+
+
+def _kind(entry: Entry) -> str:
+    """A key of `_ENDS`: a send may have a name of its own."""
+    return next((kind for kind in ("recv", "exchange") if entry.verb.startswith(kind)), "send")
+
+
 def _explain_messages(groups: dict[str, Group], report: Report) -> None:
     """Of each message that waits: does the other rank wait in its other end?"""
-    waiting = []
+    waiting, exchanged = [], {}  # exchanged: number of the latest exchange that has ended
     for rank, recording in report.recordings.items():
         for e in recording.entries:
             if e.peer is not None and not e.done and e.peer < len(groups[e.group].ranks):
                 waiting.append((rank, groups[e.group].ranks[e.peer], e))
-    sides = {(rank, peer, e.group, e.verb[:4]): e for rank, peer, e in waiting}
+            elif e.peer is not None and e.done and _kind(e) == "exchange":
+                exchanged[rank, e.group] = e.number
+    sides = {(rank, peer, e.group, _kind(e)): e for rank, peer, e in waiting}
+    others, lacking = [], set()  # the other end of each; calls of which an end is not there
     for rank, peer, e in waiting:
-        end = "recv" if e.verb.startswith("send") else "send"
-        other = sides.get((peer, rank, e.group, end))
-        preposition = "to" if e.verb.startswith("send") else "from"
+        ends = (sides.get((peer, rank, e.group, kind)) for kind in _ENDS[_kind(e)])
+        others.append(next(filter(None, ends), None))
+        is_over = _kind(e) == "exchange" and exchanged.get((peer, e.group), 0) >= e.number
+        if others[-1] is None and not is_over:
+            lacking.add((rank, peer, e.group, e.number))
+    blocked = {(rank, *call) for rank, _, *call in lacking}
+    for (rank, peer, e), other in zip(waiting, others, strict=True):
+        kind, end = _kind(e), _ENDS[_kind(e)][0]
+        is_missing = (rank, peer, e.group, e.number) in lacking
+        preposition = {"send": "to", "recv": "from", "exchange": "with"}[kind]
         call = f"{e.verb} #{e.number} {preposition} rank {peer} on {groups[e.group].name}"
-        report.waits.append(Wait([rank], call, [] if other else [peer]))
-        if other is None:
+        report.waits.append(Wait([rank], call, [peer] if is_missing else [], is_message=True))
+        if is_missing:
             has = f"rank {peer} has no {end} for it open"
             if not report.knows(peer):
-                has = f"whether rank {peer} has a {end} for it open is unknown"
+                a = "an" if end == "exchange" else "a"
+                has = f"whether rank {peer} has {a} {end} for it open is unknown"
             report.findings.append(f"rank {rank} waits in {call}; {has}.")
-        elif end == "recv":
+        elif (rank, e.group, e.number) in blocked:
+            continue  # another message of that exchange is to blame
+        elif other is None:
+            report.findings.append(f"rank {rank} waits in {call}; that of rank {peer} has ended.")
+        elif (peer, e.group, other.number) in blocked:
+            continue
+        elif (_ORDER.index(kind), rank) < (_ORDER.index(_kind(other)), peer):
             differs = f": {e.data} meets {other.data}" if e.data != other.data else ""
             report.findings.append(f"Both ends of {call} of rank {rank} are open{differs}.")
 

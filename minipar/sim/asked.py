@@ -48,14 +48,16 @@ class PlanConfig:
     top: int = 5
     """Plans to show."""
     fix: str = ""
-    """Only plans such as tp=8,zero=1; microbatch is one of the words."""
+    """Only plans such as tp=8,zero=1; microbatch is one of the words. Some words are varied by this
+    alone: tp_overlap, context, dispatch, most schedules, and more."""
     experts: str = ""
     """Tokens of each expert, as measured, in any unit: 90,40,...; or drawn by Zipf's law: zipf=1,
     the i-th of them gets 1 / i of the first. Empty: as many each."""
     what_if: str = ""
     """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
     explain: str = ""
-    """Say all about one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead."""
+    """Say all about one plan, such as dp=8,tp=8,zero=1,microbatches=4, instead; a microbatch in it
+    is held against --global-batch."""
     json: bool = False
     """Print JSON."""
     out: str = "plan.png"
@@ -104,20 +106,29 @@ def machine_of(config: PlanConfig) -> hardware.Machine:
 
 def fixed(text: str) -> dict[str, Any]:
     """Return what `--fix` names: words of a plan, and microbatch. Raises `ValueError`."""
-    words = [word for word in text.replace(" ", "").split(",") if word]
-    found = {}
-    for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
-        found["microbatch"] = whole_number(word.partition("=")[2])
-        if not found["microbatch"]:
-            raise ValueError(f"--fix {word}: microbatch must be 1 or more")
-        words.remove(word)
-    plan = Plan.parse(",".join(words))
+    plan, microbatch, names = read_plan(text, "--fix")
     for field in fields(plan):
         allowed, value = get_args(field.type), getattr(plan, field.name)
         if allowed and value not in allowed:
             raise ValueError(f"--fix {field.name}={value}: use {', '.join(map(str, allowed))}")
-    names = [word.partition("=")[0].replace("-", "_") for word in words]
+    found = {"microbatch": microbatch} if microbatch else {}
     return found | {name: getattr(plan, name) for name in names}
+
+
+def read_plan(text: str, flag: str) -> tuple[Plan, int, list[str]]:
+    """Return the plan that a flag has, its microbatch, 0 if it has none, and the words in it.
+
+    Raises `ValueError`.
+    """
+    words = [word for word in text.replace(" ", "").split(",") if word]
+    microbatch = 0
+    for word in [w for w in words if w.partition("=")[0] == "microbatch"]:
+        microbatch = whole_number(word.partition("=")[2]) or 0
+        if not microbatch:
+            raise ValueError(f"{flag} {word}: microbatch must be 1 or more")
+        words.remove(word)
+    names = [word.partition("=")[0].replace("-", "_") for word in words]
+    return Plan.parse(",".join(words)), microbatch, names
 
 
 def load_of(text: str, model: LlamaConfig) -> load.Load:

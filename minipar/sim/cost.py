@@ -26,12 +26,13 @@ time on all ranks of a pipeline. `footprint.py` has the memory of the same plans
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from minipar.parallel import expert
 from minipar.sim import footprint
-from minipar.sim.hardware import BYTES
-from minipar.sim.job import Job
+from minipar.sim.hardware import BYTES, Machine
+from minipar.sim.job import V_SHAPED, Job
 
 PAIRED_HIDDEN = 0.8
 """Share of the all-to-alls of a whole step that pairs of a forward and a backward hide, at most.
@@ -52,12 +53,15 @@ def seconds(job: Job) -> dict[str, float]:
     """
     plan, software = job.plan, job.software
     forward, backward = _layer(job, False), _layer(job, True)
+    weights = backward["host"] / 2  # of what a backward waits for its launches, half is for these
     again = {"none": 0, "selective": software.selective, "full": 1}[plan.checkpointing]
     backward = {part: backward[part] + again * forward[part] for part in backward}
     if plan.checkpointing == "selective" and software.kept < 1:
         # What norms return is gathered again: half of what forward sends.
         backward["tp"] += plan.sequence_parallel * max(0.0, 0.5 - again) * forward["tp"]
-        if not again:  # products are kept, and the rows of experts are not
+        if not again:  # products are kept, and neither what is between them nor rows of experts
+            kinds = [(share, kind, _products(kind)) for share, kind in job.kinds()]
+            backward["compute"] += sum(share * _between(*kind) for share, *kind in kinds)
             backward["ep"] += forward["ep"]
     once = {part: forward[part] + backward[part] for part in forward}
     group = job.dp * plan.cp
@@ -82,15 +86,12 @@ def seconds(job: Job) -> dict[str, float]:
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
     # The gradients of weights are products alone, as many as in a forward.
-    weights = sum(share * sum(_products(kind)[:3]) for share, kind in job.kinds())
+    weights += sum(share * sum(_products(kind)[:3]) for share, kind in job.kinds())
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
-        far = 1 + (plan.num_ranks > job.machine.gpus)
-        message = 2 * job.tokens * job.config.hidden_size
-        message /= plan.tp if plan.sequence_parallel or software.scattered else 1
-        one = job.machine.seconds_of_collective("send", message, 2, far)
-        total["pp"] = 2 * one * (m * job.chunks + bubble * (plan.pp - 1))
+        steps = m * job.chunks + bubble * (plan.pp - 1)
+        total["pp"] = 2 * steps * _to_next_stage(job) + _tie(job, software.gradients * words)
     mine = max(n * layer + own for n, own in zip(layers, tables, strict=True))
     shared = max(layers) * experts
     if group > 1 and plan.zero < 3:
@@ -101,14 +102,49 @@ def seconds(job: Job) -> dict[str, float]:
         total["dp"] += times * (reduce - (1 - software.exposed) * hidden)
         if plan.zero:
             total["dp"] += _over_dp(job, "all_gather", software.weights, mine, shared)
-    if plan.sequence_parallel and job.experts_cut < job.experts_apart:
+    if plan.sequence_parallel and job.experts_cut < plan.tp:
         # Whole experts on ranks of tp that hold different tokens: their gradients are a sum.
-        summed = software.gradients * shared / (job.experts_copies if plan.zero else 1)
-        total["tp"] += job.collective("all_reduce", summed, 1, plan.tp)
+        copied = shared * (job.experts_apart > 1)  # not those that are on one rank of tp alone
+        summed = copied / (job.experts_copies if plan.zero else 1)
+        summed += max(layers) * footprint.shared_experts(job) / (group if plan.zero else 1)
+        total["tp"] += job.collective("all_reduce", software.gradients * summed, 1, plan.tp)
     # Adam reads and writes its state, reads a gradient and writes a weight; clipping reads it too.
     shard = footprint.shard(job, mine, shared) if plan.zero else mine
     total["optimizer"] = _touch(job, shard * (2 * software.optimizer + 2 * software.gradients))
     return total | {"fixed": software.fixed}
+
+
+def _to_next_stage(job: Job) -> float:
+    """Return the seconds of a message to the next stage: the mean of near ones and far ones."""
+    plan, machine = job.plan, job.machine
+    message = 2 * job.tokens * job.config.hidden_size
+    message /= plan.tp if plan.sequence_parallel or job.software.scattered else 1
+    ranks = plan.num_ranks // plan.pp
+    # Of the stages that share a node, the last one alone sends out of it.
+    leave = min(1.0, ranks / machine.gpus) if plan.num_ranks > machine.gpus else 0.0
+    found = leave * _of_a_stage(job).seconds_of_collective("send", message, 2, 2)
+    if leave < 1:
+        found += (1 - leave) * machine.seconds_of_collective("send", message, 2)
+    return found
+
+
+def _tie(job: Job, num_bytes: float) -> float:
+    """Return the seconds in which the first and the last stage add up gradients of their table.
+
+    They do after the last backward, beside which nothing else is left to do.
+    """
+    plan = job.plan
+    if not job.config.tie_embeddings or plan.schedule in V_SHAPED:  # one table, on one rank
+        return 0.0
+    if plan.num_ranks <= job.machine.gpus:
+        return job.machine.seconds_of_collective("all_reduce", num_bytes, 2)
+    return _of_a_stage(job).seconds_of_collective("all_reduce", num_bytes, 2, 2)
+
+
+def _of_a_stage(job: Job) -> Machine:
+    """Return the machine as ranks of one stage see it: they share a node's port, and no others."""
+    ranks = job.plan.num_ranks // job.plan.pp
+    return replace(job.machine, gpus=min(ranks, job.machine.gpus))
 
 
 def _over_dp(job: Job, verb: str, width: float, numbers: float, experts: float) -> float:
@@ -130,7 +166,7 @@ class _Products(NamedTuple):
     attention: float
     dense: float  # the MLP, or shared experts
     experts: float
-    hidden: float  # width of the dense ones, on a rank
+    hidden: float  # width of the dense ones, on a rank, for a token of its sequences
     touched: float  # numbers per token that experts read and write
     own: float  # tokens of whole experts
     cut: int  # ranks over which experts are cut
@@ -158,7 +194,7 @@ def _products(job: Job) -> _Products:
         hidden = c.moe.num_shared * f
         touched = (job.software.rows * width + 8 * f) * chosen / n
     dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
-    return _Products(attention, dense, experts, hidden, touched, own, cut)
+    return _Products(attention, dense, experts, hidden * own / n, touched, own, cut)
 
 
 def _heads(job: Job) -> tuple[float, float]:
@@ -178,7 +214,8 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     device, times = job.machine.device, 2 if backward else 1
     width, tp = c.hidden_size, plan.tp
     queries, keys = _heads(job)
-    in_attention, dense, experts, hidden, touched, own, cut = _products(job)
+    products = _products(job)
+    in_attention, dense, experts, _, _, own, cut = products
     compute = in_attention + dense + experts
     kernel = "cudnn" if job.software.cudnn and "cudnn" in device.attention else ""
     # A ring computes cp pieces of a square each, and adds up their results in float32.
@@ -191,20 +228,7 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     attention += _touch(job, 12 * times * (pieces - 1) * n * (queries + (times - 1) * keys))
     if backward and plan.checkpointing == "selective" and not job.flash:
         attention *= 1.5
-    # Two norms and two residual sums of the stream, and what becomes of the hidden layer. A Llama
-    # rotates queries and keys, and multiplies by a gate; a GPT has neither, but may have dropout's
-    # masks, and biases, whose gradients are sums of those of all outputs: half of them per way.
-    touched += 10 * width / (tp if plan.sequence_parallel else 1)
-    touched += 4 * (queries + keys) + 5 * hidden if job.gated else 2 * hidden
-    if not job.gated:
-        touched += job.software.biases * (2 * width + (queries + 2 * keys + hidden) / 2)
-    if not job.flash:  # its result is put in the order of tokens
-        touched += 2 * queries
-    if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
-        touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
-    numbers = n * touched * job.software.passes
-    parts = {"compute": times * (compute + _touch(job, 2 * numbers)) + attention}
-    parts["compute"] += times * job.software.launched * device.launch
+    parts = {"compute": times * (compute + _between(job, products)) + attention}
     if backward:
         parts["compute"] += _sum_up(job, footprint.parameters(job)[0])
         if plan.sequence_parallel:  # beyond the part of a sequence, which `touched` has
@@ -224,6 +248,25 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
             beside = 1.5 / times * parts["compute"]
             parts["ep"] -= min(PAIRED_HIDDEN * parts["ep"], beside)
     return parts | {"host": max(0.0, host(job) - sum(parts.values()))}
+
+
+def _between(job: Job, products: _Products) -> float:
+    """Return the seconds of what a layer computes between its products, in a forward."""
+    plan, software, width = job.plan, job.software, job.config.hidden_size
+    (queries, keys), hidden, touched = _heads(job), products.hidden, products.touched
+    # Two norms and two residual sums of the stream, and what becomes of the hidden layer. A Llama
+    # rotates queries and keys, and multiplies by a gate; a GPT has neither, but may have dropout's
+    # masks, and biases, whose gradients are sums of those of all outputs: half of them per way.
+    touched += 10 * width / (plan.tp if plan.sequence_parallel else 1)
+    touched += 4 * (queries + keys) + 5 * hidden if job.gated else 2 * hidden
+    if not job.gated:
+        touched += software.biases * (2 * width + (queries + 2 * keys + hidden) / 2)
+    if not job.flash:  # its result is put in the order of tokens
+        touched += 2 * queries
+    if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
+        touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
+    moved = _touch(job, 2 * job.tokens * touched * software.passes)
+    return moved + software.launched * job.machine.device.launch
 
 
 def host(job: Job) -> float:

@@ -26,6 +26,9 @@ from minipar.sim.job import Job
 
 HEADROOM = 0.78
 """Share of a device that a plan may fill: two fuller ones took four and eight times as long."""
+WAITING = 4
+"""Bytes of a logit that the loss keeps for its backward, at most: what softmax returns, float32."""
+ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
 def room(device: Device) -> float:
@@ -38,19 +41,34 @@ def parameters(job: Job) -> tuple[float, float, float]:
 
     The table is the embedding, or the head; a layer is the mean of all.
     """
-    whole = experts = 0.0
+    whole, experts, matrices = 0.0, 0.0, 2 + job.gated
     for share, kind in job.kinds():
-        c, hidden = kind.config, kind.config.intermediate_size
+        c = kind.config
         layer = float(c.layer_parameters())
-        if c.moe is not None:
+        if c.moe is None:
+            layer -= (3 - matrices) * c.intermediate_size * c.hidden_size
+        else:
             one = c.moe.expert_size * c.hidden_size
-            layer -= 3 * c.moe.num_experts * one
+            layer -= 3 * (c.moe.num_experts + c.moe.num_shared) * one
             each = c.moe.num_experts * one / (job.experts_over * job.experts_cut)
-            experts += share * (2 + job.gated) * each
-            hidden = c.moe.num_shared * c.moe.expert_size
-        whole += share * (layer if job.gated else layer - c.hidden_size * hidden)
+            experts += share * matrices * each
+        whole += share * layer
     c, tp = job.config, job.plan.tp
-    return whole / tp + experts, experts, c.vocab_size * c.hidden_size / tp
+    layer = whole / tp + shared_experts(job) + experts
+    return layer, experts, c.vocab_size * c.hidden_size / tp
+
+
+def shared_experts(job: Job) -> float:
+    """Return how many of a layer's parameters on a rank are of shared experts: cut as others are.
+
+    A layer is the mean of all.
+    """
+    moe = job.config.moe
+    if moe is None:
+        return 0.0
+    sparse = sum(share for share, kind in job.kinds() if kind.config.moe is not None)
+    width = sparse * moe.num_shared * moe.expert_size
+    return width * (2 + job.gated) * job.config.hidden_size / job.experts_cut
 
 
 def mean(job: Job, numbers_of: Callable[[Job], dict[str, float]]) -> dict[str, float]:
@@ -103,7 +121,10 @@ def _memory_of(job: Job, stage: int, layers: float) -> dict[str, float]:
     most = max(f * layers * kept + w * waits for f, w in in_flight(job)[stage])
     # Of one layer at a time all is there again.
     held["activations"] = most + stored - kept
-    held["logits"] = software.logits * job.tokens * c.vocab_size / plan.tp * has_head
+    # Others have the backward of a microbatch's last stage right after its forward.
+    waiting = plan.microbatches - 1 if plan.schedule in ALL_FORWARDS_FIRST else 0
+    logit = software.logits + waiting * min(WAITING, software.logits)
+    held["logits"] = logit * job.tokens * c.vocab_size / plan.tp * has_head
     if freed and job.dp * plan.cp * plan.pp == 1:  # no buckets: gradients come as the others go
         going = held["activations"] + held["logits"]
         held["gradients"] = max(0.0, held["gradients"] - going)
@@ -129,7 +150,7 @@ def _activations_of(job: Job) -> dict[str, float]:
     numbers = {
         "norms": c.hidden_size * ((norms - whole) / (tp if plan.sequence_parallel else 1) + whole),
         "attention": heads * c.head_dim,
-        "mlp": (4 - fused if job.gated else 2) * _hidden(job) / tp,
+        "mlp": (4 - fused if job.gated else 2) * _hidden(job),
     }
     if c.moe is not None:
         own = tp if job.experts_cut < tp and plan.sequence_parallel else 1
@@ -140,11 +161,13 @@ def _activations_of(job: Job) -> dict[str, float]:
 
 
 def _hidden(job: Job) -> float:
-    """Return the width of the MLP for a token, with experts on the rank that has the most rows."""
-    c, moe = job.config, job.config.moe
+    """Return the width of a rank's MLP for a token; with experts, where most rows are."""
+    c, moe, tp = job.config, job.config.moe, job.plan.tp
     if moe is None:
-        return c.intermediate_size
-    return (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
+        return c.intermediate_size / tp
+    width = (moe.top_k * job.busiest + moe.num_shared) * moe.expert_size
+    # Whole experts compute the tokens of a rank: its part of a sequence, or all of it.
+    return width if job.experts_cut < tp and not job.plan.sequence_parallel else width / tp
 
 
 def _put_off(job: Job) -> float:
@@ -156,7 +179,7 @@ def _put_off(job: Job) -> float:
     whole = job.software.gathered if plan.sequence_parallel else 2
     width = c.hidden_size * (whole + (2 - whole) / tp + 2)
     heads = 2 * (c.num_heads + max(c.num_kv_heads, tp)) * c.head_dim
-    return 2 * job.tokens * (width + (heads + (2 + job.gated) * _hidden(job)) / tp)
+    return 2 * job.tokens * (width + heads / tp + (2 + job.gated) * _hidden(job))
 
 
 def in_flight(job: Job) -> list[set[tuple[float, float]]]:
@@ -166,7 +189,7 @@ def in_flight(job: Job) -> list[set[tuple[float, float]]]:
     alone are.
     """
     p, m, name = job.plan.pp, job.plan.microbatches, job.plan.schedule
-    if name in ("gpipe", "looped_bfs"):
+    if name in ALL_FORWARDS_FIRST:
         return [{(m, 0)}] * p
     # After 4 p microbatches all goes on as before.
     return _count(name, p, min(m, 4 * p + m % p), job.chunks if name in LOOPED else None)

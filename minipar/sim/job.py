@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.pipeline import stages
-from minipar.parallel.pipeline.schedules import PAIRED
+from minipar.parallel.pipeline import simulate, stages
+from minipar.parallel.pipeline.schedules import LOOPED, PAIRED, make
 from minipar.parallel.plan import Plan
 from minipar.sim import load
 from minipar.sim.hardware import Machine, Software
 from minipar.sim.load import Load
 
-FILLED = {"zb_h1": 1, "interleaved_zb": 1, "zb_v": 2, "zb_h2": math.inf}
-"""By schedule: of 1F1B's bubble, (p-1)(F + I + W), the weight gradients W are gone, and how many
-more fill what is left (Qi et al. 2023, arXiv 2401.10241, table 1). With the memory of zb_h2, those
-published were found by a search, and had none; ours, made for F = I = W, has a little otherwise."""
+FILLED = ("interleaved_zb", "zb_v", "dualpipe", "dualpipe_v")
+"""Schedules without a law of their own for how much of 1F1B's bubble few microbatches can fill.
+
+Of many, in pairs, dualpipe leaves (p/2 - 1)(F&B + B - 3W), as DeepSeek-V3 has it (arXiv 2412.19437,
+table 2), and dualpipe_v, two stages per rank of half the size, as much on twice as many ranks.
+"""
 V_SHAPED = ("zb_v", "dualpipe", "dualpipe_v")
 
 
@@ -118,18 +120,28 @@ class Job:
     def bubble(self, weights: float = 1 / 3) -> float:
         """Idle time of a pipeline in units of 1F1B's; W takes the share `weights` of F + I + W.
 
-        DualPipe leaves (p/2 - 1)(F&B + B - 3W) (DeepSeek-V3, arXiv 2412.19437, table 2), and
-        DualPipeV, two stages per rank of half the size, as much on twice as many ranks: where a
-        forward and a backward run side by side, F&B; half of it where they need not wait for each
-        other. naive leaves M: its ranks compute one after the other, for each microbatch anew.
+        naive leaves M: its ranks compute one after the other, for each microbatch anew. With v
+        stages per rank the ends are idle for one stage, and M < p microbatches come round too soon
+        to fill the time between two stages of a rank. zb_h1 fills (p-1) W of it, and as much again
+        from p microbatches on. Schedules in the memory of zb_h2 are found by a search, and those
+        published had no bubble (Qi et al. 2023, arXiv 2401.10241, table 1); with fewer than 2p - 1
+        microbatches they have some. What `FILLED` schedules leave is simulated.
         """
-        p, name = self.plan.pp, self.plan.schedule
+        p, m, v, name = self.plan.pp, self.plan.microbatches, self.chunks, self.plan.schedule
+        if p == 1:
+            return 0.0
         if name == "naive":
-            return self.plan.microbatches
-        if name in PAIRED:
-            share = (p - 2) / max(1, p - 1) if name == "dualpipe" else 1
-            return share / (3 if self.plan.dispatch == "paired" else 6)
-        return max(0.0, 1 - (1 + FILLED.get(name, -1)) * weights) / self.chunks
+            return m
+        if name == "zb_h1":
+            return 1 - weights * (1 + min(1, (m - 1) / (p - 1)))
+        if name == "zb_h2":
+            return (1 - weights) * max(0, 1 - (m - 1) / (2 * p - 2))
+        if name in FILLED:
+            few = min(m, 2 * p + m % p)  # after 2 p microbatches all goes on as before
+            paired = name in PAIRED and self.plan.dispatch == "paired"
+            none, third = _idle(name, p, few, v if name in LOOPED else None, paired)
+            return max(0.0, none + 3 * weights * (third - none))
+        return (1 + (v - 1) * max(0, p - m) / (p - 1)) / v
 
     def ends(self, stage: int) -> tuple[bool, bool]:
         """Return whether a rank of the pipeline has the embedding, and the head."""
@@ -140,13 +152,34 @@ class Job:
 
     def spread(self, inner: int, size: int) -> int:
         """Return on how many nodes `size` ranks lie of which neighbours are `inner` ranks apart."""
-        most = max(1, self.machine.gpus // inner)
-        return size // max(n for n in range(1, min(most, size) + 1) if size % n == 0)
+        return math.ceil(size / max(1, self.machine.gpus // inner))
 
     def collective(self, verb: str, num_bytes: float, inner: int, size: int) -> float:
         """Return the seconds of a collective of the ranks that `spread` describes."""
         nodes = self.spread(inner, size)
         return self.machine.seconds_of_collective(verb, num_bytes, size, nodes)
+
+
+@cache
+def _idle(name: str, p: int, m: int, v: int | None, paired: bool) -> tuple[float, float]:
+    """Return `Job.bubble` of a schedule on paper, where W takes nothing, and where F = I = W.
+
+    Between the two it is a line. Of each rank, the time from its first action to its last counts.
+    """
+    try:
+        schedule = make(name, p, m, v)
+    except ValueError:  # there is none: `Plan.problem` says why
+        return 1.0, 1.0
+    found = []
+    for weights in (0.0, 1 / 3):
+        half = (1 - weights) / 2
+        costs = simulate.Costs(half, half, weights).per_rank(schedule)
+        starts, ends = [math.inf] * p, [0.0] * p
+        for _, rank, start, end in simulate.events(schedule, costs, paired):
+            starts[rank], ends[rank] = min(starts[rank], start), max(ends[rank], end)
+        longest = max(end - start for start, end in zip(starts, ends, strict=True))
+        found.append((longest - m) / (p - 1))
+    return found[0], found[1]
 
 
 @cache

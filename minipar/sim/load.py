@@ -42,7 +42,7 @@ def busiest(load: Load, num_ranks: int) -> tuple[int, float]:
     """Return which of so many ranks has the most to do, and how many times the mean."""
     if not load:
         return 0, 1.0
-    each = len(load) // num_ranks
+    each = max(1, len(load) // num_ranks)  # of more ranks than experts, a plan's `problem` says so
     sums = [sum(load[at : at + each]) for at in range(0, len(load), each)]
     return sums.index(max(sums)), max(sums) * num_ranks / sum(load)
 

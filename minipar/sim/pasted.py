@@ -52,6 +52,10 @@ def _refused_by_torchtitan(job: Job) -> Iterator[str]:
             yield f"its tp and pp compute in float32, not {plan.precision}, without FSDP or cp"
     if plan.experts_over_tp:
         yield "its ranks of tp have experts of their own by a flag that is not written here"
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield "its tp cuts norms and residual streams along the tokens, too; use sequence_parallel"
+    if job.config.moe is not None and plan.tp > 1 and not plan.expert_tensor_parallel:
+        yield "its tp cuts every expert, too; use expert_tensor_parallel"
     if plan.ep > 1 and (plan.ep % plan.cp or shard % plan.ep):
         yield (
             f"its ep is a multiple of cp={plan.cp} and divides the ranks of FSDP and cp, here "

@@ -1,10 +1,11 @@
-"""Which plan? Every legal way to train a model on a machine, ranked by the time that it would take.
+"""Which plan? Ways to train a model on a machine, ranked by the time that each would take.
 
-Idea.   `candidates` lists meshes, ZeRO stages, microbatches, recomputation and schedules; a plan
-        must hold in memory with headroom (`footprint.memory`) and be legal (`Plan.problem`, the one
-        source of what is); `cost.seconds` ranks what is left. For each *family*, the axes that a
-        plan uses, the best plan that lost says why; and so does, for each choice of the best plan,
-        the best plan without it.
+Idea.   `candidates` lists every mesh, with ZeRO stages, microbatches, recomputation and the usual
+        schedules; a plan must hold in memory with headroom (`footprint.memory`) and be legal
+        (`Plan.problem`, the one source of what is); `cost.seconds` ranks what is left. Other words
+        of a plan are as `--fix` has them, or as usual. For each *family*, the axes that a plan
+        uses, the best plan that lost says why; and so does, for each choice of the best plan, the
+        best plan without it.
 Error.  `ERROR` is what 90 % of published runs stay within (`validate.py`, runs that nothing was
         fitted to): plans that are nearer to each other than that are not told apart. Of plans that
         are like none of these runs, `unchecked` says so instead.
@@ -22,7 +23,7 @@ from minipar.comm.spans import aligned
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, footprint, hardware
-from minipar.sim.asked import PlanConfig, base_of, fixed
+from minipar.sim.asked import PlanConfig, base_of, fixed, read_plan
 from minipar.sim.pasted import flags
 from minipar.sim.replay import Simulated, replay
 from minipar.sim.trace import trace
@@ -31,7 +32,12 @@ ERROR = 0.15
 """Relative error of the step time that 90 % of published runs, and more, stay within."""
 RUNS_ON = ("a100", "a100-40", "h100")
 RUNS_OF = ("any", "nanotron", "llm-foundry", "compiled", "megatron")
-"""Devices and software of the published runs that predictions were compared with."""
+RUNS_IN = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+"""Devices, software and pipelines of the published runs that predictions were compared with."""
+NOT_VARIED = (
+    "Only --fix varies tp_overlap, context, dispatch, experts_over_cp, stages_per_rank, "
+    "compression and most schedules."
+)
 GB = 1e9
 
 
@@ -47,7 +53,11 @@ def unchecked(*jobs: cost.Job) -> str:
             "experts": job.config.moe is not None,
             "cp": plan.cp > 1,
             "zero=2": plan.zero == 2,
+            "zero=3 with pp": plan.zero == 3 and plan.pp > 1,
             "tp over nodes": plan.tp > job.machine.gpus,
+            "tp_overlap": plan.tp_overlap,
+            f"schedule={plan.schedule}": plan.schedule not in RUNS_IN,
+            "fewer microbatches than ranks of pp": plan.microbatches < plan.pp,
         }
         kinds |= {kind: None for kind, is_so in found.items() if is_so}
     return f"no published run of this kind was checked: {', '.join(kinds)}" if kinds else ""
@@ -100,8 +110,8 @@ class Ranked:
 
     def needs(self, limit: float) -> str:
         """Say how much memory it takes beside what there is."""
-        gigabytes = f"{self.held / GB:.0f} of {limit / GB:.0f} GB"
-        return f"needs {gigabytes}, {self.memory[self.largest] / GB:.0f} of them {self.largest}"
+        largest = f"{self.memory[self.largest] / GB:.0f} of them {self.largest}"
+        return f"needs {of_room(self.held, limit)}, {largest}"
 
     @property
     def family(self) -> tuple[str, ...]:
@@ -124,8 +134,13 @@ class Ranked:
 
 
 # ---------------------------------------------------------------------- search
-def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Job]:
-    """Yield plans for `gpus` devices that share out `global_batch` sequences, legal or not."""
+def candidates(
+    base: cost.Job, gpus: int, global_batch: int, fix: Collection[str] = ()
+) -> Iterator[cost.Job]:
+    """Yield plans for `gpus` devices that share out `global_batch` sequences, legal or not.
+
+    Words in `fix` are as in the plan of `base`, where they are not varied anyway.
+    """
     for sizes in meshes(gpus):
         pp, tp, ep = sizes["pp"], sizes["tp"], sizes["ep"]
         dp, moe = sizes["dp"] * ep, base.config.moe
@@ -135,12 +150,17 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
             continue
         mine = global_batch // dp
         group = dp * sizes["cp"]
-        micros = [n for n in sorted({1, 2, 4, 8, 16, 32, base.microbatch}) if mine % n == 0]
+        tried = {1, 2, 4, 8, 16, 32, base.microbatch}
+        if "microbatches" in fix:
+            tried.add(max(1, mine // max(1, base.plan.microbatches)))
+        micros = [n for n in sorted(tried) if mine % n == 0]
         zeros, schedules = (0, 1, 2, 3) if group > 1 else (0,), ["1f1b"]
         if pp > 1:
-            zeros = zeros[:2]  # ZeRO 2 and 3 would reduce once per microbatch
+            if "zero" not in fix:
+                zeros = zeros[:2]  # ZeRO 2 and 3 would reduce once per microbatch
             own = ["zb_h1"] * (base.software.name == "minipar")
             schedules = dict.fromkeys(["1f1b", "interleaved_1f1b", *own, base.plan.schedule])
+        sequence = tp > 1 and ("sequence_parallel" not in fix or base.plan.sequence_parallel)
         again = ("none", "selective", "full")
         # Of whole experts ranks of tp have copies; or a part of each; or experts of their own.
         shares = ((False, False), (True, False), (False, True))
@@ -149,7 +169,7 @@ def candidates(base: cost.Job, gpus: int, global_batch: int) -> Iterator[cost.Jo
         for micro, zero, schedule, recompute, (cut, over_tp) in every:
             plan = replace(
                 base.plan, **sizes, zero=zero, schedule=schedule, microbatches=mine // micro,
-                checkpointing=recompute, sequence_parallel=tp > 1, expert_tensor_parallel=cut,
+                checkpointing=recompute, sequence_parallel=sequence, expert_tensor_parallel=cut,
                 experts_over_tp=over_tp,
                 dispatch=base.plan.dispatch if ep > 1 or over_tp else "all_to_all",
             )  # fmt: skip
@@ -208,7 +228,7 @@ def search(
     given = {k: v for k, v in fix.items() if k not in ("microbatch", "precision")}
     plan = replace(base.plan, **given)
     base = replace(base, plan=plan, microbatch=fix.get("microbatch", base.microbatch))
-    jobs = [j for j in candidates(base, gpus, global_batch) if _has(j, fix)]
+    jobs = [j for j in candidates(base, gpus, global_batch, fix) if _has(j, fix)]
     for job in watch(jobs):
         held = footprint.memory(job)
         if sum(held.values()) > limit:
@@ -226,6 +246,13 @@ def _has(job: cost.Job, fix: dict[str, Any]) -> bool:
 
 
 # ---------------------------------------------------------------------- words
+def of_room(held: float, limit: float) -> str:
+    """Say how many GB of a device's are taken, in as many digits as tell the two apart."""
+    pairs = ((f"{held / GB:.{n}f}", f"{limit / GB:.{n}f}") for n in range(4))
+    taken, room = next((pair for pair in pairs if pair[0] != pair[1]), ("all", f"{limit / GB:.0f}"))
+    return f"{taken} of {room} GB"
+
+
 def reasons(found: Search, best: Ranked, fix: Collection[str] = ()) -> list[str]:
     """Say of each choice of the best plan what the best plan with it switched off would pay.
 
@@ -317,6 +344,10 @@ def answer(
     Raises `ValueError` for what cannot be asked, and `NothingFits` with a change that would.
     """
     base = base_of(config)
+    if config.explain and config.fix:
+        raise ValueError(
+            f"--fix {config.fix} is of a search, and --explain has one plan; leave out one of them"
+        )
     if config.explain:
         ranked = _explained(base, config)
         return (json.dumps(ranked.as_dict()) if config.json else explain(ranked)), [ranked]
@@ -342,6 +373,7 @@ def answer(
         "Why:\n" + "\n".join(f"  {line}" for line in reasons(found, first, fix)),
         "Others:\n" + "\n".join(f"  {family}: {why}" for family, why in losers.items()),
         "To paste:\n" + "\n".join(f"  {name}: {text}" for name, text in flags(first.job).items()),
+        NOT_VARIED,
     ]
     return "\n\n".join(part for part in parts if not part.endswith(":\n")), best[:5]
 
@@ -362,8 +394,7 @@ def explain(ranked: Ranked) -> str:
     text = f"{table([ranked])}\n\n{_by_part(ranked)}"
     limit = footprint.room(ranked.job.machine.device)
     if ranked.held > limit:
-        text += f"\n  It does not fit: {ranked.held / GB:.0f} of {limit / GB:.0f} GB, most of it "
-        text += ranked.largest
+        text += f"\n  It does not fit: {of_room(ranked.held, limit)}, most of it {ranked.largest}"
     return text
 
 
@@ -407,8 +438,9 @@ def as_minipar(ranked: Ranked) -> str:
 
 
 def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
-    plan, own = Plan.parse(config.explain), base.plan.precision
-    if "precision" in config.explain and plan.precision != own:
+    plan, microbatch, names = read_plan(config.explain, "--explain")
+    own = base.plan.precision
+    if "precision" in names and plan.precision != own:
         raise ValueError(
             f"--explain precision={plan.precision}: {base.machine.name} is priced in {own} alone; "
             f"use precision={own}, or leave it out"
@@ -423,6 +455,12 @@ def _explained(base: cost.Job, config: PlanConfig) -> Ranked:
             f"--gpus {plan.num_ranks} and a --global-batch that these divide"
         )
     job = replace(job, microbatch=config.global_batch // count)
+    if microbatch and microbatch != job.microbatch:
+        raise ValueError(
+            f"--explain {plan},microbatch={microbatch}: in {count} microbatches that is a batch of "
+            f"{count * microbatch}; use --global-batch {count * microbatch}, or microbatch="
+            f"{job.microbatch}"
+        )
     return Ranked(job, cost.seconds(job), footprint.memory(job))
 
 

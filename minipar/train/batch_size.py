@@ -187,5 +187,6 @@ class GrowingBatch:
         return {"size": self.size, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, but with no batch above `largest`."""
-        self.size, self.waited = min(state["size"], self.largest), state["waited"]
+        """Go on from `state`, but with no batch below the first here, and none above `largest`."""
+        self.size = min(max(state["size"], self.size), self.largest)
+        self.waited = state["waited"]

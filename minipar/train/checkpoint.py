@@ -382,6 +382,8 @@ def check_shapes(own: dict[str, tuple[int, ...]], weights: dict[str, Tensor], wh
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        if all("e_score_correction_bias" in problem for problem in problems):
+            more += "; use the --expert-bias of the run before, which adds these for good"
         raise CheckpointError(f"{where} is of another model: it {sorted(problems)[0][:300]}{more}")
 
 

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -219,7 +220,8 @@ def how_to_go_on(folder: Path) -> str:
     saved = newest(folder)
     if saved is None:
         return "Stopped before the first checkpoint."
-    how = f"minipar train --resume {folder}"
+    resume = f"--resume {shlex.quote(str(folder))}"
+    how = f"minipar train {resume}"
     if backends.under_torchrun():
-        how = f"the same line of torchrun, and in it --resume {folder}"
+        how = f"the same line of torchrun, and in it {resume}"
     return f"Stopped. Go on from step {checkpoint.step_of(saved)} with: {how}"

@@ -42,7 +42,8 @@ class Metrics:
     def __init__(self, path: Path, step: int = 0, tensorboard: Path | None = None) -> None:
         kept = [line for line in read(path) if line["step"] <= step] if path.exists() else []
         write_whole(path, "".join(map(_one_line, kept)))
-        self._file = path.open("a", encoding="utf-8")
+        self.last = (kept[-1]["step"], kept[-1].get("loss")) if kept else None  # of what was there
+        self.path, self._file = path, path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard is not None:
             # Of what a run that was killed wrote there after `step`, nothing is to be seen.
@@ -56,9 +57,20 @@ class Metrics:
         """
         self._file.write(_one_line(line))
         self._file.flush()
+        self._draw(line, line["step"])
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Put `figures` into the line that was written last."""
+        self._file.close()
+        *before, last = read(self.path)
+        write_whole(self.path, "".join(map(_one_line, [*before, last | figures])))
+        self._file = self.path.open("a", encoding="utf-8")
+        self._draw(figures, last["step"])
+
+    def _draw(self, figures: dict[str, Any], step: int) -> None:
         if self._board is not None:
-            for name, value in _numbers(line):
-                self._board.add_scalar(name, value, line["step"])
+            for name, value in _numbers(figures):
+                self._board.add_scalar(name, value, step)
             self._board.flush()
 
     def close(self) -> None:
@@ -225,6 +237,12 @@ class Telling:
             if self.metrics is not None:
                 self.metrics.write(line)
             self.progress(line)
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Put `figures`, which came late, into the line of the step that was told last."""
+        self.lines[-1] |= figures
+        if self.metrics is not None:
+            self.metrics.add(figures)
 
     def __enter__(self) -> "Telling":
         return self

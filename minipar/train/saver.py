@@ -78,8 +78,8 @@ class _InProgress:
 class Saver:
     """Writes the checkpoints of a run below `folder`; made and used alike on all ranks of `axis`.
 
-    Of the checkpoints up to the latest one, the newest `keep` stay. Once `is_ours` is false on rank
-    0, none is begun, put in place or removed.
+    Of the checkpoints up to the latest step, the `keep` that were written last stay. Once `is_ours`
+    is false on rank 0, none is begun, put in place or removed.
     """
 
     def __init__(
@@ -227,6 +227,7 @@ class Saver:
         os.replace(unfinished, final)
         _force_to_disk(self.folder)
         up_to_this = [path for path in available(self.folder) if step_of(path) <= step]
+        up_to_this.sort(key=number_of)  # a higher step may be of an older story; else by steps
         for old in up_to_this[: -self.keep]:
             _remove(old)
 

@@ -88,6 +88,10 @@ class Setup:
         """
         raise NotImplementedError
 
+    def late_norm(self) -> float:
+        """The norm of a gradient that a checkpoint would have for the step to come; 0 without."""
+        return 0.0
+
     @contextmanager
     def agreed_model(self) -> Iterator[None]:
         """In the body, `model` is the model of the run on every rank: the one to validate."""
@@ -155,8 +159,13 @@ class Planned(Setup):
     @property
     def _mesh(self) -> str:
         """What decides which rank has what."""
-        sizes = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1]
-        return ",".join(sizes) or "dp=1"
+        plan = self.strategy.plan
+        words = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1]
+        if plan.pp > 1 and (ranks := plan.make_schedule().rank_of) != (*range(plan.pp),):
+            words.append(f"stages={'-'.join(map(str, ranks))}")
+        cuts = "experts_over_cp", "experts_over_tp", "expert_tensor_parallel"
+        words += [word for word in cuts if getattr(plan, word)]
+        return ",".join(words) or "dp=1"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On another mesh, nothing that was kept back fits: it is dropped."""
@@ -172,6 +181,8 @@ class Planned(Setup):
         if kept_back and theirs == self._mesh:
             own = tree_map_only(Stored, lambda stored: stored(), kept_back[self.mesh.rank])
             self.compressed.load_state_dict(own, self.model)
+            if not self.compressed.feedback:
+                _tell_dropped(self.mesh, state)
         else:
             saved = f"of {len(kept_back)} ranks, {theirs}" if kept_back else "of no compression"
             say(
@@ -256,6 +267,11 @@ class Local(Setup):
             f"{_of_local(saved)}, and this is {self.config.local_method} on {self.mesh.size}",
         )
 
+    def late_norm(self) -> float:
+        """That of delayed gradients."""
+        is_late = isinstance(self.strategy, local_sgd.DelayedGradients)
+        return self.strategy.late_norm() if is_late else 0.0
+
     @contextmanager
     def agreed_model(self) -> Iterator[None]:
         """The agreed model takes the place of this rank's own for as long as the body lasts."""
@@ -277,7 +293,7 @@ class Local(Setup):
 
 
 def _tell_dropped(mesh: Mesh, state: dict[str, Any]) -> None:
-    if state.get("compression"):
+    if any(kept["residues"] for kept in state.get("compression", ())):
         say(mesh, "what --compress has kept back in the checkpoint is dropped: this run has none")
 
 

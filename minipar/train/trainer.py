@@ -68,8 +68,8 @@ class Trainer:
         self.corpus: Corpus = load_corpus(config.data, self.tokenizer)
         config.check_length(self.corpus)
         self.batches = self._batches(self.corpus.train, config.seed)
-        judged = Sequences(self.corpus.validation, config.seq_len)
-        texts = {"training": self.batches.sequences, "validation": judged}
+        self.judged = Sequences(self.corpus.validation, config.seq_len)
+        texts = {"training": self.batches.sequences, "validation": self.judged}
         check_same(config.data, texts, self.mesh.world)
 
         shape = config.model_config(self.tokenizer.vocab_size)
@@ -103,7 +103,9 @@ class Trainer:
         )
         self.save_seconds = 0.0  # that training has waited for checkpoints
         self.told_save_seconds = 0.0  # of these, in the metrics
-        self.step = 0
+        self.step = self.first_step = 0  # steps done; those done when this run began, or went on
+        self.loss: float | None = None  # of the step that was done last, as far as it is known
+        self.unsound: tuple[int, float] | None = None  # a step, and its norm on this rank alone
         self.timeline = Timeline()
 
     def _batches(self, tokens: Tensor, seed: int) -> Batches:
@@ -136,6 +138,13 @@ class Trainer:
             board = self.folder / "tensorboard" if self.config.tensorboard else None
             path = self.folder / "metrics.jsonl"
             metrics = Metrics(path, self.step, board) if self.is_first else None
+            last = metrics and metrics.last
+            if last and self.loss is not None and last != (self.step, self.loss):
+                say(
+                    self.mesh,
+                    f"{path} has steps of another way that the run has gone, from an earlier "
+                    f"checkpoint, in the place of some up to step {self.step}",
+                )
             with Telling(self.device, self._complete, progress, metrics) as told:
                 return self._run(told, request or StopRequest())
 
@@ -185,22 +194,28 @@ class Trainer:
                 line |= expert_slots(self.model, self.mesh, self.device)
                 told.hold(line)
             is_last, saves = self.step == config.steps, self._saves_after(self.step)
-            validates = is_last or bool(config.eval_every and self.step % config.eval_every == 0)
+            validates = config.eval_every > 0 and self.step % config.eval_every == 0
             self._check(told, now=saves or validates)
+            if saves:
+                self._check_to_save()
             if is_last:
+                told.tell()  # before it is saved: no run that goes on from there would tell of it
                 setup.finish()
                 self.save()  # what comes now may fail, and the training is done
+                told.add({"validation_loss": self.validate()})
+                break
             if validates:
                 line["validation_loss"] = self.validate()
             with clock:
                 told.tell()
-            if saves and not is_last:
+            if saves:
                 self.save()
             with clock:
                 is_to_stop = self._agree(request.came)
-            if is_to_stop and not is_last:
+            if is_to_stop:
                 if not saves:
                     self._check(told, now=True)
+                    self._check_to_save()
                     told.tell()
                     self.save()
                 break
@@ -241,20 +256,37 @@ class Trainer:
     def _check(self, told: Telling, now: bool) -> None:
         """Raise on all ranks where a step whose numbers are due, or all `now`, was not finite."""
         for line in told.read(now=now):
-            norms = [line["grad_norm"]]
-            if self.setup.is_local:
-                # Each rank has a norm of its own, and they must stop together. If one is not
-                # finite, the next loss tells all; to save, they must know before that.
-                saves = self._saves_after(line["step"])
-                norms = all_gather_object(norms[0], self.mesh.world) if saves else []
+            step, loss, norm = line["step"], line["loss"], line["grad_norm"]
             # A gradient that overflows because the loss was scaled up is no accident.
-            scaled_up = line.get("loss_scale", 0) >= 1
-            if not math.isfinite(line["loss"]) or not (all(map(math.isfinite, norms)) or scaled_up):
-                self._finish_save()  # of a step before, which was finite
-                raise FloatingPointError(
-                    f"step {line['step']}: loss {line['loss']}, gradient norm {line['grad_norm']}; "
-                    f"checkpoints are untouched. Try a lower --lr than {self.config.lr:g}"
-                )
+            is_sound = math.isfinite(norm) or line.get("loss_scale", 0) >= 1
+            if not math.isfinite(loss) or not (is_sound or self.setup.is_local):
+                self._refuse(step, f"loss {loss}, gradient norm {norm}")
+            if not is_sound:
+                # Each rank has a norm of its own, and they must stop together: by the next loss,
+                # as a rule, which tells all; at the latest before they save.
+                self.unsound = self.unsound or (step, norm)
+            self.loss = loss
+
+    def _check_to_save(self) -> None:
+        """Raise on all ranks where what one of them would save is not finite; a collective.
+
+        That is known of a loss and a norm that all ranks have in common; here it is of those that
+        a rank has for itself, and of a gradient that waits for its step.
+        """
+        if not self.setup.is_local:
+            return
+        own = self.unsound or (self.step, self.setup.late_norm())
+        for rank, (step, norm) in enumerate(all_gather_object(own, self.mesh.world)):
+            if not math.isfinite(norm):
+                self._refuse(step, f"on rank {rank}, gradient norm {norm}")
+
+    def _refuse(self, step: int, what: str) -> None:
+        self._finish_save()  # of a step before, which was finite
+        remedy = f"Try a lower --lr than {self.config.lr:g}"
+        if 0 < self.first_step == step - 1:
+            start = f"No step went well after the checkpoint of step {self.first_step}"
+            remedy = f"{start}: resume from an earlier one. {remedy}"
+        raise FloatingPointError(f"step {step}: {what}; checkpoints are untouched. {remedy}")
 
     @property
     def is_first(self) -> bool:
@@ -292,10 +324,12 @@ class Trainer:
         with self._waiting_for_files():
             state = {
                 "step": self.step,
+                "loss": self.loss,
                 "model": asdict(self.model.config),
                 "precision": self.precision.state_dict(),
                 "data": self.batches.state_dict(),
                 "workload": self.workload.state_dict(),
+                "validation": self.judged.fingerprint,
                 "random": all_gather_object(torch.get_rng_state(), self.mesh.world),
             }
             self.setup.save(self.saver, self.step, state, self.parameter_names)
@@ -340,7 +374,14 @@ class Trainer:
             self.workload.load_state_dict(state.get("workload", {}))
             random_states = state["random"]
             torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
-            self.step = state["step"]
+            self.step, self.loss = state["step"], state.get("loss")
+            self.first_step = self.step
+            if state.get("validation", self.judged.fingerprint) != self.judged.fingerprint:
+                say(
+                    self.mesh,
+                    f"the validation text of {self.config.data} is not that of the checkpoint: "
+                    f"losses of validation from here on are no measure beside those before",
+                )
 
     # ------------------------------------------------------------------ the end
     def _report(

@@ -37,6 +37,7 @@ class Workload:
     def __init__(self, config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
         self.config, self.axis = config, mesh.joint("dp", "ep")
         self.ramp = parse_ramp(config.batch_ramp)
+        self.first = config.batch_size  # the batch that --lr is for
         self.slow = parse_slow(config.slow, mesh.size)
         self.device = next(model.parameters()).device
         self.pace = self.noise = self.growth = self.balancer = None
@@ -68,12 +69,12 @@ class Workload:
 
     def lr_factor(self, batches: Batches) -> float:
         """What to multiply the learning rate by that belongs to the batch at the beginning."""
-        return lr_factor(self.config.batch_lr, batches.batch_size, self.config.batch_size)
+        return lr_factor(self.config.batch_lr, batches.batch_size, self.first)
 
     def learn(self, result: StepResult, batches: Batches) -> dict[str, Any]:
         """Take in a step that was dealt; return what belongs into its metrics. A collective."""
         line: dict[str, Any] = {}
-        if self.ramp or self.growth is not None:
+        if self.changes:
             line["batch_size"] = batches.batch_size
         if self.noise is not None:
             # The size of the next batch hangs on these: the one place where a step is waited for.
@@ -89,6 +90,11 @@ class Workload:
         return line
 
     @property
+    def changes(self) -> bool:
+        """Whether batches do not stay as they are at the beginning."""
+        return len(self.ramp) > 0 or self.growth is not None
+
+    @property
     def label(self) -> str:
         """What a picture of the run must say; empty if no rank was slowed."""
         return "".join(
@@ -98,10 +104,13 @@ class Workload:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; equal on all ranks."""
-        return {name: part.state_dict() for name, part in self._saved.items()}
+        state = {name: part.state_dict() for name, part in self._saved.items()}
+        return state | ({"first": self.first} if self.changes else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; what it lacks begins anew."""
+        if self.changes:
+            self.first = state.get("first", self.first)
         for name, part in self._saved.items():
             if name in state:
                 part.load_state_dict(state[name])

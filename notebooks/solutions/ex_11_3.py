@@ -12,9 +12,9 @@ from minipar.comm.collectives import wire_bytes
 from minipar.lab.exercises import Case, Sent, fails
 
 LEVEL, MINUTES = "medium", 20
-GOOD = "the mean over all four ranks' tokens, for one all-reduce over the ranks with copies"
+GOOD = "the mean over all ranks' tokens, for one all-reduce over the ranks with copies"
 PRAISE = "Adam would have hidden this: it divides a constant factor away."
-MESH = {"dp": 2, "ep": 2}
+MESH = {"dp": 3, "ep": 2}
 
 LENGTH = 6
 
@@ -26,13 +26,13 @@ def given(size, random):
 
 
 def check_result(case: Case) -> None:
-    grads = [gradient for (gradient,) in case.given]  # rank = 2 dp + ep
-    mean = [(grads[ep] + grads[2 + ep]) / case.size for ep in range(2)]
+    grads = torch.stack([gradient for (gradient,) in case.given])  # rank = 2 dp + ep
+    mean = grads.view(*MESH.values(), LENGTH).sum(0) / case.size
     case.expect_close([mean[rank % 2] for rank in range(case.size)], "the gradient")
 
 
 def check_traffic(case: Case) -> None:
-    one = Sent("all_reduce", wire_bytes("all_reduce", 8 * LENGTH, 2))
+    one = Sent("all_reduce", wire_bytes("all_reduce", 8 * LENGTH, MESH["dp"]))
     for rank in range(case.size):
         case.expect_sent(rank, [one])
 
@@ -50,6 +50,15 @@ def wrong_averages_over_its_copies(gradient, dp, ep):
     """The mean that data parallelism takes by itself: ep times too large."""
     dist.all_reduce(gradient, group=dp.group)
     return gradient / dp.size
+
+
+@fails(
+    "result",
+    "The mean has another size: divide by the number of all ranks, dp.size * ep.size.",
+)
+def wrong_takes_a_square_mesh_for_granted(gradient, dp, ep):
+    dist.all_reduce(gradient, group=dp.group)
+    return gradient / ep.size**2
 
 
 @fails(

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 25
-GOOD = "the norm of one device on every rank, for at most 64 bytes sent; gradients stay at home"
+GOOD = "the norm of one device on every rank, for at most 128 bytes sent; gradients stay at home"
 PRAISE = "A clip factor from this norm is the same on all ranks, and the right one."
-MESH = {"dp": 2, "tp": 2}
+MESH = {"dp": 3, "tp": 2}
 
 CUTS = [(), ("tp",), ("dp",), ("dp", "tp"), ("tp",)]  # as of norms, tp, zero, both
-ENOUGH = 64  # bytes
+ENOUGH = 128  # bytes; four numbers over both axes are 75
 
 
 def given(size, random):
@@ -92,10 +92,10 @@ def wrong_is_my_own_norm(gradients, dp, tp):
 
 @fails(
     "result",
-    "Everything is summed over both axes: copies count two or four times.",
+    "Everything is summed over both axes: copies count several times.",
 )
 def wrong_counts_copies(gradients, dp, tp):
-    """Everything over both axes: copies count two or four times."""
+    """Everything over both axes: copies count twice, three or six times."""
     squares = sum(gradient.square().sum() for gradient, _ in gradients)
     return _sum(squares, dp, tp).sqrt()
 
@@ -108,6 +108,19 @@ def wrong_divides_by_all_ranks(gradients, dp, tp):
     """Right for copies, and too small for pieces."""
     squares = sum(gradient.square().sum() for gradient, _ in gradients)
     return (_sum(squares, dp, tp) / (dp.size * tp.size)).sqrt()
+
+
+@fails(
+    "result",
+    "Divided by the wrong axis: a gradient that dp does not cut has dp.size copies.",
+)
+def wrong_divides_by_the_other_axis(gradients, dp, tp):
+    """A square mesh would not show it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient, cut in gradients:
+        copies = (1 if "dp" in cut else tp.size) * (1 if "tp" in cut else dp.size)
+        total += gradient.square().sum() / copies
+    return _sum(total, dp, tp).sqrt()
 
 
 @fails(

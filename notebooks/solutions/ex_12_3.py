@@ -43,7 +43,8 @@ def given(size, random):
     cases = []
     for vocab_size in (64, 8192):  # a small head, and one that outweighs layers
         for least, most in ((20, 200), (100_000, 400_000)):  # activations that hardly count, or do
-            layer_bytes = int(torch.randint(least, most, (), generator=random))
+            # A multiple of every plan's tp * cp: then it is the same where an answer rounds.
+            layer_bytes = 2 * int(torch.randint(least // 2, most // 2, (), generator=random))
             explained = _explanations(vocab_size)
             places = [_places(one, layer_bytes) for one in explained]
             budgets = {max(found) for found in places} | {min(map(max, places)) - 1}

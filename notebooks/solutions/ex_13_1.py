@@ -8,6 +8,7 @@ Source: Williams, Waterman & Patterson 2009, "Roofline" (doi 10.1145/1498765.149
 
 import torch
 
+from minipar.lab.cases import apart
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "easy", 15
@@ -54,8 +55,8 @@ def check_seconds(case: Case) -> None:
         want = sum(max(_times(shape, *asked[1:])) for shape in asked[0].values())
         if not abs(float(seconds) - want) <= 1e-9 * want:
             raise CheckFailed(
-                f"{asked[0]} at {asked[1]:.3g} FLOP/s and {asked[2]:.3g} bytes/s: expected "
-                f"{want:.6g} s, got {float(seconds):.6g}"
+                f"{asked[0]} at {asked[1]:.3g} FLOP/s and {asked[2]:.3g} bytes/s, seconds: "
+                f"{apart(want, float(seconds))}"
             )
 
 

@@ -9,6 +9,7 @@ Source: Thakur, Rabenseifner & Gropp 2005, section 4.5; Jia et al. 2018 (arXiv 1
 
 import torch
 
+from minipar.lab.cases import apart
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 25
@@ -45,8 +46,8 @@ def _check(case: Case, which: int, name: str) -> None:
         if not abs(times[which] - want) <= 1e-9 * want:
             raise CheckFailed(
                 f"{asked[0]:.0e} bytes, {asked[1]} GPUs on each of {asked[2]} nodes, inside "
-                f"{asked[3]}, between {asked[4]}: {name} takes {1e6 * want:.6g} us, "
-                f"got {1e6 * times[which]:.6g}"
+                f"{asked[3]}, between {asked[4]}: {name}, microseconds: "
+                f"{apart(1e6 * want, 1e6 * times[which])}"
             )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from minipar.comm import link
 from minipar.comm.collectives import all_reduce
+from minipar.lab.cases import apart
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 25
@@ -79,8 +80,8 @@ def check_closed_form(case: Case) -> None:
             milliseconds = [f"{1e3 * s:.1f}" for s in asked[0]]
             raise CheckFailed(
                 f"blocks of {', '.join(milliseconds)} ms, gradients of {asked[1]} bytes, latency "
-                f"{1e3 * asked[2]:.2f} ms, {asked[3]:.0e} bytes/s: the last one is there after "
-                f"{1e3 * want:.1f} ms; you say {1e3 * predicted:.1f}"
+                f"{1e3 * asked[2]:.2f} ms, {asked[3]:.0e} bytes/s; milliseconds until the last one "
+                f"is there: {apart(1e3 * want, 1e3 * predicted)}"
             )
 
 

@@ -77,8 +77,10 @@ def run(answer, axis, model):
 
 def _refused(buckets, model, backward):
     """(check, sentence) of the first that is not met, or None."""
-    if not isinstance(buckets, list) or not all(isinstance(own, list) for own in buckets):
+    if not isinstance(buckets, list | tuple):
         return "complete", f"expected a list of lists of parameters, got a {type(buckets).__name__}"
+    if flat := [own for own in buckets if not isinstance(own, list | tuple)]:
+        return "complete", f"expected lists of parameters in a list, got a {type(flat[0]).__name__}"
     names = {p: name for name, p in model.named_parameters()}
     listed = [names.get(p) for own in buckets for p in own if isinstance(p, nn.Parameter)]
     if sorted(map(str, listed)) != sorted(names.values()):

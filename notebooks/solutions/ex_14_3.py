@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from minipar.lab.cases import told_apart, whole_numbers
 from minipar.lab.exercises import Case, fails
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel.pipeline import runtime, schedules
@@ -46,8 +47,7 @@ def given(size, random):
 
 def run(answer, axis, models):
     """Return the cuts; if they will do, the steps before and after as well."""
-    found = [answer(list(costs), stages) for costs, stages in models]
-    found = [list(cut) if isinstance(cut, tuple) else cut for cut in found]
+    found = [whole_numbers(answer(list(costs), stages)) for costs, stages in models]
     if any(map(_refused, found, models)):
         return found, None, None
     return found, *(_film(cut, axis) for cut in ([LAYERS // RANKS] * RANKS, found[0]))
@@ -113,7 +113,8 @@ def _refused(cut, model):
         )
     dearest, least = max(_stages(cut, costs)), _least(costs, stages)
     if dearest > least * (1 + 1e-9):
-        return "balance", f"{shown}: the dearest stage costs {dearest:.3f}; {least:.3f} would do"
+        texts = told_apart(dearest, least)
+        return "balance", f"{shown}: the dearest stage costs {texts[0]}; {texts[1]} would do"
     return None
 
 

@@ -212,7 +212,7 @@ def wrong_never_waits(model, backwards, axis):
 
 @fails(
     "result",
-    "A gradient is divided while it travels: divide before it is sent, or after the wait.",
+    "Exactly n times the average: divide before the call or after the wait, not in between.",
 )
 def wrong_divides_what_travels(model, backwards, axis):
     works = []

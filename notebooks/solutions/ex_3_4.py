@@ -42,8 +42,8 @@ def given(size, random):
 def run(answer, axis, model, microbatches):
     loss = answer(model, microbatches, axis)
     if isinstance(loss, torch.Tensor):
-        loss = loss.detach().double().reshape(())
-    return [*(parameter.grad for parameter in model.parameters()), loss]
+        loss = loss.detach().reshape(())
+    return [parameter.grad for parameter in model.parameters()], loss
 
 
 def _sum_of_losses(model, x, targets):
@@ -56,8 +56,16 @@ def check_result(case: Case) -> None:
     loss = sum(_sum_of_losses(model, x, targets) for x, targets in every)
     loss = loss / sum((targets != IGNORE).sum() for _, targets in every)
     loss.backward()
-    truth = [*(p.grad for p in model.parameters()), loss.detach()]
-    case.expect_close([truth] * case.size, "gradients, then the loss:")
+    gradients, losses = map(list, zip(*case.results, strict=True))
+    truth = [parameter.grad for parameter in model.parameters()]
+    Case(case.size, case.given, gradients, case.sent).expect_close([truth] * case.size, "gradient")
+    for rank, found in enumerate(losses):
+        if not isinstance(found, torch.Tensor):
+            raise CheckFailed(f"the loss of rank {rank}: expected a tensor, got {found!r}")
+    rtol = 1e-9 if all(found.dtype == torch.float64 for found in losses) else 1e-5
+    losses = [found.double() for found in losses]
+    answers = Case(case.size, case.given, losses, case.sent)
+    answers.expect_close([loss.detach()] * case.size, "the loss", rtol=rtol)
 
 
 def check_traffic(case: Case) -> None:

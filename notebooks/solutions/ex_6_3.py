@@ -22,6 +22,7 @@ PRAISE = "From the second layer on, nobody waits for weights: this is the forwar
 SIZES = (4, 3)
 
 LAYERS, WIDTH = 5, 12
+WHOLE = 8 * WIDTH * WIDTH  # bytes of a weight
 SLOW = Link("slow", latency=0.01, bandwidth=1e9)  # 10 ms per step of a ring
 
 
@@ -39,11 +40,12 @@ def _layer(weight, x):
 def run(answer, axis, shards, x):
     """Return the output, when layers computed and how many weights lived, and when it gathered."""
     computed, gathers = [], []
-    seen = weakref.WeakSet()  # memory of weights that have been computed with, while it lives
+    seen = weakref.WeakKeyDictionary()  # memory that was computed with, while it lives: its number
 
     def compute(weight, x):
-        seen.add(weight.untyped_storage())
-        computed.append((time.monotonic(), len(seen)))
+        own = seen.setdefault(weight.untyped_storage(), len(computed))
+        alive = sum(memory.nbytes() for memory in seen) // WHOLE  # it may be of several weights
+        computed.append((time.monotonic(), alive, own, set(seen.values())))
         result = _layer(weight, x)
         time.sleep(0.02)
         return result
@@ -74,15 +76,17 @@ def check_result(case: Case) -> None:
 
 
 def check_traffic(case: Case) -> None:
-    num_bytes = wire_bytes("all_gather", WIDTH * WIDTH * 8, case.size)
+    num_bytes = wire_bytes("all_gather", WHOLE, case.size)
     for rank in range(case.size):
         case.expect_sent(rank, [Sent("all_gather", num_bytes)] * LAYERS)
 
 
 def check_memory(case: Case) -> None:
     for rank, (_, computed, gathers) in enumerate(case.results):
-        for i, (begins, alive) in enumerate(computed):
-            ahead = sum(begun < begins for begun, _ in gathers) - (i + 1)
+        for i, (begins, alive, _, known) in enumerate(computed):
+            coming = zip(gathers[i + 1 :], computed[i + 1 :], strict=False)
+            begun = [into for (at, _), (_, _, into, _) in coming if at < begins]
+            ahead = sum(into not in known for into in begun)  # else it fills what is alive
             if alive + ahead > 2:
                 raise CheckFailed(
                     f"rank {rank}: when layer {i} computed, {alive + ahead} whole weights were "
@@ -96,7 +100,7 @@ def check_overlap(case: Case) -> None:
         if len(computed) != LAYERS:
             raise CheckFailed(f"rank {rank} called compute {len(computed)} times, not {LAYERS}")
         for i in range(1, LAYERS):
-            (begins, _), (begun, done) = computed[i - 1], gathers[i]
+            (begins, *_), (begun, done) = computed[i - 1], gathers[i]
             if begun > begins:
                 raise CheckFailed(
                     f"rank {rank}: the gather of layer {i} began only when layer {i - 1} computed"

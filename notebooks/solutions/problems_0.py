@@ -40,9 +40,9 @@ def a_rank_of_16384():
     lesson="The paper comes to 12.8, and to 15 with a margin; its network had 50.",
 )
 def a_link_for_resnet():
-    """ResNet-50 on 256 GPUs, in the paper that trained it in an hour: 100 MB of gradients, and
-    a backward pass of 125 ms. How many gigabits per second must each rank send, so that a ring
-    all-reduce takes no longer than the backward pass?"""
+    """ResNet-50 on 256 GPUs, in the paper that trained it in an hour: 100 MB of gradients. How
+    many gigabits per second must each rank send, so that a ring all-reduce takes 0.125 s, about
+    as long as a backward pass?"""
     return wire_bytes("all_reduce", 100_000_000, 256) / 0.125 * 8 / 1e9
 
 

@@ -271,6 +271,31 @@ def test_calls_in_flight_together_do_not_mix(ranks):
     assert max(ranks(4).run(body)) < 10  # no thread outlives its call
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(2)
+def test_a_call_in_a_thread_sends_what_it_was_given(mode):
+    """The caller may overwrite its tensor at once. Mutants: it is read when the call's turn comes;
+    a copy of inference mode that the thread may not write to."""
+    axis, alone = axis_of(2), Axis("alone", 0, 1, (0,))
+    verbs = [
+        algorithms.all_reduce,
+        algorithms.reduce_scatter,
+        algorithms.all_gather,
+        algorithms.broadcast,
+        algorithms.all_to_all,
+        partial(algorithms.hierarchical_all_reduce, across=alone),
+    ]
+    with mode():
+        for verb in verbs:
+            x = torch.arange(4.0) + 10 * axis.rank
+            want, before = verb(x, axis), rounds._End()
+            rounds._ends[axis.group.group_name] = before
+            pending = verb(x, axis, async_op=True)
+            x.zero_()
+            before.set()
+            equal(pending.wait(), want)
+
+
 @on_ranks(2)
 def test_an_error_in_a_thread_reaches_who_waits():
     axis = axis_of(2)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from minipar.comm import collectives, device, link, timeline
+from minipar.comm import algorithms, collectives, device, link, timeline
 from minipar.comm.device import Device
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
@@ -97,6 +98,54 @@ def test_a_call_begins_when_its_input_is_there_and_holds_up_who_waits(ranks):
         work = sorted((s.start - begin, s.end - begin) for s in spans if s.kind != "comm")
         assert sum(end - start for start, end in work) == pytest.approx(0.3, rel=0.01)
         assert work[-1] == pytest.approx((0.35, 0.45), abs=0.05)
+
+
+def rounds_beside_products():
+    axis, a, x = Mesh(dp=2).dp, torch.eye(8), torch.ones(250_000)
+    start, ends = device.now(), []
+    with timeline.record() as recorded:
+        pending = [algorithms.all_reduce(x, axis, async_op=True) for _ in range(2)]
+        for _ in range(4):
+            a = a @ a
+        for each in pending:
+            assert torch.equal(each.wait(), torch.full((250_000,), 2.0))
+            ends.append(device.now() - start)
+        late = algorithms.all_reduce(x, axis, async_op=True)
+        algorithms.all_reduce(x[:2], axis)  # waits for its turn
+        ends.append(device.now() - start)
+        late.wait()
+    return ends, recorded.hidden_fraction
+
+
+def test_rounds_in_a_thread_go_on_beside_products(ranks):
+    """Two rings of 0.25 s, one after the other, beside 0.4 s of work: 0.5 s; then one alone.
+
+    Mutants: later rounds wait for the work; the second ring begins with the first; who waits is not
+    held up, nor is a call whose turn comes later.
+    """
+    wire = link.Link("wire", 0.0, 4e6)
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2), wire) as pool:
+        for ends, hidden in pool.run(rounds_beside_products):
+            assert ends == pytest.approx([0.4, 0.5, 0.75], abs=0.04)
+            assert hidden == pytest.approx(0.4 / 0.75, abs=0.04)
+
+
+def products_of(mode):
+    axis, a = Mesh(dp=2).dp, torch.eye(8)
+    with mode():
+        start = device.now()
+        F.linear(a, a)
+        a @ a
+        took = device.now() - start
+        return took, collectives.all_reduce(a, axis)
+
+
+def test_without_gradients_products_are_products_as_well(ranks):
+    """Mutant: in inference mode a linear layer, which torch hands over whole, costs its bytes."""
+    with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
+        for mode in (torch.no_grad, torch.inference_mode):
+            for took, total in pool.run(products_of, mode):
+                assert took == pytest.approx(0.1) and torch.equal(total, 2 * torch.eye(8))
 
 
 def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +96,9 @@ def test_any_function_travels(pool):
 def test_run_each(pool):
     call = [(1,), None, (3,), (4,)]
     assert pool.run_each(lambda x, k: (rank(), x * k), call, k=2) == [(0, 2), None, (2, 6), (3, 8)]
+    for entries in ([()], [()] * 5):
+        with pytest.raises(ValueError, match=f"{len(entries)} entries for 4 ranks; give each rank"):
+            pool.run_each(rank, entries)
     assert_works(pool)
 
 
@@ -356,6 +359,19 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
+class Odd(Exception):
+    """It has other things under the names that errors of ours use."""
+
+    everywhere = "yes"
+
+    def report(self) -> int:
+        return 1
+
+    @property
+    def kind(self) -> str:
+        raise RuntimeError("no kind")
+
+
 def raises_before_all_reduce() -> None:
     Mesh(dp=2, tp=2)
     if rank() == 1:
@@ -614,10 +630,12 @@ def test_communicators_of_nccl_are_aborted_together(monkeypatch):
         (Mute(), "Mute", "<str() of this Mute fails>"),
         (SystemExit(3), "SystemExit", "3"),
         (KeyboardInterrupt("mine"), "KeyboardInterrupt", "mine"),
+        (Odd("odd"), "Odd", "odd"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_any_exception_comes_home(pool, exception, kind, message):
+    """Mutant: what users have called `report`, `kind` or `everywhere` is taken for ours."""
     name, args = type(exception), getattr(exception, "args", ())
 
     def fail() -> None:
@@ -629,6 +647,7 @@ def test_any_exception_comes_home(pool, exception, kind, message):
         pool.run(fail)
     (failure,) = error.value.failures.values()
     assert (failure.kind, failure.message, failure.exitcode) == (kind, message, None)
+    assert failure.everywhere is False
     assert "in fail" in failure.report
     assert_works(pool)
 
@@ -667,6 +686,29 @@ def test_what_cannot_be_sent_is_named(pool):
     with pytest.raises(TypeError, match="mentions `pool`, which .* did you mean `rank`?"):
         pool.run(lambda: pool)
     assert_works(pool)
+
+
+def test_a_cached_function_travels(pool, monkeypatch):
+    """Mutant: it goes by a name that a rank does not know, also where it calls itself by that."""
+
+    @lru_cache(maxsize=7)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    def numbers() -> tuple:
+        return fibonacci(30), fibonacci.cache_parameters()["maxsize"]
+
+    assert pool.run(numbers) == [(832040, 7)] * 4
+    assert pool.run(fibonacci, 30) == [832040] * 4
+
+    @cache
+    def of_main(n: int) -> int:
+        return n + 1
+
+    for function in (of_main, of_main.__wrapped__):
+        function.__module__, function.__qualname__ = "__main__", "of_main"
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    assert pool.run(of_main, 1) == [2] * 4
 
 
 def test_a_function_that_says_torch_and_config_travels(pool):

@@ -259,16 +259,21 @@ def test_time_follows_the_model_on_four_ranks(ranks):
 
 @on_ranks(2)
 def test_an_uneven_all_to_all_costs_what_goes_to_others():
-    """Mutant: half of the tensor, as if it were even. A rank that only receives is as long busy."""
+    """A rank that only receives sends nothing, and is as long busy.
+
+    Mutants: half of the tensor, as if it were even; what the busiest rank sends, on every rank.
+    """
     even, swap = [(6, 6), (6, 6)], [(0, 12), (12, 0)]
     one_way, stay = [(0, 12), (0, 0)], [(12, 0), (0, 12)]
     flows = [even, swap, one_way, stay]
-    sent = []
+    sent, took = [], []
 
     def note(work):
+        start, end = work.times
         sent.append(work.num_bytes)
+        took.append(end - start)
 
-    with a_link_group() as group:
+    with a_link_group(Link("test", 0, 4800)) as group:
         rank = dist.get_rank(group)
         link.observers.append(note)
         for flow in flows:
@@ -276,7 +281,8 @@ def test_an_uneven_all_to_all_costs_what_goes_to_others():
             out = torch.empty(sum(received))
             dist.all_to_all_single(out, torch.zeros(sum(counts)), received, counts, group=group)
         link.observers.remove(note)
-    assert sent == [24, 48, 48, 0]
+    assert sent == [24, 48, [48, 0][rank], 0]
+    assert all(s >= least for s, least in zip(took, [0.0049, 0.0099, 0.0099, 0], strict=True)), took
 
 
 # ---------------------------------------------------------------------- the bits are gloo's
@@ -667,6 +673,38 @@ def test_ranks_of_a_node_share_its_card(ranks):
         assert 0.95 * want <= min(last) < want + SLACK, (name, last)
 
 
+@on_ranks(4)
+def test_an_uneven_all_to_all_keeps_the_cards_as_long_as_its_busiest_rank():
+    """4 MB from rank 0 to rank 2, a card per node: 0.2 s, also where an idle rank asks first.
+
+    Mutant: the cards are kept as long as the rank that asks first is busy itself.
+    """
+    rank, wires = dist.get_rank(), Topology(2, 2, Link("a", 0, 1e12), Link("b", 0, 80e6), 1)
+    sent, received = [0] * 4, [0] * 4
+    if rank in (0, 2):
+        [sent, received][rank // 2][2 - rank] = 1_000_000
+    else:
+        [sent, received][rank // 2][4 - rank] = 1
+    on_cards = link_tables.Calls.on_cards
+
+    def asks_late(*args):
+        time.sleep(0.05 * (rank in (0, 2)))
+        return on_cards(*args)
+
+    with a_link_group(wires) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_tables.Calls, "on_cards", asks_late)
+        out, rows = torch.empty(sum(received)), torch.ones(sum(sent))
+        work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+        work.wait()
+        starts = [None] * 4
+        dist.all_gather_object(starts, work.t_start)
+        with Cards.of_this_job().locked() as free:
+            kept = [lane - max(starts) for lane in free[:4]]
+    # Pairs advance in lockstep: each hop between the nodes takes as long as the longest.
+    want = wires.lanes("all_to_all", 4_000_000 * 4 // 3, range(4))
+    assert kept == pytest.approx([want[lane] for lane in range(4)], rel=1e-3)
+
+
 def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
     """Mutant: a hole, and whoever writes into it on a full disk is killed."""
     monkeypatch.setattr(link_tables.tempfile, "tempdir", str(tmp_path))
@@ -892,6 +930,31 @@ def test_tags_are_kept_apart():
         for work in sent:
             work.wait()
     assert all(torch.equal(buffer, torch.ones(n)) for n, buffer in received.items())
+
+
+def test_messages_of_several_tags_are_under_way_at_once():
+    """Mutant: they share a slot, where the second wipes out when the first was sent."""
+    calls = link_tables.Calls(dist.HashStore(), 0, 1)
+    sent = {tag * calls.PER_TAG + 1: float(tag) for tag in (0, 1, 2, 3, 5, 2**31 - 1)}
+    for number, at in sent.items():
+        calls.post((0, 0, 0), number, link_tables.Transfer(at, 1.0))
+    for number, at in sent.items():
+        assert calls.read((0, 0, 0), number) == (at, 1.0, 0)
+
+
+@on_ranks(2)
+def test_a_message_waits_for_its_sender_whatever_its_tag():
+    """Mutant: the number of a message with a large tag is none that a float can hold."""
+    rank = dist.get_rank()
+    with a_link_group() as group:
+        dist.barrier()
+        time.sleep(0.1 * (rank == 0))
+        call = [dist.isend, dist.irecv][rank]
+        work = call(torch.ones(2), 1 - rank, group=group, tag=2**31 - 1)
+        work.wait()
+        sent = [None, None]
+        dist.all_gather_object(sent, work.t_issue)
+    assert work.t_start >= sent[0]
 
 
 @on_ranks(2)

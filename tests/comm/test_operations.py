@@ -1,11 +1,11 @@
-"""A norm is one operation each way, as on a GPU, and no bit of it changes."""
+"""A norm is one operation each way, as on a GPU, and no bit of it changes; what operations cost."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm.operations import fused_norms
+from minipar.comm.operations import fused_norms, tensors, work_of
 
 WIDTH = 64
 
@@ -80,3 +80,72 @@ def test_it_lasts_as_long_as_any_of_the_threads_that_want_it():
     assert F.rms_norm is not torchs
     second.__exit__(None, None, None)
     assert F.rms_norm is torchs
+
+
+def test_where_a_product_is_put_is_none_of_its_factors():
+    """Mutant: the last two tensors are the factors, and `out=` is the last."""
+    a, b, c = torch.ones(4, 3), torch.ones(3, 2), torch.ones(4, 2)
+    aten = torch.ops.aten
+    for op, given in ((aten.mm.default, [a, b]), (aten.mm.out, [a, b, c])):
+        work = work_of(op, given, [c], (a, b))
+        assert work.shape == (1, 4, 2, 3) and work.flops == 2 * 4 * 2 * 3
+    work = work_of(aten.addmm.out, [c, a, b, c], [c], (c, a, b))
+    assert work.shape == (1, 4, 2, 3)
+
+
+# ---------------------------------------------------------------------- bytes
+class Works(TorchDispatchMode):
+    """What operations of the body cost, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        given = tensors((args, kwargs))
+        if work := work_of(op, given, tensors(result), args):
+            self.seen[op.name().removeprefix("aten::")] = work.num_bytes
+        return result
+
+
+def test_only_what_is_read_and_written_counts():
+    """Mutants: what is overwritten is read, too; so is `out=`; all of a table, for some rows of it;
+    all probabilities, for those of the targets."""
+    x, y, few = torch.ones(8, 4), torch.ones(8, 4), torch.tensor([1, 2])
+    out, size = torch.empty(8, 4), 8 * 4 * 4
+    column, turned = torch.zeros(8, 1, dtype=torch.int64), x.T
+    with Works() as works:
+        y.copy_(x)
+        y.zero_()
+        y.fill_(1.0)
+        y.normal_()
+        y.add_(x)
+        torch.add(x, y, out=out)
+        torch._foreach_copy_([y], [x])
+        F.embedding(few, x)
+        x[few]
+        x.index_select(0, few)
+        x.gather(1, column)
+        torch.mm(x, turned, out=torch.empty(8, 8))
+    rows, indices = 2 * 2 * 4 * 4, 2 * 8
+    assert works.seen.pop("mm.out") == 2 * size + 8 * 8 * 4
+    assert works.seen.pop("gather") == 2 * 8 * 4 + 8 * 8
+    assert works.seen == {
+        **{"copy_": 2 * size, "zero_": size, "fill_.Scalar": size, "normal_": size},
+        **{"add_.Tensor": 3 * size, "add.out": 3 * size, "_foreach_copy_": 2 * size},
+        **{"embedding": rows + indices, "index.Tensor": rows + indices},
+        "index_select": rows + indices,
+    }
+
+
+def test_a_loss_reads_the_probabilities_of_its_targets():
+    """As above; its gradient is written whole."""
+    logits, targets = torch.randn(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.int64)
+    with Works() as works:
+        F.cross_entropy(logits, targets).backward()
+    size = 64 * 1000 * 4
+    assert works.seen["nll_loss_forward"] < 2000
+    assert size <= works.seen["nll_loss_backward"] < size + 2000
+    assert works.seen["_log_softmax"] == 2 * size

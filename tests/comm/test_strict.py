@@ -67,6 +67,11 @@ def forgets_a_cycle(axis) -> None:
     kept.append(kept)
 
 
+def fails(axis) -> None:
+    with pytest.raises(RuntimeError, match="the ranks do not agree"):
+        all_reduce(torch.ones(3 + axis.rank), axis)
+
+
 def reads(axis) -> None:
     out = torch.zeros(4)
     pending = all_reduce(torch.ones(4), axis, out=out, async_op=True)
@@ -80,6 +85,7 @@ def reads(axis) -> None:
         (waits, ""),
         (polls, ""),
         (reads, ""),
+        (fails, ""),
         (writes, "its tensor of float32 \\(4,\\) was written to before `wait`"),
         (frees, "its tensor of float32 \\(4,\\) was freed before `wait`"),
         (forgets, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
@@ -88,7 +94,7 @@ def reads(axis) -> None:
 )
 def test_a_race_is_named_with_its_place(ranks, body, says):
     """Mutants: no copy travels; a tensor that was freed passes; a lost handle is forgotten, or
-    looked for before cycles are."""
+    looked for before cycles are; one that has raised what went wrong counts as never waited for."""
     for said in ranks(2, "link").run(watch, body):
         if not says:
             assert said == ""

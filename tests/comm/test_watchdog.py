@@ -333,14 +333,30 @@ def test_alone_there_is_nobody_to_wait_for():
         pass
 
 
-def test_a_call_costs_microseconds(tmp_path, monkeypatch):
-    """1.4 on a quiet machine, far less than any collective; and the page says what was called."""
+@pytest.fixture
+def watching(tmp_path, monkeypatch):
+    """A watchdog of one rank, which only writes its page."""
     (tmp_path / "page").write_bytes(bytes(watchdog._Page.NUM_BYTES))
     watching = watchdog.Watchdog.__new__(watchdog.Watchdog)
     watching._page, watching._slots = watchdog._Page(str(tmp_path / "page")), {}
     watching._page.write_header()
     watching._lock = threading.Lock()
     monkeypatch.setattr(watchdog, "_active", watching)
+    return watching
+
+
+def test_axes_of_one_name_count_apart_where_their_ranks_differ(watching):
+    """As dp of 2 x 2 ranks in either order. Mutant: the first rank and the size tell them apart, so
+    that who is missing on one counts as present on the other."""
+    for _ in range(3):
+        watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 2)), 12)
+    watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 1)), 12)
+    begun, _ = watching._page.calls()
+    assert [(call.ranks, call.number) for call in begun] == [((0, 2), 3), ((0, 1), 1)]
+
+
+def test_a_call_costs_microseconds(watching):
+    """1.4 on a quiet machine, far less than any collective; and the page says what was called."""
     axis, count = Axis("dp", 1, 3, (4, 6, 8)), 2000
     fastest = []
     for _ in range(10):

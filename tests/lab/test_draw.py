@@ -387,6 +387,20 @@ def test_names_of_curves_that_end_early_or_together():
     assert draw.pen.in_words(keyed) == "Two. made up"
 
 
+def test_a_curve_that_ends_in_nan_keeps_its_name():
+    """Beside its last point that can be seen. Mutant: a name at NaN, which is not drawn, and which
+    lets the names after it cover each other."""
+    nan = math.nan
+    figure = draw.loss_curves(
+        {"lost": [3.0, 2.0, nan], "never": [nan] * 3, "a": [3.0, 2.0, 1.0], "b": [3.0, 2.0, 1.0]}
+    )
+    heights = {t.get_text(): t.get_position()[1] for t in figure.axes[0].texts}
+    assert all(0 <= heights[name] <= 1.2 for name in ("lost", "never", "a", "b"))
+    assert heights["lost"] > heights["b"] and abs(heights["a"] - heights["b"]) > 0.04
+    (dotted,) = [line for line in figure.axes[0].get_lines() if line.get_ls() == ":"]
+    assert dotted.get_xdata()[0] < 0.6  # from where the curve is lost
+
+
 def test_curves_on_logarithmic_axes_with_points():
     x = [1e3, 1e4, 1e5]
     figure = draw.curves(

@@ -86,8 +86,12 @@ def test_rungs_of_a_ladder_share_their_scales():
 
 
 def test_what_makes_no_picture_is_refused():
+    """Mutant: what is on the host alone fails in a palette of no colours."""
     with pytest.raises(ValueError, match="has no sample"):
         draw_memory.memory(MemoryHistory(0, [], {}))
+    for device in ({}, {"activations": [0]}):
+        with pytest.raises(ValueError, match="the device of this rank holds nothing in its hist"):
+            draw_memory.memory(MemoryHistory(0, [1.0], device, {"optimizer": [4]}))
     with pytest.raises(ValueError, match=r"no span of rank 1; it has ranks \[0\]"):
         draw_memory.memory(HISTORY, TIMELINE.select(rank=0))
 

@@ -1,6 +1,7 @@
 """Every exercise proves itself: stub, solution, wrong answers; the checks cannot be fooled."""
 
 import inspect
+import math
 import re
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import isend, recv
 
-from minipar.comm import link
-from minipar.lab import exercises, publish
-from minipar.lab.cases import CheckFailed, Sent
+from minipar.comm import link, mesh
+from minipar.lab import cells, exercises, publish
+from minipar.lab.cases import Case, CheckFailed, Sent
 from minipar.lab.exercises import check, exercise, play, solution
+from minipar.parallel.pipeline import schedules
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 
@@ -378,12 +380,242 @@ def test_an_endless_loop_and_a_wait_in_vain_end(pool, monkeypatch):
     check("2.1", exercise("2.1").solution)
 
 
+def test_what_ranks_have_to_import_does_not_count_as_time_of_an_answer(pool, monkeypatch):
+    """Six ranks that import all at once on a busy machine take longer than an answer may.
+
+    Mutant: the first call on new ranks is the answer's, and has its time limit.
+    """
+    called, run_each = [], pool.run_each
+
+    def noted(fn, args_of):
+        called.append((fn.__name__, pool.time_limit))
+        return run_each(fn, args_of)
+
+    monkeypatch.setattr(pool, "run_each", noted)
+    check("4.1", exercise("4.1").solution)  # on 4 and on 2 ranks
+    assert called == [("_import", None), ("_play", exercises.TIME_LIMIT)] * 2
+
+
+def test_an_answer_does_not_run_on_emulated_gpus(pool):
+    """They have their own count of bytes and seconds, and refuse products of doubles.
+
+    Mutant: the notebook's ranks are taken whatever they compute on.
+    """
+    with cells.Ranks(2, device="h100/10", magnify=32) as emulated:
+        assert cells.current() is emulated and exercises._pool(2) is pool
+        check("4.1", exercise("4.1").solution)  # on 4 and on 2 ranks
+    with cells.Ranks(2) as plain:
+        assert exercises._pool(2) is plain and exercises._pool(4) is pool
+
+
 def test_an_error_of_the_learner_is_shown():
     def slip(tensor, axis):
         return tensor[axis.size * 100]
 
     error = refused("2.1", slip)
     assert error.criterion == "run" and "IndexError" in str(error) and "in slip" in str(error)
+
+
+# ---------------------------------------------------------------------- right in another way
+def test_two_buffers_in_turns_hold_two_weights():
+    """Mutant: a gather counts as a weight to come, also where it fills memory that is alive."""
+
+    def in_turns(shards, x, compute, axis, keep=2):
+        rows, width = shards[0].shape
+        buffers = shards[0].new_empty(keep, axis.size * rows, width)
+
+        def gather(i):
+            whole = buffers[i % keep]
+            return dist.all_gather_single(whole, shards[i], group=axis.group, async_op=True)
+
+        coming = [gather(i) for i in range(keep - 1)]
+        for i in range(len(shards)):
+            coming.pop(0).wait()
+            if i + keep - 1 < len(shards):
+                coming.append(gather(i + keep - 1))
+            x = compute(buffers[i % keep], x)
+        return x
+
+    def in_one_piece(shards, x, compute, axis):
+        return in_turns(shards, x, compute, axis, keep=3)
+
+    check("6.3", in_turns)
+    assert "3 whole weights were alive" in str(refused("6.3", in_one_piece))
+
+
+def test_a_plan_fits_whether_an_answer_rounds_or_not():
+    """Budgets are exact to the byte.
+
+    Mutant: layers whose bytes tp or cp does not divide.
+    """
+
+    def exact(explained, layer_bytes, budget):
+        for one in explained:
+            plan, needs = one.plan, []
+            for place in range(plan.pp):
+                layers = sum("q_proj" in r.name and place in r.stage_ranks for r in one.rows)
+                begun = min(plan.pp - place, plan.microbatches)
+                kept = begun * layers * layer_bytes / (plan.tp * plan.cp)
+                needs.append(sum(one.bytes_on(place).values()) + kept)
+            if max(needs) <= budget:
+                return plan
+        return None
+
+    asked = exercise("12.3")
+    for seed in range(10):
+        given = asked.given(1, torch.Generator().manual_seed(seed))
+        case = Case(1, given, [asked.run(exact, None, *given[0])], [[]])
+        for criterion in asked.checks.values():
+            criterion(case)
+
+
+def test_counts_may_be_summed_in_float32():
+    """They are whole numbers, and half as many bytes.
+
+    Mutant: the bytes of an all-reduce of int64, no fewer, or a bias right to the last digit.
+    """
+
+    def in_float32(bias, counts, speed, axis):
+        load = counts.float()
+        dist.all_reduce(load, group=axis.group)
+        return bias + speed * (load.mean() - load).sign()
+
+    def twice(bias, counts, speed, axis):
+        in_float32(bias, counts, speed, axis)
+        return in_float32(bias, counts, speed, axis)
+
+    for seed in range(3):
+        check("11.4", in_float32, seed=seed)
+    assert refused("11.4", twice).criterion == "traffic"
+
+
+def test_a_loss_may_be_returned_in_float32():
+    """Mutant: "expected 3.58525, got 3.58525", at the tolerance of float64."""
+
+    def in_float32(model, microbatches, axis):
+        return exercise("3.4").solution(model, microbatches, axis).float()
+
+    def nearly(model, microbatches, axis):
+        return in_float32(model, microbatches, axis) * 1.0001
+
+    check("3.4", in_float32)
+    error = refused("3.4", nearly)
+    assert error.criterion == "result" and "the loss of rank 0: the value is wrong" in str(error)
+
+
+def test_a_helper_may_have_the_name_of_the_librarys():
+    """Mutant: names in the learner's code count, whatever they stand for."""
+
+    def coordinates(rank, sizes):
+        place = {}
+        for name, size in reversed(sizes.items()):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def by_hand(rank, sizes, name):
+        own, num_ranks = coordinates(rank, sizes), math.prod(sizes.values())
+        places = [coordinates(other, sizes) | {name: own[name]} for other in range(num_ranks)]
+        return [other for other, place in enumerate(places) if place == own]
+
+    def through_the_module(rank, sizes, name):
+        groups = mesh.groups_along([name], sizes)
+        return next([*group] for group in groups if rank in group)
+
+    def through_a_helper(rank, sizes, name):
+        return through_the_module(rank, sizes, name)
+
+    check("0.2", by_hand)
+    for answer in (through_the_module, through_a_helper):
+        assert "not by groups_along\n" in str(refused("0.2", answer))
+
+
+def test_a_schedule_may_start_from_1f1b():
+    """Mutant: whoever calls something `make` is told that the library has done it."""
+
+    def make(actions, rank):
+        row, owed = [], []
+        for action in actions.split():
+            row.append(action.replace("B", "I"))
+            if "B" in action:
+                owed.append(action.replace("B", "W"))
+                row += [owed.pop(0)] if len(owed) > rank else []
+        return f"rank {rank}: {' '.join(row + owed)}"
+
+    def moves_weights(p, m):
+        start = schedules.make("1f1b", p, m).as_text().splitlines()[1:]
+        rows = [make(line.partition(": ")[2], rank) for rank, line in enumerate(start)]
+        stages = " ".join(map(str, range(p)))
+        return "\n".join([f"mine: microbatches {m}; stages on ranks {stages}", *rows])
+
+    def takes_one(p, m):
+        return schedules.make("zb_h1", p, m).as_text()
+
+    check("10.5", moves_weights)
+    assert "your own, please: not by zb_h1" in str(refused("10.5", takes_one))
+
+
+@pytest.mark.parametrize("number", ["14.1", "14.2", "14.3"])
+def test_what_is_filmed_is_what_was_accepted(number, monkeypatch):
+    """Numbers may be of any kind, and parameters in tuples.
+
+    Mutant: a tensor is accepted, and the run after it indexes a dict with its elements.
+    """
+    asked = exercise(number)
+    filmed, space = [], asked.run.__globals__
+    monkeypatch.setitem(space, "_film", lambda answered, axis: filmed.append(answered))
+
+    def answer(*args):
+        found = asked.solution(*args)
+        return [*map(tuple, found)] if number == "14.1" else torch.tensor(found)
+
+    given = asked.given(4, torch.Generator().manual_seed(0))
+    case = Case(1, given[:1], [asked.run(answer, None, *given[0])], [[]])
+    for criterion in asked.checks.values():
+        criterion(case)
+    assert len(filmed) == 2 and (number == "14.1" or all(type(n) is int for n in filmed[1]))
+
+
+def test_parameters_that_are_in_no_list_are_named():
+    """Mutant: "expected a list of lists of parameters, got a list"."""
+    error = refused("14.1", lambda model, backward, limit: [*model.parameters()])
+    assert "expected lists of parameters in a list, got a Parameter" in str(error)
+
+
+def test_flags_may_be_gathered():
+    """Mutant: a bound that six numbers of every rank exceed."""
+
+    def gathers(parameters, axis):
+        mine = torch.tensor([p.grad is not None for p in parameters]).long()
+        every = mine.new_empty(axis.size * len(mine))
+        dist.all_gather_single(every, mine, group=axis.group)
+        for p, used in zip(parameters, every.view(axis.size, -1).any(0).tolist(), strict=True):
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad, group=axis.group)
+                p.grad /= axis.size
+
+    check("14.5", gathers)
+
+
+def test_who_forgets_to_divide_is_told_so():
+    """Mutant: a sentence that holds only for one of two mistakes that look alike."""
+
+    def never_divides(model, backwards, axis):
+        *early, last = backwards
+        for backward in early:
+            backward()
+        works = []
+
+        def send(parameter):
+            works.append(dist.all_reduce(parameter.grad, group=axis.group, async_op=True))
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(send)
+        last()
+        for work in works:
+            work.wait()
+
+    assert "A guess: Exactly n times the average: divide" in str(refused("3.3", never_divides))
 
 
 def test_unknown_exercises_and_a_missing_folder_are_explained(monkeypatch, tmp_path):

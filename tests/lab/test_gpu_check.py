@@ -157,8 +157,8 @@ def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
     assert len(again) == sum(not setting.compile for setting in tried)
     for old, new in again:
         assert new["simulated_bytes"] == pytest.approx(new["peak_bytes"], rel=0.02)
-        for name in ("simulated_ms", "data_sheet_ms"):
-            assert new[name] == pytest.approx(new["step_ms"], rel=0.07)
+        for name, error in (("simulated_ms", 0.03), ("data_sheet_ms", 0.08)):
+            assert new[name] == pytest.approx(new["step_ms"], rel=error)
             assert new[name] == pytest.approx(old[name], rel=0.01)
 
 

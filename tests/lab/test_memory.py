@@ -1,5 +1,7 @@
 """Live bytes, held against programs whose bytes can be counted by hand."""
 
+import copy
+
 import pytest
 import torch
 
@@ -29,6 +31,20 @@ def test_a_tensor_counts_while_it_lives(device):
     assert live.samples == [0, 4000, 8000, 4000, 0]
 
 
+def test_tensors_of_lists_and_copies_count_once():
+    """Mutants: what torch.tensor makes is taken for given; copy.deepcopy counts the original."""
+    before = torch.zeros(1000)
+    with LiveBytes() as live:
+        listed = torch.tensor([1.0] * 10)
+        assert live.now == 40
+        copied = copy.deepcopy(before)
+        assert live.now == 4040
+        again = copy.deepcopy(listed)
+        assert live.now == 4080
+        del listed, copied, again
+    assert live.now == 0
+
+
 def test_what_was_there_before_does_not_count():
     before = torch.zeros(1000)
     with LiveBytes() as live:
@@ -44,9 +60,9 @@ def test_gradients_and_adam_are_one_and_two_times_the_weights():
         model(torch.ones(1, 64)).sum().backward()
         assert live.now == model.weight.nbytes
         optimizer.step()
-        assert live.now == 3 * model.weight.nbytes
+        assert live.now == 3 * model.weight.nbytes + 4  # and the number of the step
         optimizer.zero_grad()
-        assert live.now == 2 * model.weight.nbytes
+        assert live.now == 2 * model.weight.nbytes + 4
 
 
 def test_recomputation_keeps_one_vector_per_token_and_layer():

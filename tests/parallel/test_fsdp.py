@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
@@ -23,6 +24,7 @@ from minipar.lab.memory import LiveBytes
 from minipar.model.init import initial_weight
 from minipar.model.llama import Block, Llama, LlamaConfig, generate
 from minipar.parallel import flat, fsdp
+from minipar.parallel.blocks import find
 from minipar.parallel.compression.codecs import Int8
 from minipar.parallel.plan import Plan
 from minipar.sim.trace import pretend
@@ -563,18 +565,81 @@ def test_one_rank_needs_no_torch_distributed():
 
 @on_ranks(2)
 def test_generates_with_the_weights_of_now():
-    """Mutants: weights that stay gathered although they have changed, or after evaluation."""
+    """Mutants: weights that stay gathered although they have changed, by p.data as well, of which
+    torch keeps no count; or after evaluation."""
     mesh = Mesh(dp=2)
     model, plain = models.llama(seed=mesh.rank), models.llama(seed=0)
     strategy = fsdp.apply(model, mesh.dp)
     prompt = tokens(0)
-    for _ in range(2):
+    for write in (torch.Tensor.mul_, lambda p, factor: p.data.mul_(factor), None):
         assert torch.equal(generate(model, prompt, 5, 0), generate(plain, prompt, 5, 0))
         assert models.gathered_bytes(strategy) == 0
         model(prompt)  # a forward whose backward never comes
         with torch.no_grad():
-            for p in (*model.parameters(), *plain.parameters()):
-                p.mul_(-0.5)
+            for p in (*model.parameters(), *plain.parameters()) if write else ():
+                write(p, -0.5)
+
+
+@pytest.mark.parametrize("writes", ["fused", "foreach", "by hand"])
+@on_ranks(2)
+def test_blocks_without_their_model_compute_with_the_weights_of_now(writes):
+    """The model's own forward is never called. Mutants: what one of them has gathered ahead is of
+    before the step; only versions tell, which a fused optimizer does not count."""
+    mesh = Mesh(dp=2)
+    model, plain = Layers(seed=mesh.rank), Layers(seed=0)
+    strategy = fsdp.apply(model, mesh.dp)
+
+    def run(m: Layers, x: Tensor) -> Tensor:
+        for block in m.blocks:
+            x = torch.tanh(block(x))
+        return x.square().sum()
+
+    kind = dict(fused=writes == "fused", foreach=writes == "foreach")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **kind) for m in (model, plain)]
+    for step in range(3):
+        run(model, data(mesh.rank, step)).backward()
+        strategy.finish_backward()
+        (sum(run(plain, data(r, step)) for r in range(2)) / 2).backward()
+        model.blocks[0](data(mesh.rank))  # with the next one gathered ahead
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            if writes == "by hand":
+                with torch.no_grad():
+                    for p in m.parameters():
+                        p.mul_(-0.5)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        x = data(mesh.rank, step)
+        torch.testing.assert_close(run(model, x), run(plain, x), rtol=1e-10, atol=0)
+
+
+class Normed(nn.Linear):
+    """Scales its weight itself, as some image models do; or leaves it as it is."""
+
+    writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.weight.copy_(nn.functional.normalize(self.weight))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(2)
+def test_forward_may_not_write_into_its_weights(is_frozen):
+    """And goes on with those of before. Mutants: what it wrote is lost in silence, or stays."""
+    mesh = Mesh(dp=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Normed(6, 6)).double()
+    model[1].requires_grad_(not is_frozen)
+    plain = copy.deepcopy(model)
+    fsdp.apply(model, mesh.dp, reshard_after_forward=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="forward wrote into the weights of 1, which"):
+            model(data(mesh.rank))
+    model[1].writes = plain[1].writes = False
+    torch.testing.assert_close(model(data(0)), plain(data(0)))
 
 
 class Boom(torch.autograd.Function):
@@ -616,6 +681,21 @@ def test_goes_on_after_an_exception(place, in_backward):
         wanted = expected(Layers(seed=0), [data(0, step), data(1, step)], 2)
         assert_equal(strategy.full_gradients(), wanted)
         assert models.gathered_bytes(strategy) == 0
+
+
+@on_ranks(2)
+def test_goes_on_after_an_interrupted_forward():
+    """As by Ctrl-C, of which no hook hears. Mutant: the next call is taken for one inside of it."""
+    mesh = Mesh(dp=2)
+    model = Layers(seed=mesh.rank)
+    strategy = fsdp.apply(model, mesh.dp)
+    stops = mock.patch.object(model.blocks[2], "forward", side_effect=KeyboardInterrupt)
+    with stops, pytest.raises(KeyboardInterrupt):
+        model(data(mesh.rank))
+    strategy.finish_backward()
+    model(data(mesh.rank)).square().sum().backward()
+    strategy.finish_backward()
+    assert_equal(strategy.full_gradients(), expected(Layers(seed=0), [data(0), data(1)], 2))
 
 
 @on_ranks(2)
@@ -847,6 +927,200 @@ def test_a_penalty_on_gradients_of_the_input_of_frozen_blocks(frozen, reshard):
         assert_equal(strategy.full_gradients(), wanted)
 
 
+# ---------------------------------------------------------------------- what foreign blocks do
+def assert_same_gradients(build, loss_of, look=lambda strategy: None, **options) -> None:
+    """As those of one device, of the sum of the losses of both ranks."""
+    mesh = Mesh(dp=2)
+    torch.manual_seed(0)
+    model = build().double()
+    plain = copy.deepcopy(model)
+    strategy = fsdp.apply(model, mesh.dp, average=False, **options)
+    look(strategy)
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, data(mesh.rank, step)).backward()
+        strategy.finish_backward()
+        sum(loss_of(plain, data(rank, step)) for rank in (0, 1)).backward()
+        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        assert_equal(strategy.full_gradients(), wanted, rtol=1e-11)
+        assert models.gathered_bytes(strategy) == 0
+
+
+class Viewing(nn.Linear):
+    """Returns a view, and leaves another in itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.left = (2 * x * self.bias).view(2, 12)
+        return out.view(2, 2, 6).transpose(0, 1)
+
+
+@on_ranks(2)
+def test_views_of_blocks_may_be_changed_in_place():
+    """Which takes the place of the nodes that computed them. Mutant: hooks on these alone."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        total = 0.0
+        for block in model:
+            h = block(x)
+            h += 1.0
+            block.left += 1.0
+            total, x = total + block.left.square().sum(), torch.sin(h).reshape(4, 6)
+        return total + x.square().sum()
+
+    assert_same_gradients(lambda: nn.Sequential(*(Viewing(6, 6) for _ in range(3))), loss_of)
+
+
+class Place(nn.Module):
+    """Returns its own weight, in itself or once for each row."""
+
+    def __init__(self, num_rows: int | None) -> None:
+        super().__init__()
+        self.weight, self.num_rows = nn.Parameter(torch.randn(1, 6)), num_rows
+
+    def forward(self) -> dict[str, Tensor]:
+        own = self.weight if self.num_rows is None else self.weight.expand(self.num_rows, -1)
+        return {"place": own}
+
+
+@pytest.mark.parametrize("num_rows", [None, 4])
+@on_ranks(2)
+def test_blocks_may_return_their_weights(num_rows):
+    """Mutant: memory that was freed with the block is read (the rank dies)."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = [block()["place"].clone() for block in model]
+        for block, same in zip(model, before, strict=True):
+            x = torch.tanh(x * block()["place"] + same)
+        return x.sum()
+
+    assert_same_gradients(lambda: nn.ModuleList(Place(num_rows) for _ in range(3)), loss_of)
+
+
+@on_ranks(2)
+def test_blocks_that_return_anything_may_run_twice():
+    """Mutant: the end of the backward of one run frees the weights of the other."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        y = x + 1
+        for block in model:
+            x, y = block(x).result, block(y).result
+        return (x * y).sum()
+
+    assert_same_gradients(lambda: nn.ModuleList(Opaque(6, 6) for _ in range(3)), loss_of)
+
+
+class Recomputing(nn.Module):
+    """Two re-entrant checkpoints inside of it, and perhaps layers around them."""
+
+    def __init__(self, is_around: bool) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.around = nn.ModuleList(nn.Linear(6, 6) for _ in range(2 if is_around else 0))
+        self.look: list = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for look in self.look:
+            x.register_hook(look)
+        for layer in self.around[:1]:
+            x = layer(x).tanh()
+        for layer in self.inside:
+            x = x + checkpoint(lambda x, layer=layer: layer(x).sin(), x, use_reentrant=True)
+        for layer in self.around[1:]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("is_around", [True, False])
+@on_ranks(2)
+def test_re_entrant_checkpoints_inside_of_blocks(is_around):
+    """Mutants: the backward of one of them frees what the block's own still needs; weights that
+    stay when the backward of another block begins."""
+    gathered = []
+
+    def look(strategy: fsdp.FullySharded) -> None:
+        for block in strategy.model:
+            block.look.append(lambda _: gathered.append(models.gathered_bytes(strategy)))
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Recomputing(is_around) for _ in range(5)))
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.requires_grad_()).square().sum()
+
+    assert_same_gradients(build, loss_of, look, blocks=[Recomputing])
+    block = (4 if is_around else 2) * (36 + 6) * 8
+    assert len(gathered) == 3 * 5 and max(gathered) <= 2 * block
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_penalty_on_gradients_before_another_forward(reshard):
+    """Mutants: that forward, its end or its backward frees weights that the penalty still needs."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        middle = (x / 2).requires_grad_()
+        (slope,) = torch.autograd.grad(model(middle).sum(), middle, create_graph=True)
+        return model(x).sum() - model(x + 1).square().sum() + slope.square().sum()
+
+    assert_same_gradients(build, loss_of, reshard_after_forward=reshard)
+
+
+class Nested(nn.Module):
+    """Calls itself, and uses a weight of its own after that."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.ModuleList(inner), nn.Parameter(torch.full((6,), 1.5))
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        for block in self.inner:
+            x = torch.tanh(block(x))
+        return (x + self(x, depth - 1) if depth else x) * self.scale
+
+
+@on_ranks(2)
+def test_a_model_and_blocks_that_call_themselves():
+    """Mutant: the end of the inner call takes away the weights of the outer one."""
+
+    def build() -> nn.Module:
+        return Nested(*(Nested(nn.Linear(6, 6)) for _ in range(2)))
+
+    assert_same_gradients(build, lambda model, x: model(x).square().sum())
+
+
+class Containers(nn.Module):
+    """Lists and dicts inside of a dict: nobody calls these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        pair = nn.ModuleDict({"gate": nn.Linear(6, 6), "up": nn.Linear(6, 6)})
+        scales = nn.ParameterList([nn.Parameter(torch.full((6,), 1.5))])
+        self.parts = nn.ModuleDict({"layers": layers, "pairs": nn.ModuleList([pair]), "s": scales})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.parts["layers"]:
+            x = torch.tanh(layer(x)) * self.parts["s"][0]
+        for pair in self.parts["pairs"]:
+            x = torch.sigmoid(pair["gate"](x)) * pair["up"](x)
+        return x
+
+
+@on_ranks(2)
+def test_containers_in_containers_are_no_blocks():
+    """Mutant: a list in a dict is one, whose forward never runs."""
+    assert_same_gradients(Containers, lambda model, x: model(x).square().sum())
+    model = Containers()
+    members = [*model.parts["layers"], *model.parts["pairs"][0].values()]
+    assert set(find(model, None)) == set(members)
+
+
 def _refused():
     mesh = Mesh(dp=2)
     sharded, phases = Layers(0), nn.Linear(2, 2, dtype=torch.cfloat)
@@ -863,6 +1137,7 @@ def _refused():
         (nn.ReLU(), {}, "no parameter"),
         (phases, dict(reduce=Int8().reduce_scatter), "weight is torch.complex64"),
         (sharded, {}, "trained by fsdp along dp already"),
+        (nn.Sequential(torch.jit.trace(Layers(0), data(0))), {}, "0 was made by torch.jit"),
     ]
     with timeline.record() as recorded:
         for model, options, message in refused:
@@ -873,7 +1148,7 @@ def _refused():
 
 
 def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [11, 11]
+    assert ranks(2).run(_refused) == [12, 12]
 
 
 # ---------------------------------------------------------------------- overlap

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, ddp, fsdp, masters, offload, zero
+from minipar.parallel import compose, ddp, fsdp, local_sgd, masters, offload, zero
 from minipar.parallel.plan import Plan
 from minipar.parallel.strategy import Strategy
 from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
@@ -264,6 +264,24 @@ def test_what_is_unfrozen_later_has_no_master_and_is_refused():
     model[1].bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"1\.bias was frozen when keep.* unfreeze it first"):
         optimizer.step()
+
+
+def test_another_optimizer_does_not_step_working_weights():
+    """Mutant: one made later, whose steps round to nothing; masters stay where they are."""
+    model = nn.Linear(3, 2)
+    masters.keep(model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.bfloat16)
+    another = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(RuntimeError, match="step the optimizer that masters.keep"):
+        another.step()
+
+
+def test_masters_come_after_local_updates():
+    """Mutant: ranks agree on 16 bits of the weights, and masters go their own ways."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    masters.keep(model, optimizer, torch.bfloat16)
+    with pytest.raises(ValueError, match="call it after local_sgd.apply"):
+        local_sgd.apply(model, Mesh().dp, optimizer)
 
 
 def test_a_model_that_is_all_frozen_takes_steps():

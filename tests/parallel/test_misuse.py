@@ -4,6 +4,7 @@ Each test failed, or hung, or passed with wrong numbers before there was `guard`
 """
 
 import copy
+import io
 import math
 import re
 import subprocess
@@ -568,6 +569,184 @@ def test_others_train_as_they_like_beside_a_shared_model():
     alone(data(0)).sum().backward()
     adamw(alone.parameters()).step()
     assert not torch.equal(alone.head.weight, Net().head.weight)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
+@on_ranks(SIZE)
+def test_a_gradient_scaler_waits_for_the_end_of_backward(kind):
+    """Torch's recipe is to unscale, then to clip. Mutant: what is here of gradients is unscaled."""
+    model = Net()
+    strategy, optimizer = attach(model, kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(data(0)).square().sum()).backward()
+    with refuses(r"scaler\.unscale_\(\) came before finish_backward"):
+        scaler.unscale_(optimizer)
+    strategy.finish_backward()
+
+
+def test_a_gradient_scaler_comes_too_early_for_a_sharded_optimizer_by_itself():
+    """Mutant: it finds no gradient, and scaled ones are stepped."""
+    model = Net()
+    strategy = ddp.apply(model, Mesh().dp)
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, Mesh().dp, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(data(0)).sum()).backward()
+    strategy.finish_backward()
+    with refuses("by itself takes gradients over as it steps"):
+        scaler.step(optimizer)
+
+
+class Normed(torch.optim.SGD):
+    """Divides the gradients of a group by their norm."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.grad /= norm
+        return super().step()
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer; every second time it goes half of the way back."""
+
+    def __init__(self, base):
+        self.base, self.num_steps = base, 0
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.num_steps += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.num_steps % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@on_ranks(SIZE)
+def test_an_optimizer_that_looks_at_all_of_a_group_is_refused_for_pieces():
+    """Mutant: the trial steps both pieces in one group, where the norm is that of the whole."""
+    dp = Mesh(dp=SIZE).dp
+    with refuses("Normed does not step on each number alone", ValueError):
+        zero.ShardedOptimizer(Net().parameters(), Normed, dp, lr=0.1)
+    model = Net()
+    strategy = fsdp.apply(model, dp)
+    optimizer = Normed(model.parameters(), lr=0.1)
+    model(data(dp.rank)).sum().backward()
+    strategy.finish_backward()
+    with refuses("Normed does not step on each number alone", ValueError):
+        optimizer.step()
+
+
+@on_ranks(SIZE)
+def test_an_optimizer_around_another_takes_no_step_for_a_trial():
+    """Mutant: the trial steps what it wraps, which has the real pieces."""
+    dp, model, expected = Mesh(dp=SIZE).dp, Net(), Net()
+    strategy = fsdp.apply(model, dp)
+    optimizer, twin = (
+        Around(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, expected)
+    )
+    for step in range(4):
+        for each in (optimizer, twin):
+            each.zero_grad()
+        model(data(dp.rank, step)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+        (sum(expected(data(r, step)).square().sum() for r in range(SIZE)) / SIZE).backward()
+        twin.step()
+    assert_close(strategy.full_state_dict(), expected.state_dict())
+
+
+@on_ranks(SIZE)
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_tp_has_cut_them():
+    """Mutant: only pieces of zero and fsdp are looked at."""
+    mesh, model = Mesh(tp=SIZE), models.llama(0, tie_embeddings=False, vocab_size=62)
+    strategy = tensor.apply(model, mesh.tp)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    tokens = torch.arange(8)[None]
+    model.token_loss(model(tokens), tokens).mean().backward()
+    strategy.finish_backward()
+    with refuses("Adafactor does not step on each number alone", ValueError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped", "post-local sgd"])
+@on_ranks(SIZE)
+def test_gradients_lie_in_memory_as_weights_do(version):
+    """Fused optimizers step one number after the other. Mutant: gradients in the order of rows."""
+    dp = Mesh(dp=SIZE).dp
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    model = model.to(memory_format=torch.channels_last)
+    expected = copy.deepcopy(model)
+    optimizer, twin = (
+        torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, expected)
+    )
+    if version in local_sgd.METHODS:
+        options = dict(method=version, synchronous_steps=9)
+        strategy = local_sgd.apply(model, dp, optimizer, **options)
+    else:
+        strategy = ddp.apply(model, dp, version=version)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        images = torch.randn(SIZE, 1, 3, 3, 3, generator=generator)
+        for each in (optimizer, twin):
+            each.zero_grad()
+        model(images[dp.rank]).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+        (sum(expected(image).square().sum() for image in images) / SIZE).backward()
+        twin.step()
+    for p, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(SIZE)
+def test_a_saved_model_is_free_of_who_trained_it():
+    """Mutant: what was loaded is refused, as trained by ddp already."""
+    model, file = Net(), io.BytesIO()
+    torch.save(ddp.apply(model, Mesh(dp=SIZE).dp).model.head.weight, file)
+    file.seek(0)
+    loaded = Net()
+    loaded.head.weight = torch.load(file, weights_only=False)
+    ddp.apply(loaded, Mesh(dp=SIZE).dp)
+
+
+def test_parameters_of_others_are_not_for_zero():
+    """Mutant: each rank's own first values, never made equal, and stepped by its own gradient."""
+    model, loss = Net(), nn.Linear(3, 1).double()
+    both = [*model.parameters(), *loss.parameters()]
+    optimizer = zero.ShardedOptimizer(both, torch.optim.SGD, Mesh().dp, lr=0.1)
+    with refuses("holds 2 parameters that are not of the model", ValueError):
+        zero.apply(model, Mesh().dp, optimizer=optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torch_jit_runs_is_refused_where_weights_come_and_go():
+    """Mutant: it reads weights that are still on their way."""
+    model = nn.Sequential(torch.jit.trace(nn.Linear(6, 6), torch.zeros(1, 6)), nn.Linear(6, 1))
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.SGD, Mesh().dp, lr=0.1)
+    with refuses("0 was made by torch.jit", ValueError):
+        zero.apply(model, Mesh().dp, optimizer=optimizer)
+    with refuses("0 was made by torch.jit", ValueError):
+        offload.apply(model, Mesh().dp, copies=HostCopy(pcie="none"))
+
+
+@pytest.mark.parametrize("version", ["bucketed", "overlapped"])
+@on_ranks(SIZE)
+def test_a_gradient_that_was_taken_away_does_not_come_back(version):
+    """A bad batch, dropped by hand. Mutant: finish_backward() brings it back from its bucket."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    strategy = ddp.apply(model, Mesh(dp=SIZE).dp, version=version)
+    for step in range(3):
+        (math.nan * model(data(rank, step))).sum().backward()
+        for p in model.parameters():
+            p.grad = None
+        strategy.finish_backward()
+        assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "bucketed"])

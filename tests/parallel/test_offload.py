@@ -1,5 +1,6 @@
 """Offloading by itself: where the bytes are, when they travel, and what users may do meanwhile."""
 
+import copy
 import gc
 import math
 import weakref
@@ -16,7 +17,7 @@ from minipar.comm.link import Link
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import fsdp, offload
+from minipar.parallel import ddp, fsdp, offload
 from minipar.sim.memory import Recipe, model_state
 from minipar.train.optim import make_optimizer
 
@@ -537,3 +538,86 @@ def test_what_cannot_be_offloaded_is_refused():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         offload.apply(model, Mesh().dp)
+
+
+# ---------------------------------------------------------------------- models of others
+class Held(nn.Module):
+    """Blocks in lists of lists, and weights in lists, as U-Nets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList(
+            nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"up": nn.Linear(4, 4)})])
+            for _ in range(2)
+        )
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(2))
+
+    def forward(self, x):
+        for (block, more), scale in zip(self.downs, self.scales, strict=True):
+            x = torch.tanh(more["up"](block(x))) * scale
+        return x
+
+
+def test_what_is_never_called_waits_for_no_weights():
+    """Mutant: a list is a block, whose hook never comes; its weights are read on their way."""
+    model = Held()
+    groups = offload._groups(model, list(model.parameters()))
+    assert [type(block) for block, _ in groups] == [Held, *[nn.Linear] * 4]
+    assert groups[0][1] == list(model.scales)
+    assert {p for _, own in groups for p in own} == set(model.parameters())
+
+
+@pytest.mark.parametrize("who", ["itself", "a copy"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_forward_without_gradients_may_come_at_any_time(who, alone):
+    """As a target of Q-learning, or of a teacher. Mutants: parameters go home although a backward
+    is to come, and the next forward takes gradients along; a copy's hooks move the model's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    expected = copy.deepcopy(model)
+    inside = None if alone else ddp.apply(model, Mesh().dp)
+    strategy = offloaded(model, inside=inside)
+    other = model if who == "itself" else copy.deepcopy(model)
+    optimizer, twin = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected))
+
+    def look() -> None:
+        with torch.no_grad():
+            other(torch.ones(1, 4))
+
+    for step in range(3):
+        inputs = torch.full((2, 4), step + 1.0)
+        optimizer.zero_grad()
+        twin.zero_grad()
+        loss = model(inputs).square().sum()
+        look()
+        assert not any(home.on_host for home in strategy.homes.values())
+        loss.backward()
+        look()
+        strategy.finish_backward()
+        look()
+        optimizer.step()
+        expected(inputs).square().sum().backward()
+        twin.step()
+        for p, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p, wanted)
+
+
+def test_a_group_that_is_added_later_has_a_home_too():
+    """Mutant: a KeyError at the next step."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    offload.step_on_host(optimizer, HostCopy(pcie="none"))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    before = second.bias.detach().clone()
+    second(first(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    assert torch.allclose(second.bias, before - 0.1)
+
+
+def test_two_parameters_in_one_memory_are_refused_around_the_step_too():
+    """Mutant: each gets a copy on the host, and the last one written wins."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight.data = first.weight.data
+    optimizer = torch.optim.SGD([first.weight, second.weight], lr=0.1)
+    with pytest.raises(ValueError, match="two parameters in the same memory"):
+        offload.step_on_host(optimizer, HostCopy(pcie="none"))

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama
+from minipar.model.llama import Llama, LlamaConfig, loss_on
 from minipar.model.moe import MoEConfig
 from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
+from minipar.train.optim import make_optimizer as train_optimizer
 from minipar.train.step import train_step
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
@@ -292,6 +293,7 @@ def test_parity_notices_what_is_left_out(ranks, name):
 
 
 # ---------------------------------------------------------------------- from plan to plan
+CONFIG = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2)
 JOURNEY = [
     "dp=4",
     "tp=2,pp=2,schedule=zb_v,microbatches=2",
@@ -408,3 +410,86 @@ def travel(ranks, task: Task, legs: list[tuple[Plan, Task]]) -> None:
             states = ranks(plan.num_ranks).run(leg, plan, own, step, state)
         for state in states:
             assert_same_state(state, expected)
+
+
+# ---------------------------------------------------------------------- sums that nobody zeroed
+TWICE = {
+    2: ["dp=2,zero=1", "tp=2", "tp=2,zero=1", "tp=2,zero=3", "tp=2,sequence_parallel,zero=2"],
+    4: ["tp=4", "dp=2,tp=2,sequence_parallel", "dp=2,tp=2,sequence_parallel,zero=3"],
+}
+
+
+def finished_twice(plan: Plan) -> tuple[dict, dict]:
+    """Gradients of two backwards, each of them finished, and one more time in the end."""
+    mesh, task = (
+        Mesh(**plan.mesh_sizes()),
+        Task(partial(models.llama, qk_norm="head", vocab_size=64)),
+    )
+    model = task.build(0).double()
+    composed = compose.apply(model, mesh, plan, make_optimizer)
+    expected = task.build(0).double()
+    for step in range(2):
+        for size, rank, of in ((mesh.dp.size, mesh.dp.rank, model), (1, 0, expected)):
+            [microbatch] = task.microbatches_of(step, rank, size)
+            inputs, targets, *rest = composed.shard(microbatch) if of is model else microbatch
+            loss_on(of, inputs, targets, rest).backward()
+        composed.finish_backward()
+    composed.finish_backward()
+    wanted = {name: p.grad for name, p in expected.named_parameters()}
+    return composed.full_gradients(), wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", TWICE)
+def test_gradients_add_up_where_each_backward_is_finished(ranks, size):
+    """Mutants: what is a sum over tp by now is summed once more, with what is added to it or
+    without; in p.grad, in a slice of zero, in a piece of fsdp."""
+    for text in TWICE[size]:
+        for found, wanted in ranks(size).run(finished_twice, Plan.parse(text)):
+            for name, gradient in wanted.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11, msg=text)
+
+
+# ---------------------------------------------------------------------- what cannot be
+def refusal_of(text: str, config: LlamaConfig, *keep: str, chunk: int = 0) -> str:
+    """What is said where only parameters with one of `keep` in their name are trained."""
+    plan = Plan.parse(text)
+    plan.check(config)
+    model = Llama(config, seed=0)
+    model.loss_chunk = chunk
+    for name, p in model.named_parameters():
+        p.requires_grad_(not keep or any(word in name for word in keep))
+    try:
+        make = partial(train_optimizer, lr=0.01, weight_decay=0.1)
+        composed = compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make)
+        inputs = torch.zeros(4, 8, dtype=torch.int64)
+        batch = [composed.shard((inputs, inputs))] * plan.microbatches
+        train_step(model, [composed], composed.optimizer, batch, composed.axis)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_with_nothing_to_train_are_refused_on_all_ranks(ranks):
+    """Mutants: by that rank alone, while the others wait; without a word on groups."""
+    for zero_stage in (0, 1, 3):
+        said = ranks(2).run(refusal_of, f"pp=2,zero={zero_stage}", CONFIG, "layers.3")
+        assert all("all that rank 0 along pp=2 has of the model is frozen" in each for each in said)
+    untied = replace(CONFIG, tie_embeddings=False)
+    assert ranks(2).run(refusal_of, "pp=2", untied, "norm") == ["", ""]
+    for said in ranks(2).run(refusal_of, "pp=2", untied, "norm", "lm_head"):
+        assert "[1, 2] groups of parameters" in said
+
+
+def test_a_loss_in_chunks_is_refused_where_the_head_is_cut_or_elsewhere(ranks):
+    """Mutants: an error of torch's under tp; no word under pp, where all logits are made."""
+    for text in ("tp=2", "pp=2"):
+        said = ranks(2).run(refusal_of, text, CONFIG, chunk=4)
+        assert all("loss_chunk=4" in each and "set it to 0" in each for each in said)
+
+
+def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):
+    """Mutant: a plan that is legal, and then "no experts to spread"."""
+    config = replace(CONFIG, moe=MoEConfig(4, 2, 24, first_dense=4))
+    assert ranks(2).run(refusal_of, "dp=2", config) == ["", ""]
+    assert "this Llama has none in any layer" in Plan(ep=2).problem(config)

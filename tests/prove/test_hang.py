@@ -242,6 +242,58 @@ def test_our_own_watchdog_is_read(tmp_path):
     assert "rank 1 on b, process 2: its last was all_reduce #3 on dp; it is here:" in str(report)
 
 
+def stalled(tmp_path, *states):
+    content = json.dumps({"minipar_stall": [asdict(state) for state in states]})
+    (tmp_path / "stalled.json").write_text(content, encoding="utf-8")
+    return hang.explain(*hang.read([tmp_path / "stalled.json"]))
+
+
+def exchange(number, *peers, seconds=5.0):
+    return Call("exchange", "cp", (0, 1, 2, 3), number, 64, seconds, peers)
+
+
+def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
+    """Ranks 1 and 3 wait for rank 2; rank 0 has ended the call and computes.
+
+    Mutants: an exchange never finds its other end; messages that have ended are not shown, so that
+    rank 2 has called nothing, and rank 0 does not come either.
+    """
+    late, older = exchange(3, 1, 3), Call("all_reduce", "cp", (0, 1, 2, 3), 8, 64, 9.0)
+    report = stalled(
+        tmp_path,
+        State(0, "rank 0 of 4", (exchange(4, 3, 1),), (), "computing"),
+        State(1, "rank 1 of 4", (exchange(4, 0, 2),), (exchange(4, 0, 2),), "waiting"),
+        State(2, "rank 2 of 4", (late, older), (), "sleeping"),
+        State(3, "rank 3 of 4", (exchange(4, 2, 0),), (exchange(4, 2, 0),), "waiting"),
+    )
+    assert report.findings == [
+        f"rank {rank} waits in exchange #4 with rank 2 on cp; rank 2 has no exchange for it open."
+        for rank in (1, 3)
+    ]
+    assert report.culprits == [2]
+    assert "rank 2: its last was exchange #3 on cp; it is here:" in str(report)
+    drawn = {text.get_text() for ax in picture(report).axes for text in ax.texts}
+    assert {"messages", "rank 1", "rank 3", "exchange #4 with rank 2 on cp"} <= drawn
+
+
+def test_ends_of_an_exchange_that_are_open_are_told_once(tmp_path):
+    """Also where the other end is a receive, or has a name of its own. Mutants: both sides tell;
+    what has ended at the other end is no finding, and nothing hangs."""
+    calls = [exchange(1, 1), exchange(1, 0)]
+    states = [State(r, f"rank {r} of 2", (c,), (c,), "here") for r, c in enumerate(calls)]
+    open_ends = "Both ends of exchange #1 with rank 1 on cp of rank 0 are open."
+    assert stalled(tmp_path, *states).findings == [open_ends]
+    for verb in ("recv", "2F0"):
+        other = Call(verb, "cp", (0, 1, 2, 3), 7, 64, 5.0, (0,))
+        states[1] = State(1, "rank 1 of 2", (other,), (other,), "here")
+        (finding,) = stalled(tmp_path, *states).findings
+        assert finding.startswith("Both ends of ") and finding.endswith(" are open.")
+    states[1] = State(1, "rank 1 of 2", (calls[1],), (), "here")
+    assert stalled(tmp_path, *states).findings == [
+        "rank 0 waits in exchange #1 with rank 1 on cp; that of rank 1 has ended."
+    ]
+
+
 # ---------------------------------------------------------------------- coalesced calls
 def coalesced(dump, end, done, **numbers):
     """Make one group, which ends in `end`, of the calls that have not; their states stay."""

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from minipar.model.llama import PRESETS
+from minipar.model.moe import MoEConfig
 from minipar.sim import footprint, hardware, planner
-from tests.sim.jobs import H100, PARTLY, held, job
+from tests.sim.jobs import ANY, H100, PARTLY, held, job
 
 
 def test_memory_shrinks_with_what_is_cut_and_computed_again():
@@ -33,15 +34,47 @@ def test_a_schedule_that_cannot_be_is_left_to_those_who_say_why():
     assert held(one) > 0 and "even" in one.plan.problem(one.config)
 
 
+@pytest.mark.parametrize("cut", ["", ",expert_tensor_parallel"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("moe", [replace(PARTLY, first_dense=0, every=1), PARTLY])
-def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated):
-    """Mutants: all layers as the last; three matrices of an expert without a gate."""
+def test_all_ranks_together_have_the_parameters_of_the_model(moe, gated, cut):
+    """Shared experts are whole where others are. Mutants: all layers as the last; three matrices of
+    an expert without a gate; shared experts always cut."""
     c = replace(PRESETS["llama-3-8b"], moe=moe)
-    layer, experts, table = footprint.parameters(job("tp=2,ep=4", config=c, gated=gated))
-    found = 2 * (c.num_layers * (layer - experts) + 2 * table) + 4 * c.num_layers * experts
+    one = job(f"tp=2,ep=4{cut}", config=c, gated=gated)
+    layer, experts, table = footprint.parameters(one)
+    shared = footprint.shared_experts(one)
+    parts = 2 if cut else 1  # of an expert
+    found = c.num_layers * (2 * (layer - experts - shared) + parts * (4 * experts + shared))
     wide = sum(9 if moe.is_sparse(n) else 1 for n in range(c.num_layers)) * 14_336
-    assert found == pytest.approx(c.num_parameters - (not gated) * c.hidden_size * wide, rel=1e-6)
+    expected = c.num_parameters - (not gated) * c.hidden_size * wide
+    assert found + 4 * table == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("word", "share"), [("", 1), ("sequence_parallel", 1 / 4)])
+def test_whole_experts_keep_as_much_as_a_rank_has_tokens(word, share):
+    """All of a sequence, or a part. Mutant: ranks of tp without parts keep a quarter each."""
+    moe = replace(PRESETS["llama-3-8b"], moe=MoEConfig(8, 2, 14_336, num_shared=1))
+    alone, cut, whole = (
+        job(plan, config=moe)
+        for plan in ("dp=4", f"tp=4,expert_tensor_parallel,{word}", f"tp=4,{word}")
+    )
+    kept = [footprint.activations(one)["mlp"] for one in (alone, cut, whole)]
+    assert kept[1:] == pytest.approx([kept[0] / 4, kept[0] * share])
+    more = footprint._put_off(whole) - footprint._put_off(cut)
+    assert more == pytest.approx(2 * 8192 * 3 * 3 * 14_336 * (share - 1 / 4))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "looped_bfs"])
+def test_all_forwards_first_keep_the_logits_of_all(name):
+    """In float32, beside what the loss takes while it runs; or in the type that it has them in.
+    Mutants: those of one microbatch; all that a loss takes, of each."""
+    plan = "pp=4,dp=2,microbatches=16,checkpointing=full,schedule="
+    few, many = (footprint.memory(job(f"{plan}{n}")) for n in ("1f1b", name))
+    each = 8192 * PRESETS["llama-3-8b"].vocab_size
+    assert (few["logits"], many["logits"]) == (12 * each, (12 + 15 * 4) * each)
+    fused = replace(ANY, logits=2)
+    assert footprint.memory(job(f"{plan}{name}", software=fused))["logits"] == 16 * 2 * each
 
 
 @pytest.mark.parametrize("text", ["pp=4", "pp=4,schedule=interleaved_1f1b,stages_per_rank=8"])
@@ -79,11 +112,12 @@ def test_a_plan_may_fill_what_torch_and_nccl_leave_of_a_small_device():
         ("dp=8,checkpointing=full", 2),
         ("pp=4,dp=2,microbatches=8,schedule=zb_h1,checkpointing=full", 4),
         ("pp=4,dp=2,microbatches=8,schedule=zb_v", 4),
+        ("pp=4,dp=2,microbatches=8,schedule=gpipe,checkpointing=full", 1),
     ],
 )
 def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
     """Mutants: masters left out; activations of a pipeline once; a buffer of ZeRO 1's gradients;
-    put-off weight gradients hold nothing."""
+    put-off weight gradients hold nothing; logits of a microbatch alone, though all are there."""
     options = dict(config=PRESETS["llama-3.2-1b"], software=hardware.software("minipar"), seq=2048)
     one = job(f"{plan},precision=bf16", microbatch=microbatch, **options)
     peak = planner.simulate(planner.Ranked(one, {}, {})).peak_bytes

@@ -81,6 +81,15 @@ def test_the_closed_form_takes_the_load_of_the_busiest_rank():
         assert parts(base, plan) == parts(uneven, plan)
 
 
+def test_more_ranks_than_experts_are_refused_with_a_load_as_without():
+    """8 experts on 16 ranks of ep and tp. Mutant: they are priced first, and a rank has no expert;
+    so no plan is found, nor a change with which one fits."""
+    config = PlanConfig(model="mixtral-8x7b", gpus=16, global_batch=64, seq=4096, experts="zipf=1")
+    assert planner.answer(config)[1]
+    with pytest.raises(planner.NothingFits, match="would do"):
+        planner.answer(replace(config, gpus=8, hardware="a100-40", fix="checkpointing=full,cp=1"))
+
+
 def test_a_load_is_drawn_or_given_or_refused():
     found = load.skewed(64, 1.0)
     assert sorted(found)[-2:] == [0.5, 1.0] and found != load.skewed(64, 1.0, seed=1)

@@ -147,7 +147,12 @@ FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-a
          "--num-virtual-stages-per-pipeline-rank 2"),
         ("torchtitan", "dp=2,tp=4", "cannot: its DDP (zero=0, on 2 ranks) goes with no other"),
         ("torchtitan", "dp=2,pp=4,microbatches=4", "cannot: its DDP (zero=0, on 2 ranks)"),
-        ("torchtitan", "dp=2,tp=2,cp=2", "data_parallel_replicate_degree 2"),
+        ("torchtitan", "dp=2,tp=2,cp=2,sequence_parallel", "data_parallel_replicate_degree 2"),
+        ("torchtitan", "dp=2,tp=4,zero=1", "cannot: its tp cuts norms and residual streams"),
+        ("torchtitan", "dp=2,ep=2,tp=2,zero=1,sequence_parallel",
+         "cannot: its tp cuts every expert, too"),
+        ("torchtitan", "dp=2,ep=2,tp=2,zero=1,sequence_parallel,expert_tensor_parallel",
+         "tensor_parallel_degree 2"),
         ("torchtitan", "tp=8", "cannot: its tp and pp compute in float32, not bf16"),
         ("torchtitan", "dp=4,ep=2", "cannot: its ep is a multiple of cp=1 and divides"),
         ("torchtitan", "cp=4,ep=2,zero=1", "cannot: its ep is a multiple of cp=4"),
@@ -232,12 +237,19 @@ def test_words_without_a_price_are_said():
         "tp_overlap",
         "compression=int8",
         "microbatch=64",
+        "pp=2,zero=3",
+        "tp=2,sequence_parallel=false",
+        "dp=8,microbatches=1",
     ],
 )
 def test_words_that_no_search_varies_can_be_fixed(fix):
     """Mutant: every candidate has them as usual, and so none is left."""
-    config = replace(EIGHT, model="llama-3.2-1b", seq=2048, fix=fix, global_batch=512)
-    for ranked in planner.answer(config)[1]:
+    options = dict(model="llama-3.2-1b", seq=2048, global_batch=512)
+    if "microbatches" in fix:  # 64 sequences each, on a device that has room for them
+        options |= dict(seq=256)
+    if "zero=3" in fix:  # which goes with no table that two stages have
+        options |= dict(model="llama-3-8b")
+    for ranked in planner.answer(replace(EIGHT, fix=fix, **options))[1]:
         assert all(
             {"microbatch": ranked.job.microbatch}.get(word, getattr(ranked.job.plan, word, None))
             == value
@@ -303,6 +315,28 @@ def test_one_plan_is_explained_and_json_is_the_same(capsys):
     assert "does not fit" in planner.answer(replace(config, explain="dp=8"))[0]
 
 
+def test_a_line_of_the_table_can_be_explained():
+    """Mutant: its microbatch is no word of a plan, or of any batch."""
+    config = replace(EIGHT, model="llama-3.2-1b", seq=2048, top=1)
+    (first,) = planner.answer(config)[1]
+    assert planner.answer(replace(config, explain=str(first)))[1] == [first]
+
+
+def test_what_nearly_fits_is_told_from_what_there_is():
+    """Mutant: 66 of 66 GB, which reads as if it did fit."""
+    assert planner.of_room(70.2e9, 66.3e9) == "70 of 66 GB"
+    assert planner.of_room(66.4e9, 66.3e9) == "66.4 of 66.3 GB"
+    assert planner.of_room(66.301e9, 66.3e9) == "66.301 of 66.300 GB"
+    assert planner.of_room(66.3e9, 66.3e9) == "all of 66 GB"
+
+
+def test_what_a_search_leaves_as_it_is_is_said():
+    """Mutant: every legal plan, as if all words of one were varied."""
+    for text in planner.answer(replace(EIGHT, model="tiny", seq=64))[0], planner.NOT_VARIED:
+        for word in ("tp_overlap", "context", "dispatch", "stages_per_rank", "compression"):
+            assert word in text.splitlines()[-1]
+
+
 def test_json_says_why_others_lost():
     """As the words do. Mutant: the best plans alone."""
     config = replace(EIGHT, model="llama-3.2-1b", seq=2048)
@@ -324,6 +358,12 @@ def test_json_says_why_others_lost():
         (dict(model="mixtral-8x7b"), "dp=8", "experts"),
         (dict(hardware="b200"), "dp=8", "on b200"),
         (dict(what_if="gpus=4"), "tp=8,sequence_parallel", "tp over nodes"),
+        ({}, "tp=8,sequence_parallel,tp_overlap", "tp_overlap"),
+        ({}, "pp=8,microbatches=8,schedule=gpipe", "schedule=gpipe"),
+        ({}, "pp=8,microbatches=8,schedule=zb_h1", ""),
+        ({}, "dp=2,pp=4,microbatches=4,schedule=interleaved_1f1b", ""),
+        ({}, "dp=2,pp=4,microbatches=2", "fewer microbatches than ranks of pp"),
+        ({}, "dp=4,pp=2,microbatches=2,zero=3", "zero=3 with pp"),
     ],
 )
 def test_no_error_is_stated_that_nobody_looked_at(changed, plan, kind):
@@ -391,6 +431,9 @@ def call(capfd, *words):
             "h100-ndr is priced in bf16 alone; use precision=bf16",
         ),
         ("--gpus 1000000000000", "--gpus 1,000,000,000,000: use at most 1,048,576"),
+        ("--explain dp=8,microbatch=1 --global-batch 64", "a batch of 8; use --global-batch 8, or"),
+        ("--explain dp=8,microbatch=0", "--explain microbatch=0: microbatch must be 1 or more"),
+        ("--explain dp=8 --fix tp=2", "--fix tp=2 is of a search, and --explain has one plan"),
     ],
 )
 def test_bad_input_is_one_line(capfd, words, message):

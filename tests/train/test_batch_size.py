@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from minipar.train.batch_size import (
     parse_ramp,
     ramped,
 )
+from minipar.train.config import TrainConfig
 from minipar.train.data import IGNORE, Batches, Sequences
 from minipar.train.precision import LossScaler, Precision
 from minipar.train.step import train_step
+from minipar.train.workload import Workload
 
 # ---------------------------------------------------------------------- by a plan
 
@@ -195,6 +198,30 @@ def test_the_batch_doubles_as_the_noise_asks():
     measured_only = GrowingBatch(8, largest=8, patience=1)
     measured_only.update(1e9)
     assert measured_only.size == 8
+
+
+def test_a_resume_with_another_batch_size_has_it_and_the_rate_that_fits():
+    """The learning rate is for the batch that the run began with. Mutants: the size that was saved
+    counts, whatever is asked for; the rate is for the size of this resume."""
+    begun = TrainConfig(batch_size=4, grow_batch_to=16)
+    batches = Batches(Sequences(torch.arange(99), 3), 4)
+
+    def resumed(state: dict, **changes) -> tuple[dict, float]:
+        workload = Workload(replace(begun, **changes), torch.nn.Linear(2, 2), Mesh())
+        workload.load_state_dict(state)
+        workload.deal(9, batches)
+        return workload.state_dict(), workload.lr_factor(batches)
+
+    state, factor = resumed({})
+    assert (batches.batch_size, factor) == (4, 1.0)
+    state["growth"]["size"] = 8
+    assert resumed(state)[1] == math.sqrt(2)
+    state, factor = resumed(state, batch_size=16, grow_batch_to=32)
+    assert (batches.batch_size, factor) == (16, 2.0)
+    assert resumed(state, batch_size=1)[1] == 2.0
+    assert resumed({"first": 2}, grow_batch_to=0, batch_ramp="8@3")[1] == 2.0
+    state, factor = resumed({"first": 2}, grow_batch_to=0)  # no batch changes: the rate is as asked
+    assert (state, factor) == ({}, 1.0)
 
 
 # ---------------------------------------------------------------------- the data

@@ -131,6 +131,16 @@ def test_keeps_the_newest_and_leaves_later_ones_alone(tmp_path):
     assert_is(tmp_path / "step_000009", 9)
 
 
+def test_keeps_those_that_were_written_last_and_not_of_the_highest_step(tmp_path):
+    """A run that goes back ends the story before it. Mutant: the later step of that story is kept,
+    and not the one before the last of the new story."""
+    for step in (3, 6):
+        save(tmp_path, step, *some(step), keep=2)
+    for step in (4, 5, 7):
+        save(tmp_path, step, *some(step), keep=2)
+    assert [step_of(path) for path in available(tmp_path)] == [5, 7]
+
+
 def test_unfinished_folders_are_ignored_and_cleared_away(tmp_path):
     save(tmp_path, 1, *some(1))
     for left in (".unfinished_000002", ".unfinished_000007", ".removed_step_000000", "step_x"):

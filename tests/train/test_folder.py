@@ -299,6 +299,9 @@ def test_a_run_that_went_back_goes_on_from_what_it_wrote_last(tmp_path, monkeypa
     assert training.checkpoint_of(tmp_path) == tmp_path / "checkpoints/step_000006"
     says = f"Stopped. Go on from step 6 with: minipar train --resume {tmp_path}"
     assert folders.how_to_go_on(tmp_path) == says
+    blank = tmp_path / "a run"
+    shutil.copytree(tmp_path / "checkpoints", blank / "checkpoints")
+    assert folders.how_to_go_on(blank).endswith(f" --resume '{blank}'")  # as a shell reads it
     monkeypatch.setattr(folders.backends, "under_torchrun", lambda: True)
     assert f"with: the same line of torchrun, and in it --resume {tmp_path}" in (
         folders.how_to_go_on(tmp_path)

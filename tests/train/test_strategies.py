@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,6 +201,40 @@ def test_what_was_kept_back_goes_on_with_the_same_mesh_alone(run, capfd):
     loss, norm = lines_of(other, "loss", "grad_norm")[0]
     assert loss == pytest.approx(lines_of(whole, "loss")[3][0], rel=1e-5)
     assert norm != pytest.approx(lines_of(whole, "grad_norm")[3][0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "axis, preset, alike, other",
+    [
+        ("pp=2", "tiny", "schedule=gpipe", "schedule=zb_v"),
+        ("tp=2", "tiny-moe", "sequence_parallel", "expert_tensor_parallel"),
+    ],
+)
+def test_what_was_kept_back_goes_on_with_the_same_parts_alone(
+    run, capfd, axis, preset, alike, other
+):
+    """On the same mesh a rank may have other layers, or other parts of experts. Mutant: the axes
+    are compared alone, and what is kept of a part that is elsewhere ends the run, as if it was
+    damaged."""
+    plan, same = f"{axis},compression=bf16,microbatches=2", dict(preset=preset, batch_size=2)
+    start = run(2, "before", plan=plan, steps=1, **same) / "checkpoints/step_000001"
+    run(2, "alike", start=start, plan=f"{plan},{alike}", steps=2, **same)
+    assert "nothing kept back" not in capfd.readouterr().out
+    run(2, "other", start=start, plan=f"{plan},{other}", steps=2, **same)
+    has = "stages=0-1-1-0" if axis == "pp=2" else other
+    says = f"is of 2 ranks, {axis}, and this run has 2, {axis},{has}\n"
+    assert says in capfd.readouterr().out
+
+
+def test_what_was_kept_back_is_dropped_where_nothing_would_add_it(run, capfd):
+    """By a compressor that keeps nothing back, and once. Mutant: each checkpoint has it again."""
+    start = run(2, "top-k", compress="top-k", steps=1) / "checkpoints/step_000001"
+    folder = run(2, "fp16", start=start, compress="fp16", steps=2)
+    says = "what --compress has kept back in the checkpoint is dropped: this run has none"
+    assert says in capfd.readouterr().out
+    assert [kept["residues"] for kept in saved(folder, 2)[1]["compression"]] == [{}, {}]
+    run(2, "none", start=folder / "checkpoints/step_000002", steps=3)
+    assert says not in capfd.readouterr().out
 
 
 def test_weights_of_another_model_are_refused_by_shards_too(run):
@@ -401,6 +436,40 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_together(run, tmp_path):
         assert [failure.kind for failure in failures] == ["FloatingPointError"] * 2
     for folder in checkpoint.available(tmp_path / "wild1/checkpoints"):
         assert all(weight.isfinite().all() for weight in checkpoint.load(folder)[0].values())
+
+
+def trained_with_an_infinite_gradient(config: TrainConfig, folder: str, stop_after: int) -> str:
+    """Train; in step 3 a gradient of rank 1 is infinite, and all are asked to stop after a step."""
+    trainer, request = Trainer(config, Path(folder)), SimpleNamespace(came=False)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        is_due = trainer.mesh.rank == 1 and trainer.step == 2
+        return gradient * math.inf if is_due else gradient
+
+    def tell(line: dict) -> None:
+        request.came = line["step"] == stop_after
+
+    next(trainer.model.parameters()).register_hook(spoil)
+    with pytest.raises(FloatingPointError) as raised:
+        trainer.run(tell, request)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "method, save_every, stop_after, rank",
+    [("local sgd", 2, 3, 1), ("diloco", 2, 3, 1), ("delayed gradients", 3, 0, 0)],
+)
+def test_no_checkpoint_keeps_what_is_not_finite_on_one_rank(
+    ranks, text, tmp_path, method, save_every, stop_after, rank
+):
+    """Neither one that a signal asks for, nor the gradient that waits for the next step. Mutants:
+    who is asked to stop looks at no norm; a late gradient is looked at when it is used."""
+    config = replace(PLAIN, data=str(text), mesh="dp=2", local_method=method, save_every=save_every)
+    found = ranks(2).run(trained_with_an_infinite_gradient, config, str(tmp_path), stop_after)
+    assert found[0] == found[1]
+    assert found[0].startswith(f"step 3: on rank {rank}, gradient norm ")
+    kept = [checkpoint.step_of(path) for path in checkpoint.available(tmp_path / "checkpoints")]
+    assert kept == [step for step in (2,) if step == save_every]
 
 
 def with_an_overflow_on_one_rank(config: TrainConfig, folder: str) -> tuple[int, bool]:

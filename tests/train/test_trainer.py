@@ -186,7 +186,9 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
 def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
     run, tmp_path, monkeypatch
 ):
-    """Mutants: the whole share of a rank at once; all logits; the last save after it."""
+    """Nor the line of the last step, if it is interrupted: a run that goes on from the checkpoint
+    could not tell of it. Mutants: the whole share of a rank at once; all logits; the last save
+    after it; the last line after it."""
     forward, seen = Llama.forward, []
 
     def watched(self, tokens, *rest, targets=None):
@@ -204,6 +206,32 @@ def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
     with pytest.raises(MemoryError):
         run(1, "fails", steps=2)
     assert weights_of(tmp_path / "fails", 2)
+    assert lines_of(tmp_path / "fails", "step") == [(1,), (2,)]
+
+
+def test_another_text_of_validation_is_told(run, text, tmp_path, capfd):
+    """It is the end of the file. Mutant: the text of training has a fingerprint alone."""
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text(encoding="utf-8")[:-1] + "!", encoding="utf-8")
+    start = run(1, "one", steps=1) / "checkpoints/step_000001"
+    run(1, "same", start=start, steps=2)
+    says = "is not that of the checkpoint: losses of validation from here on are no measure"
+    assert says not in capfd.readouterr().out
+    run(1, "other", start=start, steps=2, data=str(other))
+    assert f"the validation text of {other} {says}" in capfd.readouterr().out
+
+
+def test_steps_of_another_way_of_the_run_are_told(run, capfd):
+    """It went back, and then back to where it had been. Mutant: metrics are cut by the step alone,
+    and nobody knows that some are of another run."""
+    changes = dict(save_every=2, keep=9)
+    folder = run(1, "one", steps=4, **changes)
+    run(1, "one", start=folder / "checkpoints/step_000004", steps=5, **changes)
+    run(1, "one", start=folder / "checkpoints/step_000002", steps=3, lr=1e-4, **changes)
+    assert "another way" not in capfd.readouterr().out
+    run(1, "one", start=folder / "checkpoints/step_000004", steps=5, **changes)
+    says = f"{folder}/metrics.jsonl has steps of another way that the run has gone, "
+    assert says in capfd.readouterr().out
 
 
 @pytest.mark.mostly_slow
@@ -246,6 +274,9 @@ def test_another_text_seed_or_model_is_refused(run, ranks, text, tmp_path):
         run(1, "other", start=start, seq_len=16)
     with pytest.raises(checkpoint.CheckpointError, match="of another model: it has lm_head"):
         run(1, "other", start=start, preset="small")
+    balanced = run(1, "balanced", preset="tiny-moe", expert_bias=0.01, steps=1)
+    with pytest.raises(checkpoint.CheckpointError, match="use the --expert-bias of the run before"):
+        run(1, "other", start=balanced / "checkpoints/step_000001", preset="tiny-moe")
     tiny = PRESETS["tiny"]
     for name, value in {"rope_theta": 5e5, "norm_eps": 0.5}.items():  # of which no shape tells
         hf.save(Llama(replace(tiny, **{name: value})), tmp_path / name)
@@ -307,6 +338,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(ranks, run, tmp_path):
     newest = checkpoint.available(tmp_path / "wild/checkpoints")[-1]
     assert steps and checkpoint.step_of(newest) == steps[-1] < 6
     assert all(weight.isfinite().all() for weight in checkpoint.load(newest)[0].values())
+
+
+def test_a_first_step_that_is_not_finite_speaks_of_the_checkpoint(run, monkeypatch):
+    """A lower learning rate alone would not help. Mutant: it is all that is said."""
+    start, usual = run(1, "one", steps=2) / "checkpoints/step_000002", trainer.train_step
+
+    def spoil(*args, **options):
+        result = usual(*args, **options)
+        return replace(result, loss=result.loss * math.nan)
+
+    monkeypatch.setattr(trainer, "train_step", spoil)
+    says = "No step went well after the checkpoint of step 2: resume from an earlier one. Try a"
+    with pytest.raises(FloatingPointError, match=f"step 3: loss nan, .* untouched. {says}"):
+        run(1, "two", start=start)
+    with pytest.raises(FloatingPointError, match="step 1: loss nan, .* untouched. Try a lower"):
+        run(1, "new")
 
 
 def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):

@@ -81,7 +81,8 @@ def curves(
         else:
             ax.plot(x, y, color=ink, lw=widths[name], solid_capstyle="round", zorder=3)
         if not name.startswith("_"):
-            ends.append((x[-1], y[-1], name, ink))
+            finite = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
+            ends.append((*(finite or [(x[-1], math.nan)])[-1], name, ink))
     if key:
         pen.key(figure, [(ink, name) for *_, name, ink in ends], 0.75, 0.12)
     else:
@@ -120,14 +121,16 @@ def _widths(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dic
 def _end_labels(ax: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Names at the ends of curves, pushed apart until none covers another.
 
-    A thin line leads from the end of a curve to its name, where that is far away.
+    A thin line leads from the end of a curve to its name, where that is far away. A curve without a
+    finite value, which is not to be seen, has its name at the foot.
     """
     ax.get_xlim(), ax.get_ylim()  # until asked for, the limits are not those of the data
     apart = 0.18 / pen.inches_of(ax)
     to_axes = ax.transData + ax.transAxes.inverted()
     lowest = -1.0
     for y, x, name, ink in sorted(
-        (*to_axes.transform((x, y))[::-1], name, ink) for x, y, name, ink in ends
+        (*(to_axes.transform((x, y))[::-1] if math.isfinite(y) else (0.0, 1.0)), name, ink)
+        for x, y, name, ink in ends
     ):
         lowest = max(y, lowest + apart)
         if math.dist((x, y), (1.0, lowest)) > 0.12:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, MUTED, PAPER, WIDTH
-from minipar.prove.hang import Group, Report
+from minipar.prove.hang import Group, Report, Wait
 
 COLUMNS, ROWS, ROW = 10, 40, 0.27  # the last calls, and the first ranks, of a group; inches
 LEGEND = [
@@ -22,13 +22,14 @@ def hang(report: Report) -> Figure:
     """A row per rank, a column per collective: each group in which a call has not ended.
 
     Without any, all groups. At most `ROWS` ranks and `COLUMNS` calls of each. A rank of which
-    nothing is known has question marks.
+    nothing is known has question marks. Below, a row per message that waits.
     """
     called = [g for g in report.groups if g.calls]
     shown = [g for g in called if any(not e.done for c in g.calls.values() for e in c.values())]
     shown = (shown or called)[:8]
     heights = [ROW * min(ROWS, len(g.ranks)) + 0.5 for g in shown]
-    total = sum(heights) + 1.1
+    messages = [wait for wait in report.waits if wait.is_message][:ROWS]
+    total = sum(heights) + 1.1 + (ROW * len(messages) + 0.5) * bool(messages)
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = said if len(said) < 90 else said[:87] + "..."
     rest = len(report.findings) - 1
@@ -38,6 +39,8 @@ def hang(report: Report) -> Figure:
     for group, height in zip(shown, heights, strict=True):
         _panel(ax, group, report, top)
         top -= height
+    if messages:
+        _messages(ax, messages, top)
     pen.key(figure, LEGEND, 1.5, 0.32)
     return figure
 
@@ -71,3 +74,12 @@ def _panel(ax: pen.Axes, group: Group, report: Report, top: float) -> None:
             word = entry.verb.replace("_", "-").strip("-") if entry else "" if known else "?"
             style = {"ha": "center", "size": 7, "color": pen.ink_on(fill)}
             pen.text(ax, x + wide / 2, y + ROW / 2, word[: int(13 * wide)], **style)
+
+
+def _messages(ax: pen.Axes, waits: list[Wait], top: float) -> None:
+    pen.text(ax, 0.15, top - 0.1, "messages", weight="bold")
+    for row, wait in enumerate(waits):
+        y = top - 0.25 - ROW * (row + 1)
+        pen.text(ax, 1.4, y + ROW / 2, f"rank {wait.ranks[0]}", ha="right", size=8)
+        pen.rectangle(ax, 1.52, y + 0.02, WIDTH - 1.79, ROW - 0.04, fc=EXPOSED, ec=PAPER)
+        pen.text(ax, 1.6, y + ROW / 2, wait.call[:90], size=7, color=pen.ink_on(EXPOSED))

@@ -42,7 +42,7 @@ def memory(
 
     `closed_form` in bytes by category (`sim.memory.model_state(...).device`) is a bar at the right,
     in the colours of the area. What a host holds is told in a line of text. Raises ValueError for
-    a history without a sample.
+    a history without a sample, and for one whose device holds nothing.
     """
     timelines = {} if timeline is None else {title: timeline}
     forms = {title: closed_form} if closed_form else {}
@@ -64,6 +64,11 @@ def ladder(
     for name, history in histories.items():
         if not history.seconds:
             raise ValueError(f"the history of {name or 'this rank'} has no sample")
+        if not history.peak:
+            raise ValueError(
+                f"the device of {name or 'this rank'} holds nothing in its history; open the "
+                f"ledger before tensors are made, or give it the model"
+            )
     timelines, closed_forms = timelines or {}, closed_forms or {}
     mine = {name: _of_rank(t, histories[name].rank) for name, t in timelines.items()}
     spans = {name: (h.seconds[0], h.seconds[-1]) for name, h in histories.items()}

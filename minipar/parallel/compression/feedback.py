@@ -19,6 +19,7 @@ from minipar.comm.values import lane
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check
 from minipar.parallel.compression.linear import PowerSGD, RandomK
+from minipar.parallel.pieces import laid_out_as
 
 
 class Bucket(Protocol):
@@ -101,7 +102,7 @@ class Compressed:
     def residue(self, parameter: nn.Parameter) -> Tensor:
         """What this rank has kept back of the gradient of `parameter`, in its shape."""
         kept = self._residue_of.get(parameter)
-        return torch.zeros_like(parameter) if kept is None else kept.view_as(parameter)
+        return torch.zeros_like(parameter) if kept is None else laid_out_as(parameter, kept)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return this rank's residues, warm starts, random numbers and place in the warm-up."""
@@ -115,13 +116,13 @@ class Compressed:
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
         """Go on from what `state_dict` returned on this rank, of as many ranks.
 
-        Another compressor may take over: it owes what the first one kept back.
+        Another compressor may take over: it owes what the first one kept back, if it has residues.
         """
         parameters = dict(model.named_parameters())
         self._steps = {parameters[name]: step for name, step in state["steps"].items()}
+        residues = state["residues"] if self.feedback else {}
         self._residue_of = {
-            parameters[name]: kept.to(parameters[name].device)
-            for name, kept in state["residues"].items()
+            parameters[name]: kept.to(parameters[name].device) for name, kept in residues.items()
         }
         self._residues.clear()  # made anew from these by the next call
         self.compressor.load_state_dict(state["compressor"], parameters)

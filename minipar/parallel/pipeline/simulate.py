@@ -71,7 +71,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         if not isinstance(cost, int | float) and len(cost) != schedule.num_stages:
             raise ValueError(f"{len(cost)} costs for {schedule.num_stages} parts of the model")
     spans = []
-    for action, rank, start, end in _events(schedule, costs):
+    for action, rank, start, end in events(schedule, costs):
         meta = {"stage": action.stage, "microbatch": action.microbatch}
         kind = SPAN_KIND.get(action.kind, "comm")
         axis = "" if action.computes else "pp"
@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(spans, "simulated")
 
 
-def _events(
+def events(
     schedule: Schedule, costs: Costs, paired: bool = False
 ) -> Iterator[tuple[Action, int, float, float]]:
     """(action, rank, start, end) of all computing and of all messages that take time.
@@ -153,7 +153,7 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
     """
     schedule = schedule.without_messages()
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
-    computing = [(end, rank, a) for a, rank, _, end in _events(schedule, Costs(), paired)]
+    computing = [(end, rank, a) for a, rank, _, end in events(schedule, Costs(), paired)]
     ended = itemgetter(0, 1)
     for (_, rank), group in groupby(sorted(computing, key=ended), key=ended):
         slot = [action for _, _, action in group]

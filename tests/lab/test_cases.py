@@ -1,0 +1,67 @@
+"""What a check looks at, and how it refuses."""
+
+import pytest
+import torch
+
+from minipar.lab import cases
+from minipar.lab.cases import Case, CheckFailed, apart, calls_of, told_apart, whole_numbers
+
+
+def test_numbers_that_look_alike_get_more_digits():
+    """Mutant: "expected 3.58525, got 3.58525"."""
+    assert apart(3.5, 4.25) == "expected 3.5, got 4.25"
+    assert apart(1 / 3, 1 / 3 + 1e-8) == (
+        "expected 0.333333333, got 0.333333343; computed in float32?"
+    )
+    assert told_apart(1.0, 1.0 + 1e-15) == ["1", "1.0000000000000011"]
+    assert apart(float("inf"), float("nan")) == "expected inf, got nan"
+
+
+def test_a_single_number_has_no_place():
+    """Mutant: "1 of 1 values are wrong, the first at []"."""
+    case = Case(1, [()], [torch.tensor(2.0)], [[]])
+    with pytest.raises(CheckFailed, match=r"^the loss of rank 0: the value is wrong: expected 1, "):
+        case.expect_close([torch.tensor(1.0)], "the loss")
+    case = Case(1, [()], [torch.tensor([1.0, 2.0])], [[]])
+    with pytest.raises(CheckFailed, match=r"1 of 2 values are wrong, the first at \[1\]: expected"):
+        case.expect_close([torch.tensor([1.0, 1.0])])
+
+
+def test_a_tolerance_is_that_which_was_given():
+    """Mutant: one of the two bounds is not passed on."""
+    case = Case(1, [()], [[torch.tensor([1.001]), torch.tensor([0.01])]], [[]])
+    want = [[torch.tensor([1.0]), torch.tensor([0.0])]]
+    case.expect_close(want, rtol=0.01, atol=0.1)
+    for bounds in ({"rtol": 0.01}, {"atol": 1e-3}):
+        with pytest.raises(CheckFailed):
+            case.expect_close(want, **bounds)
+
+
+@pytest.mark.parametrize("value", [(1, 2), torch.tensor([1, 2]), torch.tensor([1, 2]).numpy()])
+def test_whole_numbers_of_any_kind_become_int(value):
+    """Mutant: elements stay what they are, and are found in no list of int."""
+    for given in (value, [*value]):
+        found = whole_numbers(given)
+        assert found == [1, 2] and {*map(type, found)} == {int}
+
+
+@pytest.mark.parametrize("value", [None, 3, "12", [1.0], [[1, 2]], torch.tensor([1.0])])
+def test_what_is_no_list_of_whole_numbers_stays_as_it_is(value):
+    """Mutant: 1.5 layers are rounded, or an answer of another kind raises where it is read."""
+    assert whole_numbers(value) is value
+
+
+def test_calls_are_noted_by_what_was_called():
+    """Mutant: what has the same name counts, or what one of them calls itself."""
+    with calls_of(apart, told_apart) as called:
+        cases.apart(1.0, 2.0)
+    assert called == {"apart"}
+
+    def told_apart_by_hand():
+        return "1", "2"
+
+    told_apart_by_hand.__name__ = "told_apart"
+    with calls_of(apart, told_apart) as called:
+        told_apart_by_hand()
+    apart(1.0, 2.0)  # after the body
+    assert called == set()
