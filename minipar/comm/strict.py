@@ -42,6 +42,9 @@ DELAY = 1e-3
 PATIENCE = 2.0
 """Seconds in which what is under way at the end of a body may end: some message may never."""
 
+LETS_GO = 0.2
+"""Seconds in which the thread of the link lets go of what has ended, on a busy machine."""
+
 _flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
 _alone = False  # whether operations that began before the body do not count
 _lost: list[str] = []
@@ -76,8 +79,9 @@ def watching(*, alone: bool = False) -> Iterator[None]:
         until = time.monotonic() + PATIENCE
         for hold in list(_flying):
             hold.ended.wait(max(0.0, until - time.monotonic()))
-        hold = None
-        time.sleep(0.01 if _flying else 0)  # the thread of the link lets go of what has ended
+        hold, until = None, time.monotonic() + LETS_GO
+        while _flying and time.monotonic() < until:
+            time.sleep(0.01)
         gc.collect()  # a handle in a cycle is as lost as any other
         if _lost:
             race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
