@@ -3,15 +3,14 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minipar.comm import collectives as comm
-from minipar.comm import device, timeline
+from minipar.comm import timeline
+from minipar.comm.background import Background
 from minipar.comm.calls import Pending
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import Message, Plan, Round
@@ -99,57 +98,36 @@ def _conflict(earlier: Round, later: Round, in_place: bool) -> bool:
 
 
 # ---------------------------------------------------------------------- calls at the same time
-class _End(threading.Event):
-    """Set when a call in a thread has ended, at the time `at` of this rank's clock."""
-
-    at = 0.0
-
-
-_ends: dict[str, _End] = {}
-"""Per process group: the end of the latest call that runs, or ran, in a thread."""
+_latest: dict[str, Background] = {}
+"""Per process group: the latest call that runs, or ran, in a thread."""
 
 
 _thread = threading.local()  # `is_call`: this thread is that of a call
 
 
-def start(function: Callable[[], Tensor], axes: Sequence[Axis], async_op: bool) -> Any:
+def start(
+    function: Callable[[], Tensor], axes: Sequence[Axis], async_op: bool, on: torch.device
+) -> Any:
     """Call now, after what still runs along the axes; or return a `Pending` at once.
 
     Then the call has a thread of its own, which posts a round whenever the last one ends. It first
     waits for the call before it along the same group: messages have no names, so the n-th that one
-    rank sends must be the n-th that the other expects. On an emulated device, the thread has a
-    clock of its own as well: its rounds do not wait for what the caller computes meanwhile.
+    rank sends must be the n-th that the other expects. `on` is the device of what it sends.
     """
     groups = [axis.group.group_name for axis in axes if axis.group is not None]
-    before = [_ends[name] for name in groups if name in _ends]
+    before = [_latest[name] for name in groups if name in _latest]
     if not async_op:
         if not hasattr(_thread, "is_call"):  # a step of a call must not wait for the call's end
-            for end in before:
+            for other in before:
                 with timeline.blocked():
-                    end.wait()
-                    device.reach(end.at)
+                    other.join()
         return function()
-    end, result, called = _End(), Future(), device.clock()
-    no_gradients = torch.is_inference_mode_enabled()  # tensors made there can be written to there
+    results: list[Tensor] = []
 
     def work() -> None:
         _thread.is_call = True
-        try:
-            for other in before:
-                other.wait()
-            begin = max([called, *(other.at for other in before)])
-            with device.beside(begin), torch.inference_mode(no_gradients):
-                done = function()
-                end.at = device.clock()
-            result.set_result(done)
-        except BaseException as error:  # the caller that waits must hear of it
-            result.set_exception(error)
-        end.set()
+        results.append(function())
 
-    def wait() -> None:
-        result.result()
-        device.reach(end.at)
-
-    threading.Thread(target=work, daemon=True).start()
-    _ends.update(dict.fromkeys(groups, end))
-    return Pending(SimpleNamespace(wait=wait), None, lambda _: result.result())
+    call = Background(work, before, on)
+    _latest.update(dict.fromkeys(groups, call))
+    return Pending(call, None, lambda _: results[0])

@@ -31,7 +31,8 @@ def main(tables: list[str]) -> None:
         note="published runs on 8 to 3,072 GPUs",
         logx=True,
         logy=True,
-        colours=grey | {"as measured": draw.INK, "zero bubble": draw.EXPOSED},
+        colours=grey
+        | {"as measured": draw.INK, "zero bubble": draw.EXPOSED, "seqpar": draw.AXIS["tp"]},
     )
     print(f"drawn into {draw.save(figure, OUT)}")
 

@@ -35,7 +35,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard
-from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
+from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as, note_sum
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -135,8 +135,8 @@ class Naive(Strategy):
         self._note_sums()
 
     def _note_sums(self) -> None:
-        if self.op == "sum":
-            self.summed.update(self.parameters)
+        for p in self.parameters if self.op == "sum" else ():
+            note_sum(p, self.axis, copies_axis(p, self.axis).size)
 
 
 def used_elsewhere(users: Tensor) -> bool:

@@ -60,6 +60,7 @@ from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
 from minipar.parallel import guard
+from minipar.parallel.pieces import note_sum
 from minipar.parallel.strategy import Strategy, copied, replicate
 from minipar.parallel.vectors import (
     Gradients,
@@ -144,7 +145,7 @@ class _Local(Strategy):
                 self._share(p)
                 if p.grad is not None:
                     p.grad *= self.axis.size
-            self.summed.update(self.parameters)
+                note_sum(p, self.axis, self.axis.size)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -204,7 +205,8 @@ class LocalSGD(_Local):
             for p in self.parameters:
                 self._share(p)
             Gradients.send(self.parameters, self.axis, op).receive()
-            self.summed.update(() if self.average else self.parameters)
+            for p in () if self.average else self.parameters:
+                note_sum(p, self.axis, self.axis.size)
         else:
             super().finish_backward()
 

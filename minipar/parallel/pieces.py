@@ -129,14 +129,26 @@ def piece_of(p: nn.Parameter) -> nn.Parameter:
     return getattr(p, "piece", p)
 
 
-def share_sum(p: nn.Parameter) -> None:
-    """Called before another gradient is added to ``p.grad``, and all of it is summed up once more.
+def note_sum(p: nn.Parameter, axis: Axis, num_ranks: int) -> None:
+    """Note that ``p.grad`` is now the sum of so many ranks along `axis`: see `share_sum`."""
+    p.sums = getattr(p, "sums", {}) | {axis: num_ranks}
 
-    Where that is a sum already, of `p.sum_of` ranks (tensor.py), it leaves each of them a share.
+
+def share_sum(p: nn.Parameter, *axes: Axis) -> bool:
+    """Called before ``p.grad``, which nobody may have zeroed, is summed up along `axes` once more;
+    along all, if none is named, since another gradient is added to it.
+
+    Where it is their sum by now, this rank keeps its share of that. Returns whether it was one.
     """
-    num_ranks = vars(p).pop("sum_of", 1)
-    if num_ranks > 1 and p.grad is not None:
-        p.grad.div_(num_ranks)
+    sums = getattr(p, "sums", None)
+    if not sums:
+        return False
+    ours = [n for axis, n in sums.items() if not axes or axis in axes]
+    p.sums = {axis: n for axis, n in sums.items() if axes and axis not in axes}
+    is_sum = bool(ours) and p.grad is not None
+    if is_sum:
+        p.grad.div_(math.prod(ours))
+    return is_sum
 
 
 class Region(NamedTuple):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from minipar.parallel.pieces import (
     is_spread_over,
     master_of,
     piece_of,
+    share_sum,
 )
 
 
@@ -51,7 +51,6 @@ class Strategy:
         self.synchronises = True
         self.is_finished = True  # false from a backward on, see `guard.watch`
         self.finishes = 0
-        self.summed: set[nn.Parameter] = set()  # whose gradient is a sum over the ranks by now
         guard.notice(self)
 
     def finish_backward(self) -> None:
@@ -80,15 +79,12 @@ class Strategy:
     def share_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let a sum that was not zeroed be shared by the ranks, when a gradient is added to it."""
         for p in parameters:
-            p.register_hook(partial(self._share, p))
+            p.register_hook(lambda added, p=p: self._share(p, added))
 
     def _share(self, p: nn.Parameter, added: Tensor | None = None) -> None:
         """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
-        if p in self.summed and p.grad is not None:
-            p.grad.div_(copies_axis(p, self.axis).size)
-            if added is not None:  # perhaps not here, but by torch.autograd.grad() elsewhere
-                self.is_finished = False
-        self.summed.discard(p)
+        if share_sum(p) and added is not None:  # perhaps not here, but by torch.autograd.grad()
+            self.is_finished = False
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Parameters, or pieces of them, whose ``grad`` is that of the batch."""

@@ -70,6 +70,7 @@ from minipar.parallel.pieces import (
     check_divides,
     is_spread_over,
     mark,
+    note_sum,
     piece_of,
     share_sum,
 )
@@ -212,8 +213,7 @@ class TensorParallel(Strategy):
         if self.axis.size > 1:
             summed = [model.get_parameter(name) for name in (*self.whole, *self.shared)]
             self.watch_backward(summed)
-            for p in self.watched:
-                p.register_hook(lambda _, p=p: share_sum(p))
+            self.share_sums(self.watched)
             guard.refuse_state(model)
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
@@ -336,8 +336,8 @@ class TensorParallel(Strategy):
         holders = [piece_of(params[name]) for name in names if name in params]
         holders = [p for p in holders if p.grad is not None]
         for p in holders:
-            share_sum(p)  # to which no gradient has been added
-            p.sum_of = self.axis.size // num_groups
+            share_sum(p, self.axis)  # one to which no gradient has been added
+            note_sum(p, self.axis, self.axis.size // num_groups)
         grads = [p.grad for p in holders]
         if num_groups == 1:
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from minipar.comm import algorithms, plans, rounds, timeline, tuning
 from minipar.comm import collectives as comm
+from minipar.comm.background import Background
 from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.plans import cut
@@ -288,8 +289,8 @@ def test_a_call_in_a_thread_sends_what_it_was_given(mode):
     with mode():
         for verb in verbs:
             x = torch.arange(4.0) + 10 * axis.rank
-            want, before = verb(x, axis), rounds._End()
-            rounds._ends[axis.group.group_name] = before
+            want, before = verb(x, axis), threading.Event()
+            rounds._latest[axis.group.group_name] = Background(before.wait, [], x.device)
             pending = verb(x, axis, async_op=True)
             x.zero_()
             before.set()

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.values import lane
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
-from minipar.parallel.compression.feedback import COMPRESSORS, Compressed, _Background
+from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
 from minipar.parallel.compression.linear import PowerSGD, RandomK
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
@@ -37,7 +36,6 @@ from tests.parallel.layers import (
     text,
 )
 from tests.parallel.timed import SlowLayer, fastest, slow_model
-from tests.streams import GPU, Streams
 
 pytestmark = pytest.mark.trains
 
@@ -422,22 +420,6 @@ def _without_elements():
 
 def test_a_parameter_without_elements_is_counted(ranks):
     assert ranks(2).run(_without_elements) == [2, 2]
-
-
-def test_on_a_gpu_kernels_are_beside_those_of_backward_too(monkeypatch):
-    """Mutants: on the stream of backward; before its gradients are there; nobody waits."""
-    streams = Streams(monkeypatch)
-    lane.cache_clear()
-    first = _Background(lambda: streams.log.append(f"first on {streams.now}"), None, GPU)
-    first._thread.join()
-    second = _Background(lambda: streams.log.append(f"second on {streams.now}"), first, GPU)
-    second.wait()
-    lane.cache_clear()
-    begins = "lane 0 waits for computing"
-    assert streams.log == [
-        *(begins, "first on lane 0", begins, "second on lane 0"),
-        "computing waits for lane 0",
-    ]
 
 
 def _fails():

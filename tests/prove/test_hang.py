@@ -274,6 +274,7 @@ def test_in_a_ring_the_rank_that_did_not_come_is_named(tmp_path):
     assert "rank 2: its last was exchange #3 on cp; it is here:" in str(report)
     drawn = {text.get_text() for ax in picture(report).axes for text in ax.texts}
     assert {"messages", "rank 1", "rank 3", "exchange #4 with rank 2 on cp"} <= drawn
+    assert "rank 2" not in drawn  # in no call of a group does anyone wait
 
 
 def test_ends_of_an_exchange_that_are_open_are_told_once(tmp_path):

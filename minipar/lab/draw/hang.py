@@ -21,14 +21,14 @@ LEGEND = [
 def hang(report: Report) -> Figure:
     """A row per rank, a column per collective: each group in which a call has not ended.
 
-    Without any, all groups. At most `ROWS` ranks and `COLUMNS` calls of each. A rank of which
-    nothing is known has question marks. Below, a row per message that waits.
+    Without any, all groups, unless messages wait. At most `ROWS` ranks and `COLUMNS` calls of each.
+    A rank of which nothing is known has question marks. Below, a row per message that waits.
     """
     called = [g for g in report.groups if g.calls]
     shown = [g for g in called if any(not e.done for c in g.calls.values() for e in c.values())]
-    shown = (shown or called)[:8]
-    heights = [ROW * min(ROWS, len(g.ranks)) + 0.5 for g in shown]
     messages = [wait for wait in report.waits if wait.is_message][:ROWS]
+    shown = (shown or ([] if messages else called))[:8]
+    heights = [ROW * min(ROWS, len(g.ranks)) + 0.5 for g in shown]
     total = sum(heights) + 1.1 + (ROW * len(messages) + 0.5) * bool(messages)
     said = report.findings[0].rstrip(".") if report.findings else "no hang"
     title = said if len(said) < 90 else said[:87] + "..."

@@ -1,8 +1,6 @@
 """Error feedback, plugged into ddp: what a step leaves out is added to the next gradient."""
 
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -10,12 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import device
+from minipar.comm.background import Background
 from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
-from minipar.comm.values import lane
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check
 from minipar.parallel.compression.linear import PowerSGD, RandomK
@@ -52,7 +49,7 @@ class Compressed:
         self._residues: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
         self._residue_of: dict[nn.Parameter, Tensor] = {}
         self._steps: dict[nn.Parameter, int] = {}
-        self._latest: _Background | None = None
+        self._latest: Background | None = None
 
     def __call__(self, bucket: Bucket, axis: Axis, op: Op) -> Pending:
         """Start to reduce `bucket` in place."""
@@ -64,9 +61,10 @@ class Compressed:
         work = partial(self._reduce, bucket, axis, op, weight)
         if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
             with beside() as numbers:
-                _Background(work, None, bucket.flat.device).wait()
+                Background(work, [], bucket.flat.device).wait()
             return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
-        self._latest = _Background(work, self._latest, bucket.flat.device)
+        before = [] if self._latest is None else [self._latest]
+        self._latest = Background(work, before, bucket.flat.device)
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
@@ -126,48 +124,6 @@ class Compressed:
         }
         self._residues.clear()  # made anew from these by the next call
         self.compressor.load_state_dict(state["compressor"], parameters)
-
-
-class _Background:
-    """Work in a thread of its own that begins when the work before it has ended.
-
-    One after the other, because all ranks must make the same calls in the same order.
-    """
-
-    def __init__(
-        self, work: Callable[[], Any], before: "_Background | None", on: torch.device
-    ) -> None:
-        self._work, self._before, self._error = work, before, None
-        self._at = device.clock()  # from when on it may work; in the end, when it has ended
-        self._on = on
-        if on.type == "cuda":  # kernels, too, are beside those of backward
-            lane(on, "compression").wait_stream(torch.cuda.current_stream(on))
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        if self._before is not None:
-            self._before._thread.join()
-            self._at = max(self._at, self._before._at)
-        try:
-            on_lane = nullcontext()
-            if self._on.type == "cuda":
-                on_lane = torch.cuda.stream(lane(self._on, "compression"))
-            with device.beside(self._at), on_lane:
-                self._work()
-                self._at = device.clock()
-        except BaseException as error:
-            self._error = error
-        self._work = self._before = None
-
-    def wait(self) -> None:
-        """Block until done; raise what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        if self._on.type == "cuda":
-            torch.cuda.current_stream(self._on).wait_stream(lane(self._on, "compression"))
-        device.reach(self._at)
 
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {

@@ -1,0 +1,63 @@
+"""Work beside: a thread that makes its calls one after the other, while its rank computes.
+
+On an emulated device the thread has a clock of its own, on a GPU a stream: what it waits for, or
+launches, holds nothing else up.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from minipar.comm import device
+from minipar.comm.values import lane
+
+
+class Background:
+    """`work` in a thread of its own, which begins when all works `before` it have ended.
+
+    One after the other, because all ranks must make the same calls in the same order. `on` is the
+    device of the tensors that it works on.
+    """
+
+    def __init__(
+        self, work: Callable[[], Any], before: Iterable["Background"], on: torch.device
+    ) -> None:
+        self._work, self._before, self._error = work, list(before), None
+        self._at = device.clock()  # from when on it may work; in the end, when it has ended
+        self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
+        self._on = on
+        if on.type == "cuda":
+            lane(on, "background").wait_stream(torch.cuda.current_stream(on))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for other in self._before:
+            other._thread.join()
+            self._at = max(self._at, other._at)
+        on_lane = nullcontext()
+        if self._on.type == "cuda":
+            on_lane = torch.cuda.stream(lane(self._on, "background"))
+        try:
+            with device.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
+                self._work()
+                self._at = device.clock()
+        except BaseException as error:  # who waits must hear of it
+            self._error = error
+        self._work, self._before = None, []
+
+    def join(self) -> None:
+        """Block until it has ended, well or not."""
+        self._thread.join()
+        if self._on.type == "cuda":
+            torch.cuda.current_stream(self._on).wait_stream(lane(self._on, "background"))
+        device.reach(self._at)
+
+    def wait(self) -> None:
+        """Block until it is done; raise what went wrong."""
+        self.join()
+        if self._error is not None:
+            raise self._error
