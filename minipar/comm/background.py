@@ -19,18 +19,23 @@ class Background:
     """`work` in a thread of its own, which begins when all works `before` it have ended.
 
     One after the other, because all ranks must make the same calls in the same order. `on` is the
-    device of the tensors that it works on.
+    device of the tensors that it works on. On a GPU, works of one `purpose` share a stream; those
+    of different ones do not, as ranks may come to them in different orders.
     """
 
     def __init__(
-        self, work: Callable[[], Any], before: Iterable["Background"], on: torch.device
+        self,
+        work: Callable[[], Any],
+        before: Iterable["Background"],
+        on: torch.device,
+        purpose: str,
     ) -> None:
         self._work, self._before, self._error = work, list(before), None
         self._at = device.clock()  # from when on it may work; in the end, when it has ended
         self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
-        self._on = on
-        if on.type == "cuda":
-            lane(on, "background").wait_stream(torch.cuda.current_stream(on))
+        self._on, self._lane = on, lane(on, purpose) if on.type == "cuda" else None
+        if self._lane is not None:
+            self._lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -38,9 +43,9 @@ class Background:
         for other in self._before:
             other._thread.join()
             self._at = max(self._at, other._at)
-        on_lane = nullcontext()
-        if self._on.type == "cuda":
-            on_lane = torch.cuda.stream(lane(self._on, "background"))
+            if other._lane is not None and self._lane not in (None, other._lane):
+                self._lane.wait_stream(other._lane)
+        on_lane = nullcontext() if self._lane is None else torch.cuda.stream(self._lane)
         try:
             with device.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
                 self._work()
@@ -52,8 +57,8 @@ class Background:
     def join(self) -> None:
         """Block until it has ended, well or not."""
         self._thread.join()
-        if self._on.type == "cuda":
-            torch.cuda.current_stream(self._on).wait_stream(lane(self._on, "background"))
+        if self._lane is not None:
+            torch.cuda.current_stream(self._on).wait_stream(self._lane)
         device.reach(self._at)
 
     def wait(self) -> None:

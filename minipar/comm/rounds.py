@@ -128,6 +128,6 @@ def start(
         _thread.is_call = True
         results.append(function())
 
-    call = Background(work, before, on)
+    call = Background(work, before, on, "+".join(groups))
     _latest.update(dict.fromkeys(groups, call))
     return Pending(call, None, lambda _: results[0])

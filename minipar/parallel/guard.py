@@ -365,7 +365,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for p in parameters:
         if why := getattr(p, "stepped_elsewhere", None):
             raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
-        if getattr(p, "kept_by", id(optimizer)) != id(optimizer):
+        if hasattr(p, "is_kept") and p not in getattr(optimizer, "keeps", ()):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would step 16-bit working weights, and not their "
                 f"masters: step the optimizer that masters.keep() was given"

@@ -49,7 +49,8 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     lower(model, dtype)
     working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
     for p in working:
-        p.kept_by = id(optimizer)
+        p.is_kept = True
+    optimizer.keeps = getattr(optimizer, "keeps", frozenset()) | working.keys()
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):

@@ -131,7 +131,7 @@ def piece_of(p: nn.Parameter) -> nn.Parameter:
 
 def note_sum(p: nn.Parameter, axis: Axis, num_ranks: int) -> None:
     """Note that ``p.grad`` is now the sum of so many ranks along `axis`: see `share_sum`."""
-    p.sums = getattr(p, "sums", {}) | {axis: num_ranks}
+    p.sums = getattr(p, "sums", {}) | {axis.name: num_ranks}  # no axis: models are pickled
 
 
 def share_sum(p: nn.Parameter, *axes: Axis) -> bool:
@@ -143,12 +143,11 @@ def share_sum(p: nn.Parameter, *axes: Axis) -> bool:
     sums = getattr(p, "sums", None)
     if not sums:
         return False
-    ours = [n for axis, n in sums.items() if not axes or axis in axes]
-    p.sums = {axis: n for axis, n in sums.items() if axes and axis not in axes}
-    is_sum = bool(ours) and p.grad is not None
-    if is_sum:
-        p.grad.div_(math.prod(ours))
-    return is_sum
+    ours = [sums.pop(name) for name in [axis.name for axis in axes] or list(sums) if name in sums]
+    if not ours or p.grad is None:
+        return False
+    p.grad.div_(math.prod(ours))
+    return True
 
 
 class Region(NamedTuple):

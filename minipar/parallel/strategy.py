@@ -83,8 +83,8 @@ class Strategy:
 
     def _share(self, p: nn.Parameter, added: Tensor | None = None) -> None:
         """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
-        if share_sum(p) and added is not None:  # perhaps not here, but by torch.autograd.grad()
-            self.is_finished = False
+        if share_sum(p, self.axis) and added is not None:
+            self.is_finished = False  # perhaps not accumulated, but for torch.autograd.grad()
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
         """Parameters, or pieces of them, whose ``grad`` is that of the batch."""

@@ -290,7 +290,7 @@ def test_a_call_in_a_thread_sends_what_it_was_given(mode):
         for verb in verbs:
             x = torch.arange(4.0) + 10 * axis.rank
             want, before = verb(x, axis), threading.Event()
-            rounds._latest[axis.group.group_name] = Background(before.wait, [], x.device)
+            rounds._latest[axis.group.group_name] = Background(before.wait, [], x.device, "")
             pending = verb(x, axis, async_op=True)
             x.zero_()
             before.set()

@@ -6,16 +6,24 @@ from tests.streams import GPU, Streams
 
 
 def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
-    """Mutants: on the stream of its backward; before what it sends is there; nobody waits."""
+    """Mutants: on the stream of its backward; before what it sends is there; nobody waits; one
+    stream for dp and tp, to which ranks come in different orders; not after what is before it."""
     streams = Streams(monkeypatch)
     lane.cache_clear()
-    first = Background(lambda: streams.log.append(f"first on {streams.now}"), [], GPU)
-    first._thread.join()
-    second = Background(lambda: streams.log.append(f"second on {streams.now}"), [first], GPU)
-    second.wait()
+
+    def begin(name: str, before: list[Background], purpose: str) -> Background:
+        work = lambda: streams.log.append(f"{name} on {streams.now}")  # noqa: E731
+        begun = Background(work, before, GPU, purpose)
+        begun._thread.join()
+        return begun
+
+    first = begin("first", [], "dp")
+    second = begin("second", [first], "dp")
+    begin("third", [second], "dp+tp").wait()
     lane.cache_clear()
     begins = "lane 0 waits for computing"
     assert streams.log == [
         *(begins, "first on lane 0", begins, "second on lane 0"),
-        "computing waits for lane 0",
+        *("lane 1 waits for computing", "lane 1 waits for lane 0", "third on lane 1"),
+        "computing waits for lane 1",
     ]

@@ -685,19 +685,27 @@ def test_after_accumulation_in_the_first_step_buckets_go_early(ranks):
 
 
 # ---------------------------------------------------------------------- self-tuned buckets
-def _tuned(wire):
+def _tuned(wire, version="tuned"):
     mesh = Mesh(dp=2)
     model, x = slow_model(8, 0.0, 0.01 * (1 + mesh.rank)), torch.ones(2, 64)
-    strategy = ddp.apply(model, mesh.dp, version="tuned", bucket_mb=SlowLayer.NUM_BYTES / 1e6)
+    strategy = ddp.apply(model, mesh.dp, version=version, bucket_mb=SlowLayer.NUM_BYTES / 1e6)
     link.use(wire)
     try:
         for _ in range(3):
+            barrier(mesh.dp)
+            start = time.monotonic()
             model.zero_grad()
             model(x).sum().backward()
             strategy.finish_backward()
-        return [len(bucket.parameters) for bucket in strategy.buckets], strategy.explain()
+        seconds = time.monotonic() - start
+        cut = [len(bucket.parameters) for bucket in strategy.buckets]
+        return cut, strategy.explain() if version == "tuned" else "", seconds
     finally:
         link.use("none")
+
+
+SLOW_CALLS = link.Link("slow calls", 0.03, 1e9)  # 60 ms each, as an all-reduce has two steps
+SLOW_BYTES = link.Link("slow bytes", 0.0, SlowLayer.NUM_BYTES / 0.018)
 
 
 def test_buckets_tune_themselves_to_the_link(ranks):
@@ -706,16 +714,24 @@ def test_buckets_tune_themselves_to_the_link(ranks):
     Backward takes 20 ms per layer on the slower rank. Mutants: each rank its own cut; times of the
     first backward, which sends nothing early; a cut that is computed and not used.
     """
-    slow_calls = link.Link("slow calls", 0.03, 1e9)  # 60 ms each, as an all-reduce has two steps
-    slow_bytes = link.Link("slow bytes", 0.0, SlowLayer.NUM_BYTES / 0.018)
     cuts = []
-    for wire in (slow_calls, slow_bytes):
-        (cut, said), (other, _) = ranks(2, "link").run(_tuned, wire)
+    for wire in (SLOW_CALLS, SLOW_BYTES):
+        (cut, said, _), (other, *_) = ranks(2, "link").run(_tuned, wire)
         assert cut == other and sum(cut) == 8
         chosen, rule = (float(line.split()[1]) for line in said.splitlines()[:2])
         assert chosen <= rule and re.match(r"chosen: .* ms after the last gradient; .* MB", said)
         cuts.append(cut)
     assert len(cuts[0]) < len(cuts[1])
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("wire", [SLOW_CALLS, SLOW_BYTES], ids=str)
+def test_tuned_buckets_gain_on_those_of_the_rule_what_they_say(ranks, wire):
+    """And as much less as they are said to. Mutant: a cut that is computed and not used."""
+    _, said, tuned = ranks(2, "link").run(_tuned, wire)[0]
+    cut, _, rule = ranks(2, "link").run(_tuned, wire, "overlapped")[0]
+    chosen_ms, rule_ms = (float(line.split()[1]) for line in said.splitlines()[:2])
+    assert tuned <= rule - (rule_ms - chosen_ms) / 1e3 + SLACK and cut == [1] * 8
 
 
 def _postponed():
@@ -771,6 +787,23 @@ def test_alone_no_gradient_is_copied(version):
         strategy.finish_backward()
         assert model.weight.grad is own and own.untyped_storage().nbytes() == own.nbytes
     assert not strategy.buckets
+
+
+def _trained(version):
+    mesh, model = Mesh(dp=2), nn.Linear(64, 1)
+    strategy = ddp.apply(model, mesh.dp, version=version, average=False)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        strategy.finish_backward()
+    return model
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_was_trained_goes_home(ranks, version):
+    """Ranks return models. Mutant: parameters that refer to an axis, and so to its group."""
+    for model in ranks(2).run(_trained, version):
+        model(torch.ones(2, 64)).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((1, 64), 2.0))
 
 
 @on_ranks(2)

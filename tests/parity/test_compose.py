@@ -19,7 +19,7 @@ import torch
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, loss_on
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, tensor
+from minipar.parallel import compose, ddp, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
@@ -448,6 +448,29 @@ def test_gradients_add_up_where_each_backward_is_finished(ranks, size):
         for found, wanted in ranks(size).run(finished_twice, Plan.parse(text)):
             for name, gradient in wanted.items():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11, msg=text)
+
+
+def finished_one_by_one(first: str) -> dict:
+    """Gradients of two backwards on dp=2, tp=2; data parallelism sends when it is told to."""
+    mesh, task = Mesh(dp=2, tp=2), Task(partial(models.llama, vocab_size=64))
+    model = task.build(0).double()
+    made = {"tensor": tensor.apply(model, mesh.tp, sequence=True)}
+    made["data"] = ddp.apply(model, mesh.dp, version="naive", average=False)
+    for step in range(2):
+        [microbatch] = task.microbatches_of(step, mesh.dp.rank, 2)
+        loss_on(model, *microbatch[:2], microbatch[2:]).backward()
+        for name in (first, *(made.keys() - {first})):
+            made[name].finish_backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_sums_over_two_axes_may_be_finished_in_any_order(ranks):
+    """Mutant: what one strategy has summed over its axis is shared when another finishes."""
+    for one, other in zip(
+        *(ranks(4).run(finished_one_by_one, first) for first in ("data", "tensor")), strict=True
+    ):
+        for name, gradient in one.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-11)
 
 
 # ---------------------------------------------------------------------- what cannot be

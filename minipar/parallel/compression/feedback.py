@@ -61,10 +61,10 @@ class Compressed:
         work = partial(self._reduce, bucket, axis, op, weight)
         if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
             with beside() as numbers:
-                Background(work, [], bucket.flat.device).wait()
+                Background(work, [], bucket.flat.device, "compression").wait()
             return Pending(None, bucket.flat, lambda flat: waited(numbers) or flat)
         before = [] if self._latest is None else [self._latest]
-        self._latest = Background(work, before, bucket.flat.device)
+        self._latest = Background(work, before, bucket.flat.device, "compression")
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
