@@ -78,7 +78,7 @@ def all_reduce(
         execute(plan, data, axis, op)
         return _mean(data, op, axis.size).view(tensor.shape)
 
-    return start(call, [axis], async_op, tensor.device)
+    return start(call, [axis], async_op, data)
 
 
 def reduce_scatter(
@@ -107,7 +107,7 @@ def reduce_scatter(
         mine = data[slice(*parts[axis.rank])].clone()  # so that the rest can be freed
         return _mean(mine, op, axis.size).view(rows[axis.rank], *tensor.shape[1:])
 
-    return start(call, [axis], async_op, tensor.device)
+    return start(call, [axis], async_op, data)
 
 
 def all_gather(
@@ -139,7 +139,7 @@ def all_gather(
         execute(make(parts, axis.rank, axis.size, _chunk(tensor)), data, axis)
         return data.view(sum(rows), *tensor.shape[1:])
 
-    return start(call, [axis], async_op, tensor.device)
+    return start(call, [axis], async_op, data)
 
 
 def broadcast(
@@ -164,7 +164,7 @@ def broadcast(
         execute(plan, data, axis)
         return data.view(tensor.shape)
 
-    return start(call, [axis], async_op, tensor.device)
+    return start(call, [axis], async_op, data)
 
 
 def all_to_all(
@@ -195,7 +195,7 @@ def all_to_all(
         execute(plans.pairwise(sent, received, axis.rank, n), data, axis, source=source)
         return data.view(sum(recv_counts), *tensor.shape[1:])
 
-    return start(call, [axis], async_op, tensor.device)
+    return start(call, [axis], async_op, source)
 
 
 def hierarchical_all_reduce(
@@ -224,7 +224,7 @@ def hierarchical_all_reduce(
         data = all_gather(mine, inner, "ring", counts=counts)
         return _mean(data, op, inner.size * across.size).view(tensor.shape)
 
-    return start(call, [inner, across], async_op, tensor.device)
+    return start(call, [inner, across], async_op, whole)
 
 
 # ---------------------------------------------------------------------- shapes

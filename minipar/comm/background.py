@@ -33,9 +33,10 @@ class Background:
         self._work, self._before, self._error = work, list(before), None
         self._at = device.clock()  # from when on it may work; in the end, when it has ended
         self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
-        self._on, self._lane = on, lane(on, purpose) if on.type == "cuda" else None
-        if self._lane is not None:
-            self._lane.wait_stream(torch.cuda.current_stream(on))
+        self._on, self.lane = on, None
+        if on.type == "cuda":
+            self.lane = lane(on, purpose)
+            self.lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -43,9 +44,11 @@ class Background:
         for other in self._before:
             other._thread.join()
             self._at = max(self._at, other._at)
-            if other._lane is not None and self._lane not in (None, other._lane):
-                self._lane.wait_stream(other._lane)
-        on_lane = nullcontext() if self._lane is None else torch.cuda.stream(self._lane)
+            if other.lane is not None and self.lane not in (None, other.lane):
+                self.lane.wait_stream(other.lane)
+        on_lane = nullcontext()
+        if self._on.type == "cuda":
+            on_lane = torch.cuda.stream(self.lane)
         try:
             with device.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
                 self._work()
@@ -57,8 +60,8 @@ class Background:
     def join(self) -> None:
         """Block until it has ended, well or not."""
         self._thread.join()
-        if self._lane is not None:
-            torch.cuda.current_stream(self._on).wait_stream(self._lane)
+        if self._on.type == "cuda":
+            torch.cuda.current_stream(self._on).wait_stream(self.lane)
         device.reach(self._at)
 
     def wait(self) -> None:

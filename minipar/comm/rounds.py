@@ -106,13 +106,13 @@ _thread = threading.local()  # `is_call`: this thread is that of a call
 
 
 def start(
-    function: Callable[[], Tensor], axes: Sequence[Axis], async_op: bool, on: torch.device
+    function: Callable[[], Tensor], axes: Sequence[Axis], async_op: bool, data: Tensor
 ) -> Any:
     """Call now, after what still runs along the axes; or return a `Pending` at once.
 
     Then the call has a thread of its own, which posts a round whenever the last one ends. It first
     waits for the call before it along the same group: messages have no names, so the n-th that one
-    rank sends must be the n-th that the other expects. `on` is the device of what it sends.
+    rank sends must be the n-th that the other expects. `data` is its own, to work on.
     """
     groups = [axis.group.group_name for axis in axes if axis.group is not None]
     before = [_latest[name] for name in groups if name in _latest]
@@ -128,6 +128,13 @@ def start(
         _thread.is_call = True
         results.append(function())
 
-    call = Background(work, before, on, "+".join(groups))
+    def result(_: Any) -> Tensor:
+        if results[0].is_cuda:
+            results[0].record_stream(torch.cuda.current_stream(results[0].device))
+        return results[0]
+
+    call = Background(work, before, data.device, "+".join(groups))
+    if data.is_cuda:  # its memory is that of the stream in which it was made, and soon let go of
+        data.record_stream(call.lane)
     _latest.update(dict.fromkeys(groups, call))
-    return Pending(call, None, lambda _: results[0])
+    return Pending(call, None, result)

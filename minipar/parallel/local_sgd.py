@@ -419,10 +419,13 @@ class DelayedGradients(Strategy):
         self.axis = with_own_group(axis)
         self.under_way: Gradients | None = None
         self.watch_backward(self.parameters)
+        self.share_sums(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step, put those of the last one in their place."""
         super().finish_backward()
+        for p in self.parameters:
+            self._share(p)
         before = self.under_way
         self.under_way = Gradients.send(self.parameters, self.axis, self.op)
         self._receive(before)
@@ -433,11 +436,13 @@ class DelayedGradients(Strategy):
         self._receive(before)
 
     def _receive(self, gradients: Gradients | None) -> None:
-        if gradients is not None:
-            gradients.receive()
+        if gradients is None:
+            for p in self.parameters:
+                p.grad = None
             return
-        for p in self.parameters:
-            p.grad = None
+        gradients.receive()
+        for p in self.parameters if self.op == "sum" else ():
+            note_sum(p, self.axis, self.axis.size)
 
     def late_norm(self) -> float:
         """The norm of the gradient under way, which is waited for: the same on all ranks."""

@@ -50,7 +50,7 @@ class Gradients:
         for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
             # Looks at a value only where this rank had no gradient of its own.
             exists = used or bool(look(count, on_meta=0))
-            piece = piece.to(p.dtype)
+            piece = piece.to(p.grad_dtype)
             if piece.stride() != p.stride():  # which fused optimizers do not look at
                 piece = torch.empty_like(p).copy_(piece)
             p.grad = piece if exists else None

@@ -1,8 +1,9 @@
 """Work beside a rank's own: in order, and in nobody's way."""
 
+from minipar.comm import rounds
 from minipar.comm.background import Background
 from minipar.comm.values import lane
-from tests.streams import GPU, Streams
+from tests.streams import GPU, Stream, Streams
 
 
 def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
@@ -27,3 +28,26 @@ def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
         *("lane 1 waits for computing", "lane 1 waits for lane 0", "third on lane 1"),
         "computing waits for lane 1",
     ]
+
+
+class _OfGpu:
+    """In the place of a tensor there: notes who uses its memory."""
+
+    is_cuda, device = True, GPU
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_stream(self, stream: Stream) -> None:
+        self.log.append(f"{self.name} is used on {stream.name}")
+
+
+def test_on_a_gpu_memory_is_not_reused_while_the_other_stream_needs_it(monkeypatch):
+    """A call works on a copy that nobody else holds, and returns what its own stream has made.
+    Mutants: either is given to others while kernels that read it are still to run."""
+    streams = Streams(monkeypatch)
+    lane.cache_clear()
+    given, made = _OfGpu("the copy", streams.log), _OfGpu("the result", streams.log)
+    assert rounds.start(lambda: made, [], True, given).wait() is made
+    lane.cache_clear()
+    assert {"the copy is used on lane 0", "the result is used on computing"} <= {*streams.log}

@@ -810,6 +810,25 @@ def test_sums_that_nobody_has_zeroed_before_ranks_step_alone(method):
 
 
 @on_ranks(SIZE)
+def test_late_sums_that_nobody_has_zeroed():
+    """As with means of losses n times as large. Mutant: what was summed is summed again."""
+    axis, summed, averaged = Mesh(dp=SIZE).dp, Net(), Net()
+    late = [
+        local_sgd.apply(model, axis, None, method="delayed gradients", average=model is averaged)
+        for model in (summed, averaged)
+    ]
+    for step in range(4):
+        summed(data(axis.rank, step)).square().sum().backward()
+        (SIZE * averaged(data(axis.rank, step)).square().sum()).backward()
+        for strategy in late:
+            strategy.finish_backward()
+        for p, twin in zip(summed.parameters(), averaged.parameters(), strict=True):
+            assert (p.grad is None) == (twin.grad is None) == (step == 0)
+            if step:
+                torch.testing.assert_close(p.grad, twin.grad, rtol=1e-9, atol=1e-11)
+
+
+@on_ranks(SIZE)
 def test_a_sum_that_autograd_grad_has_parted_is_not_stepped():
     """Torch calls the hooks on a weight there, too. Mutant: a step by half of the gradient."""
     model = Net()
