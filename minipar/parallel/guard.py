@@ -7,7 +7,11 @@ head.weight.data = embedding.weight.data   `check_apart`: refused where paramete
 a hook on a parameter's gradient           `comes_last`: called before it is sent; `check_hooks`
 optimizer.step() before finish_backward()  `watch`: refused
 zero_grad() before finish_backward()       `watch`: what is on its way is dropped, too
+p.grad = None before finish_backward()     works under ddp; what ZeRO or fsdp has on its way arrives
+                                           all the same, as a piece: call zero_grad()
 an optimizer made before fsdp.apply        `watch`: refused at its first step
+optimizer.step(closure), as of LBFGS       works under ddp if it calls finish_backward() and returns
+                                           the mean loss of all ranks, by which each one stops
 an optimizer that looks at whole matrices, or at all of a group
                                            `elementwise`: refused where it sees pieces
 torch.nn.utils.clip_grad_norm_, get_total_norm, clip_grad_value_ and clip_grads_with_norm_

@@ -28,6 +28,7 @@ from torch.nn.utils import (
 )
 
 from minipar.comm import watchdog
+from minipar.comm.collectives import all_reduce
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
@@ -365,6 +366,33 @@ def test_a_closure_must_finish_its_backward():
 
     with refuses("the end of a closure came before finish_backward"):
         optimizer.step(closure)
+
+
+@on_ranks(SIZE)
+def test_an_optimizer_that_asks_for_the_loss_takes_the_mean_of_all_ranks():
+    """Each rank decides by it when to stop: by its own, one would wait for another for ever."""
+    axis, models = Mesh(dp=SIZE).dp, (Net(), Net())
+    strategy = ddp.apply(models[0], axis)
+
+    def mean_loss() -> Tensor:
+        models[0].zero_grad()
+        loss = models[0](data(axis.rank)).square().mean()
+        loss.backward()
+        strategy.finish_backward()
+        return all_reduce(loss.detach(), axis, "avg")
+
+    def loss_of_all() -> Tensor:
+        models[1].zero_grad()
+        loss = torch.stack([models[1](data(r)).square().mean() for r in range(SIZE)]).mean()
+        loss.backward()
+        return loss
+
+    for model, closure in zip(models, (mean_loss, loss_of_all), strict=True):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+        for _ in range(2):
+            optimizer.step(closure)
+    for p, twin in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, twin, rtol=1e-6, atol=1e-9)
 
 
 @on_ranks(SIZE)
