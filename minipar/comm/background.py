@@ -44,7 +44,7 @@ class Background:
         for other in self._before:
             other._thread.join()
             self._at = max(self._at, other._at)
-            if other.lane is not None and self.lane not in (None, other.lane):
+            if self.lane is not None and other.lane is not None:
                 self.lane.wait_stream(other.lane)
         on_lane = nullcontext()
         if self._on.type == "cuda":

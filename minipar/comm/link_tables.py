@@ -88,7 +88,8 @@ class Calls:
     def _at(self, cell: Cell, call: int) -> int:
         end, src, dst = cell
         row = (end * self._size + src) * self._size + dst
-        tag, number = divmod(call, self.PER_TAG)  # messages of two tags may be under way at once
+        # Messages of several tags may be under way at once: an odd step keeps their slots apart.
+        tag, number = divmod(call, self.PER_TAG)
         return (row * self.SLOTS + (number + 159 * tag) % self.SLOTS) * self.FIELDS
 
 

@@ -35,7 +35,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard
-from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as, note_sum
+from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
 from minipar.parallel.strategy import Strategy, replicate
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
@@ -132,11 +132,7 @@ class Naive(Strategy):
             all_reduce(p.grad, axis, self.op, out=p.grad)
             if unused_here and not used_elsewhere(users):
                 p.grad = None
-        self._note_sums()
-
-    def _note_sums(self) -> None:
-        for p in self.parameters if self.op == "sum" else ():
-            note_sum(p, self.axis, copies_axis(p, self.axis).size)
+        self.note_sums(self.parameters if self.op == "sum" else ())
 
 
 def used_elsewhere(users: Tensor) -> bool:
@@ -308,7 +304,7 @@ class Bucketed(Naive):
                 bucket.launch(self.axis, self.op)
         for bucket in self.buckets:
             bucket.finish()
-        self._note_sums()
+        self.note_sums(self.parameters if self.op == "sum" else ())
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on

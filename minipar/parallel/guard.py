@@ -78,7 +78,7 @@ def claim(model: nn.Module, strategy: str, axis: Axis) -> None:
 
 
 class _Claim(str):
-    """Who trains a parameter; nobody does once it has been saved and loaded, as by torch.save."""
+    """Which strategy trains a parameter; none, once it was saved and loaded, as by torch.save."""
 
     def __reduce__(self) -> tuple:
         return str, ()

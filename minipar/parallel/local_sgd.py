@@ -60,7 +60,6 @@ from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
 from minipar.parallel import guard
-from minipar.parallel.pieces import note_sum
 from minipar.parallel.strategy import Strategy, copied, replicate
 from minipar.parallel.vectors import (
     Gradients,
@@ -145,7 +144,7 @@ class _Local(Strategy):
                 self._share(p)
                 if p.grad is not None:
                     p.grad *= self.axis.size
-                note_sum(p, self.axis, self.axis.size)
+            self.note_sums(self.parameters)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -205,8 +204,7 @@ class LocalSGD(_Local):
             for p in self.parameters:
                 self._share(p)
             Gradients.send(self.parameters, self.axis, op).receive()
-            for p in () if self.average else self.parameters:
-                note_sum(p, self.axis, self.axis.size)
+            self.note_sums(() if self.average else self.parameters)
         else:
             super().finish_backward()
 
@@ -441,8 +439,7 @@ class DelayedGradients(Strategy):
                 p.grad = None
             return
         gradients.receive()
-        for p in self.parameters if self.op == "sum" else ():
-            note_sum(p, self.axis, self.axis.size)
+        self.note_sums(self.parameters if self.op == "sum" else ())
 
     def late_norm(self) -> float:
         """The norm of the gradient under way, which is waited for: the same on all ranks."""

@@ -49,7 +49,7 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     lower(model, dtype)
     working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
     for p in working:
-        p.is_kept = True
+        p.is_kept = True  # by this optimizer: guard.py refuses a step by another
     optimizer.keeps = getattr(optimizer, "keeps", frozenset()) | working.keys()
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:

@@ -135,10 +135,10 @@ def note_sum(p: nn.Parameter, axis: Axis, num_ranks: int) -> None:
 
 
 def share_sum(p: nn.Parameter, *axes: Axis) -> bool:
-    """Called before ``p.grad``, which nobody may have zeroed, is summed up along `axes` once more;
-    along all, if none is named, since another gradient is added to it.
+    """Called before ``p.grad`` is summed up along `axes`: where it is their sum since an earlier
+    backward, and was not zeroed, this rank keeps its share of that.
 
-    Where it is their sum by now, this rank keeps its share of that. Returns whether it was one.
+    Without `axes`, along all: another gradient is to be added. Returns whether it was a sum.
     """
     sums = getattr(p, "sums", None)
     if not sums:

@@ -22,6 +22,7 @@ from minipar.parallel.pieces import (
     in_order,
     is_spread_over,
     master_of,
+    note_sum,
     piece_of,
     share_sum,
 )
@@ -80,6 +81,11 @@ class Strategy:
         """Let a sum that was not zeroed be shared by the ranks, when a gradient is added to it."""
         for p in parameters:
             p.register_hook(lambda added, p=p: self._share(p, added))
+
+    def note_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that gradients of `parameters` are sums over the ranks by now: see `share_sums`."""
+        for p in parameters:
+            note_sum(p, self.axis, copies_axis(p, self.axis).size)
 
     def _share(self, p: nn.Parameter, added: Tensor | None = None) -> None:
         """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""

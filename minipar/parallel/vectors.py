@@ -52,7 +52,7 @@ class Gradients:
             exists = used or bool(look(count, on_meta=0))
             piece = piece.to(p.grad_dtype)
             if piece.stride() != p.stride():  # which fused optimizers do not look at
-                piece = torch.empty_like(p).copy_(piece)
+                piece = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
             p.grad = piece if exists else None
 
 

@@ -24,7 +24,7 @@ def test_on_a_gpu_kernels_are_beside_those_of_the_rank_too(monkeypatch):
     lane.cache_clear()
     begins = "lane 0 waits for computing"
     assert streams.log == [
-        *(begins, "first on lane 0", begins, "second on lane 0"),
+        *(begins, "first on lane 0", begins, "lane 0 waits for lane 0", "second on lane 0"),
         *("lane 1 waits for computing", "lane 1 waits for lane 0", "third on lane 1"),
         "computing waits for lane 1",
     ]

@@ -900,7 +900,6 @@ def test_blocks_may_return_nothing_and_write_into_their_arguments(is_frozen):
 def test_a_penalty_on_gradients_of_the_input_of_frozen_blocks(frozen, reshard):
     """Mutants: a hook on a leaf, which autograd.grad has not; weights that are freed before they
     are needed again."""
-    mesh = Mesh(dp=2)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -915,16 +914,7 @@ def test_a_penalty_on_gradients_of_the_input_of_frozen_blocks(frozen, reshard):
         (force,) = torch.autograd.grad(y, x, create_graph=True)
         return y + force.square().sum()
 
-    model, plain = build(), build()
-    strategy = fsdp.apply(model, mesh.dp, average=False, reshard_after_forward=reshard)
-    for step in range(2):
-        model.zero_grad()
-        plain.zero_grad()
-        loss_of(model, data(mesh.rank, step)).backward()
-        strategy.finish_backward()
-        sum(loss_of(plain, data(rank, step)) for rank in (0, 1)).backward()
-        wanted = {name: p.grad for name, p in plain.named_parameters()}
-        assert_equal(strategy.full_gradients(), wanted)
+    assert_same_gradients(build, loss_of, reshard_after_forward=reshard)
 
 
 # ---------------------------------------------------------------------- what foreign blocks do

@@ -277,17 +277,18 @@ def test_another_optimizer_does_not_step_working_weights():
 
 @pytest.mark.parametrize("method", ["delayed gradients", "post-local sgd"])
 def test_gradients_that_travel_as_one_vector_are_as_wide_as_masters(method):
-    """Mutant: in the 16 bits of the weights, which torch refuses."""
-    model = nn.Linear(3, 2)
+    """Mutants: in the 16 bits of the weights, which torch refuses; of weights in channels_last."""
+    model = nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     strategy = local_sgd.apply(model, Mesh().dp, optimizer, method=method)
     masters.keep(model, optimizer, torch.bfloat16)
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        model(torch.ones(1, 3, 2, 2, dtype=torch.bfloat16)).sum().backward()
         strategy.finish_backward()
         optimizer.step()
     assert model.weight.grad.dtype == model.weight.master.dtype == torch.float32
+    assert model.weight.grad.stride() == model.weight.stride()
 
 
 def test_masters_come_after_local_updates():
