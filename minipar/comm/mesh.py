@@ -18,7 +18,7 @@ In torch: `torch.distributed.device_mesh.DeviceMesh`.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,13 +101,17 @@ def check_sizes(sizes: Mapping[str, int], world_size: int) -> None:
 # ---------------------------------------------------------------------- process groups
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh, as this rank sees it. `group` is None where `size` is 1."""
+    """One axis of a mesh, as this rank sees it. `group` is None where `size` is 1.
+
+    With a `purpose` it is another group than that of most calls, see `with_own_group`.
+    """
 
     name: str
     rank: int
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    purpose: str = field(default="", compare=False, repr=False)
 
 
 def is_nccl() -> bool:
@@ -216,6 +220,21 @@ def _shared_group(
         every = {ranks: make_group(name, ranks) for ranks in groups}
         made[key] = every[mine]
     return made[key]
+
+
+def with_own_group(axis: Axis, purpose: str) -> Axis:
+    """Return the same axis with a process group of its own; all its ranks call this together.
+
+    Calls of one group run one after the other: one that a step waits for, behind those that take
+    their time beside it. Axes with the same ranks and `purpose` share a group.
+    """
+    if axis.group is None:
+        return axis
+    made, key = _made.setdefault(dist.group.WORLD, {}), (axis.name, purpose, axis.ranks)
+    if key not in made:
+        name = f"{axis.name} ({purpose})"
+        made[key] = make_group(name, axis.ranks, use_local_synchronization=True)
+    return replace(axis, group=made[key], purpose=purpose)
 
 
 def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

@@ -76,7 +76,7 @@ from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures
 from minipar.parallel import guard
 from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.pieces import axes_of, check_divides, full_shape, is_part, mark
-from minipar.parallel.strategy import Strategy, replicate, sum_over
+from minipar.parallel.strategy import Strategy, replicate, share_counts, sum_over
 
 Dispatch = Literal[
     "gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired", "padded"
@@ -403,8 +403,8 @@ class ExpertParallel(Strategy):
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
         self.names: dict[str, slice] = {}  # of the parameters that are cut
+        share_counts(model, *batch)
         for path, moe in mixtures(model):
-            moe.gate.sum_counts = sum_over(*batch)
             if pieces is not None:
                 moe.gate.sum_pieces = sum_over(pieces)
             if axis.size == 1:

@@ -55,7 +55,7 @@ from torch.optim import Optimizer
 
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
-from minipar.comm.mesh import Axis
+from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
@@ -69,7 +69,6 @@ from minipar.parallel.vectors import (
     flatten,
     trainable,
     unflatten,
-    with_own_group,
 )
 
 
@@ -364,7 +363,7 @@ class StreamingDiLoCo(DiLoCo):
         )
         check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
         super().__init__(model, axis, optimizer, every, **options)
-        self.axis = with_own_group(axis)
+        self.axis = with_own_group(axis, "late")
         self.delay, self.mix = delay, mix if delay else 0.0
         self.fragments = [Fragment(p) for p in divide(self.parameters, fragments)]
 
@@ -414,7 +413,7 @@ class DelayedGradients(Strategy):
         guard.claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
         guard.watch(self, self.parameters)
-        self.axis = with_own_group(axis)
+        self.axis = with_own_group(axis, "late")
         self.under_way: Gradients | None = None
         self.watch_backward(self.parameters)
         self.share_sums(self.parameters)

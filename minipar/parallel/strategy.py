@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.collectives import all_reduce, broadcast
-from minipar.comm.mesh import Axis
+from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel import guard
@@ -216,9 +216,12 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
 
 def share_counts(model: nn.Module, *axes: Axis) -> None:
     """Let routers that count the tokens of their rank alone count those of all ranks of `axes`."""
-    for _, router in routers(model):
-        if router.sum_counts is alone:
-            router.sum_counts = sum_over(*axes)
+    own = [router for _, router in routers(model) if router.sum_counts is alone]
+    if any(router.config.balance == "batch" for router in own):
+        # Each layer waits for them: not behind weights that are fetched ahead, or gradients.
+        axes = tuple(with_own_group(axis, "counts") for axis in axes)
+    for router in own:
+        router.sum_counts = sum_over(*axes)
 
 
 def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:

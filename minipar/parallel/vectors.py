@@ -1,14 +1,14 @@
 """Many tensors as one vector: what local_sgd.py sends, gradients or parameters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_reduce
-from minipar.comm.mesh import Axis, make_group
+from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look, to_device
 
@@ -54,18 +54,6 @@ class Gradients:
             if piece.stride() != p.stride():  # which fused optimizers do not look at
                 piece = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece)
             p.grad = piece if exists else None
-
-
-def with_own_group(axis: Axis) -> Axis:
-    """The same axis with a process group of its own; all its ranks call this together.
-
-    Collectives of one group queue. What takes its time would hold up all that the training step
-    sends on the axis, such as the number of tokens that the loss waits for, and be exposed.
-    """
-    if axis.group is None:
-        return axis
-    group = make_group(f"{axis.name} (own)", axis.ranks, use_local_synchronization=True)
-    return replace(axis, group=group)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -317,7 +317,7 @@ class _Stage:
             player.turns.append(player.clock)
         in_lanes = launch.peers and (launch.verb != "exchange" or self.prices.has_lanes)
         for ranks in self._who(player.rank, launch):
-            key = launch.axis, launch.verb == "exchange", ranks
+            key = launch.axis, launch.purpose, launch.verb == "exchange", ranks
             player.counts[key] += 1
             number = key, player.counts[key]
             if number not in self.calls:
@@ -331,7 +331,8 @@ class _Stage:
             made.calls.append(call)
             # Axes of all ranks have one process group, see `comm.mesh`.
             is_of_all = len(self.prices.group(player.rank, launch.axis)) == self.prices.num_ranks
-            stream = player.rank, key if in_lanes else is_of_all or launch.axis
+            group = launch.purpose, is_of_all or launch.axis
+            stream = player.rank, key if in_lanes else group
             call.before += self.streams[stream]
             if in_lanes:
                 self.streams[stream] = [call]

@@ -45,7 +45,8 @@ class Compute(NamedTuple):
 class Launch(NamedTuple):
     """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
 
-    `among`, too: of an all-to-all that has no rows for others, those that take part.
+    `among`, too: of an all-to-all that has no rows for others, those that take part. With a
+    `purpose` it is in another process group than others along the axis.
     """
 
     verb: str
@@ -55,6 +56,7 @@ class Launch(NamedTuple):
     peers: tuple[int, ...] = ()
     arriving: int = 0  # bytes, of an all-to-all that is uneven
     among: tuple[int, ...] = ()
+    purpose: str = ""
 
 
 class Wait(NamedTuple):
@@ -156,7 +158,8 @@ class Tracer(TorchDispatchMode):
         if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
             whole = sum(tensor.nbytes for tensor in operations.tensors(result))
             arriving = whole * (axis.size - 1) // axis.size
-        launch = Launch(verb, axis.name, axis.size, num_bytes, tuple(peers), arriving)
+        sizes = axis.size, num_bytes, tuple(peers), arriving
+        launch = Launch(verb, axis.name, *sizes, purpose=axis.purpose)
         self.segment.events.append(launch)
 
     def _narrow(self, arriving: Sequence[int], sent: Sequence[int]) -> None:

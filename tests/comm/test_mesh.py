@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from minipar.comm import mesh as mesh_module
 from minipar.comm.launch import RankError
-from minipar.comm.mesh import Axis, Mesh, check_sizes, coordinates, groups_along, rank_at
-from minipar.parallel.vectors import with_own_group
+from minipar.comm.mesh import (
+    Axis,
+    Mesh,
+    check_sizes,
+    coordinates,
+    groups_along,
+    rank_at,
+    with_own_group,
+)
 from tests.on_ranks import on_ranks
 
 SIZES = st.lists(st.integers(1, 4), max_size=4).map(
@@ -211,7 +218,12 @@ def test_wrong_sizes_raise_on_every_rank(ranks):
 def test_subgroups_have_the_timeout_of_the_world():
     """`dist.new_group` alone would wait for its own default, 30 minutes."""
     mesh = Mesh(dp=2, tp=2)
-    for group in dist.group.WORLD, mesh.dp.group, mesh.tp.group, with_own_group(mesh.dp).group:
+    for group in (
+        dist.group.WORLD,
+        mesh.dp.group,
+        mesh.tp.group,
+        with_own_group(mesh.dp, "late").group,
+    ):
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == datetime.timedelta(seconds=20)
 
@@ -223,10 +235,22 @@ def test_groups_are_called_like_their_axes():
     Mutant: a group without a name, for what runs beside the step, or for axes of one rank.
     """
     mesh = Mesh(dp=2, cp=1, tp=2)
-    axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp"), with_own_group(mesh.dp)
+    late = with_own_group(mesh.dp, "late")
+    axes = mesh.dp, mesh.tp, mesh.joint("dp", "cp"), mesh.joint("dp", "tp"), late
     called = [axis.group.group_desc for axis in axes]
-    assert called == ["dp", "tp", "dp+cp", "default_pg", "dp (own)"]
+    assert called == ["dp", "tp", "dp+cp", "default_pg", "dp (late)"]
     assert mesh.device_mesh().get_group("cp").group_desc == "one rank"
+
+
+@on_ranks(4)
+def test_axes_have_a_group_for_each_purpose():
+    """Mutants: each call makes one; or all purposes have one, in which they wait for each other."""
+    one, two = Mesh(dp=2, tp=2), Mesh(dp=2, tp=2)
+    counts, late = with_own_group(one.tp, "counts"), with_own_group(one.tp, "late")
+    assert total(counts) == total(late) == sum(one.tp.ranks) and counts == one.tp
+    assert with_own_group(two.tp, "counts").group is counts.group
+    assert len({counts.group, late.group, one.tp.group}) == 3
+    assert with_own_group(one.cp, "counts").group is None
 
 
 def test_equal_axes_share_a_group_for_as_long_as_the_world_lives(ranks):

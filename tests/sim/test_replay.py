@@ -7,6 +7,7 @@ import pytest
 
 from minipar.comm import operations
 from minipar.model.llama import LlamaConfig
+from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.plan import Plan
 from minipar.sim.replay import replay
@@ -130,6 +131,19 @@ def test_who_waits_goes_on_when_the_call_has_ended():
     assert 0.2 * calls < computing < 5 * calls
     assert step.seconds == pytest.approx(calls + computing, rel=0.01)
     assert step.waited["tp"] == pytest.approx(calls, rel=0.01)
+
+
+def test_routers_do_not_wait_for_weights_that_are_fetched_ahead():
+    """What each layer counts is few bytes, over the ranks whose weights are on their way.
+
+    Mutants: one process group for both; a replay that knows but one group along an axis.
+    """
+    seconds = {}
+    for balance in ("microbatch", "batch"):
+        config = replace(CONFIG, moe=MoEConfig(8, 2, 128, balance=balance))
+        found = trace(config, Plan.parse("dp=4,zero=3"), sequences=4, seq_len=64)
+        seconds[balance] = replay(found, Round(bytes_per_second=2e7)).seconds
+    assert seconds["batch"] == pytest.approx(seconds["microbatch"], rel=0.01)
 
 
 def test_what_zero_1_leaves_to_the_next_step_is_in_its_time():
