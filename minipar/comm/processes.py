@@ -1,6 +1,7 @@
 """Starting ranks: forked from one clean process, or each from scratch; watching and ending them."""
 
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -108,6 +109,7 @@ def _nursery(fd: int, parent_pid: int, folder: str, preload: tuple[str, ...]) ->
 
     for module in preload:
         importlib.import_module(module)
+    gc.freeze()  # collectors of ranks shall not go through all this, and copy each page of it
     # A scheduler signals every process of a job; what to do then is up to the ranks.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

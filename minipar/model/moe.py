@@ -32,6 +32,7 @@ may take its place, as any sum of counts may that of `Router.sum_counts` and `su
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -176,9 +177,10 @@ class Router(nn.Module):
         counts: [E] int64, slots per expert since `reset_counts`: of microbatches that went through
             backward, each once, however often recomputation runs its forward. Data for pictures,
             the bias and the simulator.
-        loss_weight: the factor of the balancing losses, which are sums over tokens: 1 / number of
-            tokens of the whole batch, as for the summed loss of the tokens. None stands for one
-            over the tokens of the call, which suits a mean loss of one microbatch.
+        loss_weight: returns the factor of the balancing losses, which are sums over tokens: 1 /
+            number of tokens of the whole batch, as for the summed loss of the tokens. Backward
+            asks for it: in a forward it may yet be on its way. None stands for one over the tokens
+            of the call, which suits a mean loss of one microbatch.
         sum_counts: adds up counts [..., E] over the ranks that share a batch; identity alone.
         sum_pieces: the same over the ranks that share each sequence.
     """
@@ -191,7 +193,7 @@ class Router(nn.Module):
         zeros = torch.zeros(config.num_experts)
         self.register_buffer("e_score_correction_bias", None if no_bias else zeros)
         self.register_buffer("counts", zeros.long(), persistent=False)
-        self.loss_weight: Tensor | None = None
+        self.loss_weight: Callable[[], Tensor] | None = None
         self.sum_counts: Callable[[Tensor], Tensor] = alone
         self.sum_pieces: Callable[[Tensor], Tensor] = alone
 
@@ -257,10 +259,10 @@ class Router(nn.Module):
             losses = losses + config.balance_weight * self._imbalance(counts, scores, valid)
         if config.z_weight:
             losses = losses + config.z_weight * (logits.logsumexp(-1).square() * valid).sum()
-        weight = self.loss_weight
-        if weight is None:
-            weight = 1 / valid.sum().clamp(min=1).to(losses.dtype)
-        return _Attach.apply(weights, losses, weight, self.counts, counts.sum(0))
+        weigh = self.loss_weight
+        if weigh is None:
+            weigh = partial(torch.reciprocal, valid.sum().clamp(min=1).to(losses.dtype))
+        return _Attach.apply(weights, losses, weigh, self.counts, counts.sum(0))
 
     def _imbalance(self, counts: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
         """Sum over tokens of E/k sum_e f_e p_e; 1 per token when all experts are used alike."""
@@ -304,8 +306,8 @@ class _Attach(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights, losses, weight, counts, more):
-        ctx.weight, ctx.counts, ctx.more, ctx.dtype = weight, counts, more, losses.dtype
+    def forward(ctx, weights, losses, weigh, counts, more):
+        ctx.weigh, ctx.counts, ctx.more, ctx.dtype = weigh, counts, more, losses.dtype
         return weights.view_as(weights)
 
     @staticmethod
@@ -313,7 +315,7 @@ class _Attach(torch.autograd.Function):
         ctx.counts += ctx.more.to(ctx.counts.dtype)
         return (
             grad,
-            torch.as_tensor(ctx.weight, dtype=ctx.dtype, device=grad.device),
+            torch.as_tensor(ctx.weigh(), dtype=ctx.dtype, device=grad.device),
             None,
             None,
             None,
@@ -409,8 +411,8 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
 
 
-def start_step(model: nn.Module, loss_weight: Tensor) -> None:
-    """Begin to count anew, and weigh the balancing losses of `model` by `loss_weight`."""
+def start_step(model: nn.Module, loss_weight: Callable[[], Tensor]) -> None:
+    """Begin to count anew, and weigh the balancing losses of `model` by what this returns."""
     for _, moe in mixtures(model):
         moe.gate.loss_weight, moe.num_dropped = loss_weight, 0
         moe.gate.reset_counts()

@@ -86,7 +86,7 @@ def seconds(job: Job) -> dict[str, float]:
     total = {part: m * layers[slowest] * value for part, value in once.items()}
     total["compute"] += m * (each[slowest] - layers[slowest] * sum(once.values()))
     # The gradients of weights are products alone, as many as in a forward.
-    weights += sum(share * sum(_products(kind)[:3]) for share, kind in job.kinds())
+    weights += sum(share * sum(_products(kind)[:4]) for share, kind in job.kinds())
     bubble = job.bubble(weights / sum(once.values()))
     total |= {"bubble": bubble * (sum(each) - each[slowest]), "pp": 0.0}
     if plan.pp > 1:
@@ -164,6 +164,7 @@ class _Products(NamedTuple):
     """Of a layer, in a forward: the seconds of products, and sizes for what is beside them."""
 
     attention: float
+    router: float
     dense: float  # the MLP, or shared experts
     experts: float
     hidden: float  # width of the dense ones, on a rank, for a token of its sequences
@@ -182,19 +183,21 @@ def _products(job: Job) -> _Products:
     queries, keys = _heads(job)
     attention = product(queries + 2 * keys, width) + product(width, queries)
     ups = 2 if job.gated else 1
-    hidden, touched, experts, cut, own = c.intermediate_size / tp, 0.0, 0.0, tp, n
+    hidden, touched, router, experts, cut, own = c.intermediate_size / tp, 0.0, 0.0, 0.0, tp, n
     if c.moe is not None:
         cut = job.experts_cut
         own = n / tp if cut < tp and plan.sequence_parallel else n  # tokens of whole experts
         chosen, held = own * c.moe.top_k, max(1, c.moe.num_experts / job.experts_over)
         f = c.moe.expert_size / cut
         chosen *= job.busiest
+        dtype = "fp32" if job.software.exact_router else job.wide
+        router = device.seconds_of_matmul(own, c.moe.num_experts, width, dtype)
         experts = product(ups * f, width, chosen / held, held)
         experts += product(width, f, chosen / held, held)
         hidden = c.moe.num_shared * f
         touched = (job.software.rows * width + 8 * f) * chosen / n
     dense = product(ups * hidden, width, own) + product(width, hidden, own) if hidden else 0.0
-    return _Products(attention, dense, experts, hidden * own / n, touched, own, cut)
+    return _Products(attention, router, dense, experts, hidden * own / n, touched, own, cut)
 
 
 def _heads(job: Job) -> tuple[float, float]:
@@ -215,8 +218,8 @@ def _layer_of(job: Job, backward: bool) -> dict[str, float]:
     width, tp = c.hidden_size, plan.tp
     queries, keys = _heads(job)
     products = _products(job)
-    in_attention, dense, experts, _, _, own, cut = products
-    compute = in_attention + dense + experts
+    _, _, dense, experts, _, _, own, cut = products
+    compute = sum(products[:4])
     kernel = "cudnn" if job.software.cudnn and "cudnn" in device.attention else ""
     # A ring computes cp pieces of a square each, and adds up their results in float32.
     pieces = plan.cp if plan.context == "ring" else 1
@@ -266,7 +269,8 @@ def _between(job: Job, products: _Products) -> float:
     if job.wide != job.dtype:  # operands are written in so few bits, for rows and for columns
         touched += (1 + BYTES[job.dtype]) * (queries + 2 * width + hidden)
     moved = _touch(job, 2 * job.tokens * touched * software.passes)
-    return moved + software.launched * job.machine.device.launch
+    launched = software.launched + software.routed * (job.config.moe is not None)
+    return moved + launched * job.machine.device.launch
 
 
 def host(job: Job) -> float:

@@ -254,6 +254,8 @@ class Software:
     host_across: float  # per doubling of tp where a pipeline beside it runs over several nodes
     passes: float  # bytes that a layer's elementwise operations move, as a multiple of the least
     launched: float  # elementwise operations of a layer's forward, each of which takes a launch
+    routed: float  # more of them, where a layer has experts
+    exact_router: float  # 1: a router's product is in float32; 0: as those of attention
     whole: float  # numbers per token and width that backward touches of sequences not yet cut
     attention: float  # seconds of attention, as a multiple of the kernel's
     cudnn: float  # 1: attention is cuDNN's kernel, where the device has it; 0: its default
@@ -304,7 +306,7 @@ _POSITIVE |= {"share", "tree", "gpus", "peak", "ceiling", "by_ranks", "half_leng
 _POSITIVE |= {"forward", "backward", "passes", "attention"}
 _SHARES = {"share", "tree", "nvls", "shared", "fragmentation", "memory_efficiency", "exposed"}
 _SHARES |= {"forward", "backward", "selective", "kept", "cudnn", "beside", "fused", "per_node"}
-_SHARES |= {"buffered", "even"}
+_SHARES |= {"buffered", "even", "exact_router"}
 Known = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 """By kind and name: file and name, for errors, and the table."""
 

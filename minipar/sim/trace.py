@@ -237,6 +237,19 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
     return tuple(found)
 
 
+@contextmanager
+def _new_garbage_alone() -> Iterator[None]:
+    """In the body the collector looks for what was made there: to look at all takes it longer."""
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
+
+
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
     """The steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
@@ -244,12 +257,13 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     observers.append(tracer)
     try:
-        with tracer:
-            play(actor, tracer, places[:1], learned)
-            if tracer.unawaited:
-                play(actor, tracer, places[:1], learned)  # what they are when orders are known
-        tracer.segments.clear()
-        gc.collect()  # hooks make cycles
+        with _new_garbage_alone():
+            with tracer:
+                play(actor, tracer, places[:1], learned)
+                if tracer.unawaited:
+                    play(actor, tracer, places[:1], learned)  # what they are when orders are known
+            tracer.segments.clear()
+            gc.collect()  # hooks make cycles
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
             programs = play(actor, tracer, places, DISTINCT)

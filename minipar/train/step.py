@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def train_step(
 
     if next(routers(model), None) is not None:  # whose balancing losses are sums over tokens, too
         one = torch.ones((), dtype=torch.float64, device=device)
-        start_step(model, weigh(one))
+        start_step(model, cache(partial(weigh, one)))
     own_loss = run(model, strategies, microbatches, weigh=weigh, autocast=precision.autocast)
     num_tokens = counting.wait().clamp(min=1)
     for strategy in strategies:
@@ -123,6 +124,7 @@ def train_step(
     precision.step(optimizer)  # a step whose gradients overflowed is left out on all ranks
     for _, router in routers(model):
         router.update_bias()
+        router.loss_weight = None  # it knows of the call that counted, which cannot be copied
     sums = adding.wait()
     return StepResult(sums[0] / num_tokens, num_tokens, grad_norm, sums[1:])
 

@@ -4,6 +4,7 @@ The functions named after a fault run on four ranks. Each leaves the others in t
 collective that the failing rank never joins.
 """
 
+import gc
 import os
 import random
 import re
@@ -112,6 +113,14 @@ def test_variables_of_a_rank_survive(pool):
 
 def test_ranks_compute_on_the_threads_they_were_given(pool):
     assert pool.run(torch.get_num_threads) == [1] * 4
+
+
+def test_what_was_imported_is_not_for_ranks_to_collect(pool):
+    """A collection would take a third of a second, and copy 70 MB for each rank.
+
+    Mutant: nothing is frozen before ranks are forked.
+    """
+    assert min(pool.run(gc.get_freeze_count)) > 100_000
 
 
 def test_dataloader_workers_inside_a_rank(pool):

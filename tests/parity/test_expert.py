@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import calls
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.moe import MoEConfig, Router, mixtures, routers
 from minipar.parallel import ddp, expert, fsdp, strategy, zero
@@ -20,7 +21,7 @@ from minipar.parallel.compose import apply
 from minipar.parallel.pipeline import pairs, runtime
 from minipar.parallel.pipeline.actions import slots
 from minipar.parallel.plan import Plan, meshes
-from minipar.train.step import forward_backward
+from minipar.train.step import forward_backward, train_step
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 from tests.parity.tasks import attach_plan, gradients_of_plan
@@ -321,6 +322,36 @@ def test_trap_27_the_norm_counts_each_expert_once_and_waits_for_nobody(ranks):
         assert squared == pytest.approx(numel - missing, rel=1e-12)
     for squared, _ in ranks(4).run(_norm_without_some, 9):
         assert squared == pytest.approx(numel, rel=1e-12)
+
+
+class _Waits:
+    """What a step does first: its forward, or wait for the call that it launched first."""
+
+    def __init__(self) -> None:
+        self.first, self.seen = None, []
+
+    def launched(self, number: int, *_: object) -> None:
+        self.first = self.first or number
+
+    def waited(self, number: int) -> None:
+        self.seen += ["tokens are counted"] * (number == self.first)
+
+
+def _step_of_a_mixture() -> list[str]:
+    axis, waits, task = Mesh(dp=2).dp, _Waits(), task_of(FOUR)
+    model = models.llama(0, moe=FOUR).double()
+    data, optimizer = ddp.apply(model, axis, average=False), make_optimizer(model)
+    model.register_forward_hook(lambda *_: waits.seen.append("forward"))
+    with mock.patch.object(calls, "observers", [waits]):
+        train_step(model, [data], optimizer, task.microbatches_of(0, axis.rank, 2), axis)
+    assert all(router.loss_weight is None for _, router in routers(model))
+    return waits.seen[:2]
+
+
+def test_no_forward_waits_for_the_number_of_tokens(ranks):
+    """Its call may have to wait for weights on their way. Mutants: balancing losses are weighed
+    in the forward; the model is left with what cannot be copied or sent."""
+    assert ranks(2).run(_step_of_a_mixture) == [["forward", "tokens are counted"]] * 2
 
 
 def test_trap_28_the_gradient_of_a_router_is_whole(ranks):

@@ -486,6 +486,22 @@ def test_the_family_minipar_is_its_own_code(plan):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "plan", ["dp=8,zero=3", "ep=8,zero=1", "ep=4,tp=2,sequence_parallel,experts_over_tp"]
+)
+def test_fine_experts_take_what_their_traced_code_does(plan):
+    """Small products leave the router's, and all that its choice launches, much of the time.
+
+    Mutants: either is free.
+    """
+    few = replace(PRESETS["qwen3-30b-a3b"], num_layers=8)
+    family = hardware.software("minipar")
+    one = job(f"{plan},precision=bf16", config=few, software=family, seq=4096)
+    replayed = planner.simulate(planner.Ranked(one, {}, {})).seconds
+    assert step(one) == pytest.approx(replayed, rel=0.12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("plan", "capacity"),
     [
         ("ep=8,dispatch=gather", None),

@@ -1,9 +1,11 @@
 """Traces beside formulas, beside those without any short cut, and rank beside rank."""
 
+import gc
 import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -336,6 +338,21 @@ def test_bad_sizes_are_refused():
 
 
 @pytest.mark.slow
+def test_the_collector_is_left_as_it_was():
+    """While a trace looks for garbage, it looks at what is new. Mutants: all is looked at, which
+    takes half of a small trace; all stays frozen; what a user has frozen no longer is."""
+    counts = []
+    with mock.patch.object(gc, "collect", lambda: counts.append(gc.get_freeze_count())):
+        trace(CONFIG, Plan(), seq_len=8)
+    assert min(counts) > 100_000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        trace(CONFIG, Plan(), seq_len=8)
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()
+
+
 def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
     """Mutant: counts read where there are none, as of experts in float32 without an axis."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
