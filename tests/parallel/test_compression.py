@@ -581,7 +581,7 @@ def learn(standing):
     return cache(lambda make=None, **options: standing(2).run(_learn, make, **options)[0])
 
 
-LITTLE = partial(TopK, 0.02)
+LITTLE, LESS = partial(TopK, 0.02), partial(TopK, 0.01)
 THIN = partial(PowerSGD, 2)
 
 
@@ -603,7 +603,9 @@ def test_a_llama_learns_as_well_with_feedback(learn, make, margin):
     assert learn(make) < learn() + margin
 
 
-@pytest.mark.parametrize("make", [pytest.param(Sign, marks=pytest.mark.exhaustive), LITTLE, THIN])
+# Without feedback the loss jumps, and rounding decides when: after TopK(0.02) it was 1.09 to 1.22,
+# beside 0.99 with it; after TopK(0.01), 1.77 to 2.78, beside 1.21.
+@pytest.mark.parametrize("make", [pytest.param(Sign, marks=pytest.mark.exhaustive), LESS, THIN])
 @pytest.mark.slow
 def test_and_worse_without(learn, make):
     assert learn(make, error_feedback=False) > learn(make) + 0.1
