@@ -403,7 +403,7 @@ class ExpertParallel(Strategy):
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
         self.names: dict[str, slice] = {}  # of the parameters that are cut
-        share_counts(model, *batch)
+        share_counts(model, *batch, anew=True)
         for path, moe in mixtures(model):
             if pieces is not None:
                 moe.gate.sum_pieces = sum_over(pieces)

@@ -214,9 +214,13 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.uint8), device)
 
 
-def share_counts(model: nn.Module, *axes: Axis) -> None:
-    """Let routers that count the tokens of their rank alone count those of all ranks of `axes`."""
-    own = [router for _, router in routers(model) if router.sum_counts is alone]
+def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
+    """Let routers that count the tokens of their rank alone count those of all ranks of `axes`.
+
+    If `anew`, those that count for others already, too. A collective where routers balance over a
+    batch: it makes process groups.
+    """
+    own = [router for _, router in routers(model) if anew or router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):
         # Each layer waits for them: not behind weights that are fetched ahead, or gradients.
         axes = tuple(with_own_group(axis, "counts") for axis in axes)
