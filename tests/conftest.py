@@ -1,5 +1,6 @@
 """One standing pool of ranks per size, shared by all tests: a start per size, not per test."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.trains)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=2))
+
+
+def pytest_collection_finish():
+    """Collectors shall not go through all that was imported, and all tests, again and again."""
+    gc.freeze()
 
 
 class SharedNursery:

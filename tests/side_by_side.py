@@ -25,6 +25,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.elsewhere import PYTEST
+
 FOLDER, NUMBER = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_NUMBER"
 LEFT = "the others have left"
 PROCESSES = 3
@@ -69,13 +71,14 @@ def is_timed(item: pytest.Item) -> bool:
 def files(items: list[pytest.Item]) -> list[tuple[str, list[pytest.Item]]]:
     """Return what is run without a break: (a name for it, its tests).
 
-    Notebooks first, then the longest file: begun last, it would leave one process alone.
+    Notebooks first. The longest file is the last, with which one process begins: begun in the end,
+    it would leave that process alone.
     """
 
     def place(item: pytest.Item) -> tuple[bool, bool, str]:
         is_notebook = item.get_closest_marker("notebook") is not None
         name = item.nodeid if is_notebook else item.nodeid.partition("::")[0]
-        return not is_notebook, not name.endswith(LONGEST), name.replace("/", "-")
+        return not is_notebook, name.endswith(LONGEST), name.replace("/", "-")
 
     groups = groupby(sorted(items, key=place), place)
     return [(name, list(group)) for (_, _, name), group in groups]
@@ -94,16 +97,18 @@ def taken(claim: Path) -> bool:
 def main(arguments: list[str]) -> int:
     """Return 0 if all tests pass. What the others say is shown when all are done."""
     with tempfile.TemporaryDirectory(prefix="minipar-tests-") as folder:
-        command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", *arguments]
+        command = [*PYTEST, "-p", "tests.side_by_side", *arguments]
         command += ["-p", "no:cacheprovider"]
         said = [Path(folder, f"said {number}") for number in range(1, PROCESSES)]
+        # Hundreds of processes start here, and would each compile what they import.
+        env = os.environ | {FOLDER: folder, "PYTHONDONTWRITEBYTECODE": ""}
         with ExitStack() as stack:
             outs = [None, *(stack.enter_context(path.open("wb")) for path in said)]
             first, *others = (
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {FOLDER: folder, NUMBER: str(number)},
+                    env=env | {NUMBER: str(number)},
                     stdout=out,
                     stderr=out and subprocess.STDOUT,
                 )

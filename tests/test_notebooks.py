@@ -19,7 +19,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from minipar.lab import publish
-from tests.elsewhere import environment
+from tests.elsewhere import PYTEST, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -34,8 +34,10 @@ def run(path: Path, cell_timeout: int = 120, limit: int = 900) -> tuple[bool, st
     """Run a notebook through nbval: whether it passed, the report, and processes left over."""
     mark = uuid.uuid4().hex
     env = environment() | {MARK: mark}
-    command = [sys.executable, "-m", "pytest", "--nbval", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-c", os.devnull, "--rootdir", str(path.parent), "-p", "no:timeout"]
+    command = [*PYTEST, "--nbval", "-q", "-x", "-c", os.devnull]
+    for plugin in ("cacheprovider", "timeout", "hypothesispytest"):
+        command += ["-p", f"no:{plugin}"]
+    command += ["--rootdir", str(path.parent)]
     command += [f"--nbval-sanitize-with={SANITIZE}", f"--nbval-cell-timeout={cell_timeout}"]
     done = subprocess.run(
         [*command, str(path)],

@@ -3,6 +3,7 @@
 Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
 """
 
+import ctypes
 import functools
 import importlib
 import io
@@ -12,6 +13,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
+import torch
+from torch import Tensor
 
 
 class CannotTravel(TypeError):
@@ -29,6 +32,34 @@ def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
     return functools.lru_cache(**parameters)(fn)
 
 
+def _tensor(
+    content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], grad: bool
+) -> Tensor:
+    """A tensor of this content, in memory of its own, which can be resized."""
+    data = torch.empty(0, dtype=torch.uint8)
+    if content:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
+    tensor = torch.empty(0, dtype=dtype).set_(data.untyped_storage(), 0, shape, stride)
+    return tensor.requires_grad_(grad)
+
+
+def _content(tensor: Tensor) -> bytes | None:
+    """The bytes from its first to its last number; None where torch knows more of the tensor."""
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and not tensor.__dict__
+    if not plain or tensor.layout != torch.strided or tensor._backward_hooks:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return None
+    if not tensor.numel():
+        return b""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    num_bytes = (last + 1) * tensor.element_size()
+    here = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if here < num_bytes:  # fsdp has freed it
+        return None
+    return ctypes.string_at(tensor.data_ptr(), num_bytes)
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
@@ -40,6 +71,11 @@ class _Pickler(cloudpickle.Pickler):
             where = f"{thing.__module__}.{thing.__qualname__}"
             if where.startswith("__main__.") or "<locals>" in where:
                 return _cached, (thing.__wrapped__, thing.cache_parameters())
+        # torch would write, and read, a whole checkpoint file for each tensor: a millisecond. And
+        # what it writes of float8 it cannot read.
+        if isinstance(thing, Tensor) and (content := _content(thing)) is not None:
+            how = thing.dtype, thing.shape, thing.stride(), thing.requires_grad
+            return _tensor, (content, *how)
         return super().reducer_override(thing)
 
 

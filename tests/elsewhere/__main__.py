@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 
-from tests.elsewhere import HERE, environment
+from tests.elsewhere import HERE, PYTEST, environment
 
 SETTINGS = {
     "as it is": {},
@@ -30,7 +30,7 @@ SETTINGS = {
 def under(setting: str, words: list[str]) -> tuple[str, list[str]]:
     """Run pytest under a setting; return its counts, "1 failed, 2 passed", and who failed."""
     paths = os.pathsep.join([str(HERE), environment()["PYTHONPATH"]])
-    command = [sys.executable, "-m", "pytest", "-m", "trains and not exhaustive", "-q"]
+    command = [*PYTEST, "-m", "trains and not exhaustive", "-q"]
     done = subprocess.run(
         [*command, "--tb=short", "-p", "no:cacheprovider", *words],
         env={**environment(), **SETTINGS[setting], "PYTHONPATH": paths},

@@ -501,12 +501,19 @@ def test_published_recipes_that_cannot_work_are_refused():
 
 @pytest.mark.slow
 def test_64_gpus_take_less_than_a_minute(tmp_path, capfd):
+    """On a processor to which 2,000 operations on no numbers, as in a trace, take 0.15 s."""
+    number = torch.empty((), device="meta")
+    for _ in range(2):  # the first time imports much
+        start = time.process_time()
+        for _ in range(2000):
+            number + 1
+        control = time.process_time() - start
     start, out = time.process_time(), tmp_path / "plan.png"
     code, printed, _ = call(capfd, "--gpus", "64", "--hardware", "h100-ndr", "--out", str(out))
     traced = printed.partition("own code under these plans, traced and replayed:\n")[2]
     assert [line[:5] for line in traced.splitlines()[:5]] == [f"  {n}: " for n in range(1, 6)]
     assert code == 0 and "64 x h100-ndr" in printed and out.stat().st_size > 5000
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 60 * control / 0.15
 
 
 @pytest.mark.slow

@@ -342,15 +342,15 @@ def test_the_collector_is_left_as_it_was():
     """While a trace looks for garbage, it looks at what is new. Mutants: all is looked at, which
     takes half of a small trace; all stays frozen; what a user has frozen no longer is."""
     counts = []
-    with mock.patch.object(gc, "collect", lambda: counts.append(gc.get_freeze_count())):
-        trace(CONFIG, Plan(), seq_len=8)
-    assert min(counts) > 100_000 and gc.get_freeze_count() == 0
-    gc.freeze()
+    gc.unfreeze()  # what conftest.py has frozen, as a user may
     try:
-        trace(CONFIG, Plan(), seq_len=8)
-        assert gc.get_freeze_count() > 100_000
+        with mock.patch.object(gc, "collect", lambda: counts.append(gc.get_freeze_count())):
+            trace(CONFIG, Plan(), seq_len=8)
+        assert min(counts) > 100_000 and gc.get_freeze_count() == 0
     finally:
-        gc.unfreeze()
+        gc.freeze()
+    trace(CONFIG, Plan(), seq_len=8)
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():

@@ -207,9 +207,11 @@ def killed_at_line(number: int, work) -> bool:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step again"])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
-def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
-    """Mutants: write in place; delete the old one under its own name; rename before the end."""
+def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, every, again):
+    """Or at each `every`-th. Mutants: write in place; delete the old one under its own name; rename
+    before the end."""
     first = tmp_path / "first"
     save(first, 1, *some(1))
     save(first, 2, *some(2))
@@ -231,7 +233,7 @@ def test_kill_at_every_line_leaves_a_loadable_checkpoint(tmp_path, again):
         save(folder, step + 1, *some(step + 1))
         assert step_of(available(folder)[-1]) == step + 1
         assert all(name.startswith("step_") for name in names(folder))
-        moments += 1
+        moments += every
     assert step_of(found[-1]) == step
     assert moments > 50  # otherwise nothing was killed, and nothing is proved
     assert newest == ({1, 2} if again else {2, 3})
