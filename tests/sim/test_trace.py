@@ -254,7 +254,7 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
     """
     plan = Plan.parse(text)
     moe = MoEConfig(8, 2, 32, balance="batch") if plan.ep > 1 else None
-    config = replace(CONFIG, num_layers=8, moe=moe)
+    config = replace(CONFIG, num_layers=2 * max(2, plan.pp), moe=moe)
     groups, pairs = defaultdict(list), defaultdict(list)
     for rank in range(plan.num_ranks):
         diary = Diary()
