@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minipar.comm import device
+from minipar.comm import device, strict
 from minipar.comm.values import lane
 
 
@@ -34,6 +34,7 @@ class Background:
         self._at = device.clock()  # from when on it may work; in the end, when it has ended
         self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
         self._on, self.lane = on, None
+        self._handle = strict.Handle(purpose) if strict.is_on() else None
         if on.type == "cuda":
             self.lane = lane(on, purpose)
             self.lane.wait_stream(torch.cuda.current_stream(on))
@@ -56,10 +57,14 @@ class Background:
         except BaseException as error:  # who waits must hear of it
             self._error = error
         self._work, self._before = None, []
+        if self._handle is not None:
+            self._handle.ended.set()
 
     def join(self) -> None:
         """Block until it has ended, well or not."""
         self._thread.join()
+        if self._handle is not None:
+            self._handle.drop()
         if self._on.type == "cuda":
             torch.cuda.current_stream(self._on).wait_stream(self.lane)
         device.reach(self._at)

@@ -13,7 +13,8 @@ so code that is right on a laptop computes nonsense on a cluster, now and then. 
 *   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
     meanwhile is a race, even if its bytes had left long before.
 *   Every operation ends later than it should, by a random time, so that groups overtake each other.
-*   An operation whose handle is gone before it was waited for is reported at the end of the body.
+*   An operation whose handle is gone before it was waited for is reported at the end of the body,
+    and so is work in a thread beside (`comm.background`), whose collectives all were waited for.
 
 Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
 what is computed from it, and where a value is written that was there before, nothing is seen.
@@ -45,7 +46,7 @@ PATIENCE = 2.0
 LETS_GO = 0.2
 """Seconds in which the thread of the link lets go of what has ended, on a busy machine."""
 
-_flying: "weakref.WeakSet[Hold] | None" = None  # not waited for yet; None: not watching
+_flying: "weakref.WeakSet[Handle] | None" = None  # not waited for yet; None: not watching
 _alone = False  # whether operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
@@ -77,9 +78,9 @@ def watching(*, alone: bool = False) -> Iterator[None]:
     try:
         yield
         until = time.monotonic() + PATIENCE
-        for hold in list(_flying):
-            hold.ended.wait(max(0.0, until - time.monotonic()))
-        hold, until = None, time.monotonic() + LETS_GO
+        for handle in list(_flying):
+            handle.ended.wait(max(0.0, until - time.monotonic()))
+        handle, until = None, time.monotonic() + LETS_GO
         while _flying and time.monotonic() < until:
             time.sleep(0.01)
         gc.collect()  # a handle in a cycle is as lost as any other
@@ -112,7 +113,29 @@ def delay() -> float:
     return _random.expovariate(1 / DELAY) if is_on() else 0.0
 
 
-class Hold:
+class Handle:
+    """What is under way, and is lost if nobody waits for it."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.is_settled = f"{what}{_call_site()}", False
+        self.ended = threading.Event()  # of an operation, replaced by that of its work
+        self._tensors: dict[str, None] = {}
+        self._watch = _flying
+        _flying.add(self)
+
+    def drop(self) -> None:
+        """It has been waited for, or who waits for it is told that it has failed."""
+        self.is_settled = True
+        if _flying is not None:
+            _flying.discard(self)
+
+    def __del__(self) -> None:
+        counts = self._watch is _flying or not _alone
+        if counts and not self.is_settled:
+            _lost.append(", ".join([self.what, *self._tensors]))
+
+
+class Hold(Handle):
     """The tensors of one operation: `travelling` holds copies to move in the place of `args`.
 
     `read` and `written` say which of the tensors in `args` it reads, and which it fills.
@@ -121,8 +144,7 @@ class Hold:
     def __init__(
         self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        self.what, self.is_settled = f"{verb}{_call_site()}", False
-        self.ended = threading.Event()  # replaced by that of the work
+        super().__init__(verb)
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(False):  # the thread of the link writes into them outside of it
             self.travelling = _copied(args, copies)
@@ -134,14 +156,6 @@ class Hold:
         for tensor in written:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().fill_(_poison(tensor.dtype))
-        self._watch = _flying
-        _flying.add(self)
-
-    def drop(self) -> None:
-        """The operation has failed, and who waits for it is told: nothing is left to look at."""
-        self.is_settled = True
-        if _flying is not None:
-            _flying.discard(self)
 
     def settle(self) -> None:
         """Look whether all is as it was, and put the results in. Raises `Race`."""
@@ -153,11 +167,6 @@ class Hold:
             self._check(tensor, poison, "it arrives there")
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().copy_(arrived)
-
-    def __del__(self) -> None:
-        counts = self._watch is _flying or not _alone
-        if counts and not self.is_settled:
-            _lost.append(", ".join([self.what, *self._tensors]))
 
     def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
@@ -210,5 +219,6 @@ def _call_site() -> str:
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
 _CARRIERS = tuple(
-    f"comm/{name}.py" for name in ("strict", "link_group", "calls", "collectives", "autograd")
+    f"comm/{name}.py"
+    for name in ("strict", "link_group", "calls", "collectives", "autograd", "background")
 )

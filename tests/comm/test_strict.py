@@ -2,12 +2,14 @@
 
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from minipar.comm import strict
+from minipar.comm.background import Background
 from minipar.comm.collectives import (
     all_gather,
     all_reduce,
@@ -67,6 +69,18 @@ def forgets_a_cycle(axis) -> None:
     kept.append(kept)
 
 
+def beside(axis) -> Background:
+    return Background(partial(waits, axis), [], torch.device("cpu"), "compression")
+
+
+def waits_beside(axis) -> None:
+    beside(axis).wait()
+
+
+def forgets_beside(axis) -> None:
+    beside(axis)
+
+
 def fails(axis) -> None:
     with pytest.raises(RuntimeError, match="the ranks do not agree"):
         all_reduce(torch.ones(3 + axis.rank), axis)
@@ -86,10 +100,12 @@ def reads(axis) -> None:
         (polls, ""),
         (reads, ""),
         (fails, ""),
+        (waits_beside, ""),
         (writes, "its tensor of float32 \\(4,\\) was written to before `wait`"),
         (frees, "its tensor of float32 \\(4,\\) was freed before `wait`"),
         (forgets, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
         (forgets_a_cycle, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
+        (forgets_beside, "never waited for: compression at .*"),
     ],
 )
 def test_a_race_is_named_with_its_place(ranks, body, says):

@@ -111,17 +111,17 @@ def called_by_a_strategy() -> bool:
     return frame is not None
 
 
-def wait_left_out() -> mock._patch:
+def wait_left_out(beside: bool = False) -> mock._patch:
     """The third wait of a strategy returns at once, with a buffer in which nothing is yet.
 
-    That is, for a collective: work beside this rank's, such as compression, waits for its own, and
-    which of the two threads is the third to wait hangs on how fast each is.
+    For a collective, or for work `beside`, in a thread that waits for collectives of its own: which
+    of the two waits first hangs on how fast the threads are.
     """
     usual, seen = calls.Pending.wait, itertools.count(1)
 
     def wait(pending):
-        is_collective = not isinstance(pending._work, Background | None)
-        if is_collective and called_by_a_strategy() and next(seen) == 3:
+        counts = pending._work is not None and isinstance(pending._work, Background) == beside
+        if counts and called_by_a_strategy() and next(seen) == 3:
             pending._work = None
         return usual(pending)
 
@@ -152,6 +152,7 @@ SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be name
     ("ulysses", train, PLANS["ulysses"], wait_left_out, "all_to_all at parallel/ulysses.py"),
     ("pipeline", train, PLANS["pipeline"], wait_left_out, r"\w+ at pipeline/messages.py"),
     ("compression", train, INT8, wait_left_out, r"all_\w+ at compression/\w+.py"),
+    ("beside", train, INT8, partial(wait_left_out, True), "compression at compression/feedback.py"),
     ("offload", train_offloaded, "after ddp", wait_left_out, "all_reduce at parallel/ddp.py"),
     ("shards on the host", train_offloaded, "shards", wait_left_out, "all_gather at parallel/flat"),
     *(
@@ -175,6 +176,6 @@ def test_a_slip_is_caught(ranks, run, what, slip, call):
     with pytest.raises(RankError) as caught:
         pool.run(run, what, slip)
     pool.restart()  # some ranks may have launched more than others
-    says = rf"{call}.*:\d+(, |: its tensor of )(float64|uint8) \(\d"
+    says = rf"{call}.*:\d+((, |: its tensor of )(float64|uint8) \(\d|$)"
     for failure in caught.value.failures.values():
         assert failure.kind == "Race" and re.search(says, failure.message), failure.message
