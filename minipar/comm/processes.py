@@ -132,16 +132,22 @@ def _nursery(fd: int, parent_pid: int, folder: str, preload: tuple[str, ...]) ->
             else:
                 pids.discard(content)
                 parent.send(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(content, 0)[1])))
-                for orphan in psutil.Process().children():
-                    if orphan.pid not in pids:
-                        with suppress(ChildProcessError):
-                            os.waitpid(orphan.pid, os.WNOHANG)  # if it has ended
+                _let_orphans_go(pids)
     for pid in pids:
         kill_group(pid)
     end_descendants(os.getpid())
     for each in folders:
         shutil.rmtree(each, ignore_errors=True)
     os._exit(0)
+
+
+def _let_orphans_go(ranks: set[int]) -> None:
+    """Reap what has ended of the rest; ranks keep their numbers until the parent asks for them."""
+    with suppress(ChildProcessError, AttributeError):  # on macOS there are none, nor waitid
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        # A rank stands before what it leaves behind, and is asked for: then the rest goes.
+        while (child := os.waitid(os.P_ALL, 0, look)) is not None and child.si_pid not in ranks:
+            os.waitpid(child.si_pid, os.WNOHANG)
 
 
 def _is_asked(parent: socket.socket, parent_pid: int) -> bool:
