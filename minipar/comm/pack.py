@@ -36,10 +36,11 @@ def _tensor(
     content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], grad: bool
 ) -> Tensor:
     """A tensor of this content, in memory of its own, which can be resized."""
-    data = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8, device="cpu")  # a user may have another default
     if content:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
-    tensor = torch.empty(0, dtype=dtype).set_(data.untyped_storage(), 0, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    tensor.set_(data.untyped_storage(), 0, shape, stride)
     return tensor.requires_grad_(grad)
 
 

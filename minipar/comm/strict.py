@@ -116,10 +116,10 @@ def delay() -> float:
 class Handle:
     """What is under way, and is lost if nobody waits for it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, tensors: Sequence[Tensor] = ()) -> None:
         self.what, self.is_settled = f"{what}{_call_site()}", False
         self.ended = threading.Event()  # of an operation, replaced by that of its work
-        self._tensors: dict[str, None] = {}
+        self._tensors = dict.fromkeys(map(_words, tensors))
         self._watch = _flying
         _flying.add(self)
 
@@ -144,7 +144,6 @@ class Hold(Handle):
     def __init__(
         self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        super().__init__(verb)
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(False):  # the thread of the link writes into them outside of it
             self.travelling = _copied(args, copies)
@@ -152,10 +151,10 @@ class Hold(Handle):
         apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
         self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
         self._written = [(tensor, copies[id(tensor)]) for tensor in written]
-        self._tensors = dict.fromkeys(map(_words, (*read, *written)))
         for tensor in written:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().fill_(_poison(tensor.dtype))
+        super().__init__(verb, (*read, *written))
 
     def settle(self) -> None:
         """Look whether all is as it was, and put the results in. Raises `Race`."""

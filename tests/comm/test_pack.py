@@ -44,6 +44,12 @@ def test_a_tensor_arrives_as_it_was(name):
             arrived.untyped_storage().resize_(1000)
 
 
+def test_a_tensor_stays_on_the_cpu_where_others_are_made_elsewhere():
+    """Mutant: an error of torch's, of two devices."""
+    with torch.device("meta"):
+        assert unpack(pack(WHOLE)).equal(WHOLE)
+
+
 def test_a_module_arrives_as_it_was():
     model = nn.BatchNorm1d(3)
     model.weight.note = "of a user"
