@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from tests.elsewhere import PYTEST
+
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.txt"
 AIM = 0.95  # of the bugs are to be seen
@@ -120,7 +122,7 @@ class Bench:
         words = [f"tests/{word}" if ".py" in word else word for word in shlex.split(tests)]
         options = ("-x", "-q", "-p", "no:cacheprovider")
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *words],
+            [*PYTEST, *options, *words],
             cwd=self.folder,
             env=env,
             stdout=subprocess.DEVNULL,

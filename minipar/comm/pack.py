@@ -1,6 +1,7 @@
 """How a function and its arguments travel to a rank: by value if they are of `__main__`, pickled.
 
-Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
+Tensors travel as their bytes. Both ends of the pipe are our own processes; nothing that comes from
+elsewhere is unpickled.
 """
 
 import ctypes
@@ -33,7 +34,11 @@ def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
 
 
 def _tensor(
-    content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], grad: bool
+    content: bytes,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    requires_grad: bool,
 ) -> Tensor:
     """A tensor of this content, in memory of its own, which can be resized."""
     data = torch.empty(0, dtype=torch.uint8, device="cpu")  # a user may have another default
@@ -41,7 +46,7 @@ def _tensor(
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     tensor.set_(data.untyped_storage(), 0, shape, stride)
-    return tensor.requires_grad_(grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _content(tensor: Tensor) -> bytes | None:

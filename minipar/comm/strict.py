@@ -14,7 +14,7 @@ so code that is right on a laptop computes nonsense on a cluster, now and then. 
     meanwhile is a race, even if its bytes had left long before.
 *   Every operation ends later than it should, by a random time, so that groups overtake each other.
 *   An operation whose handle is gone before it was waited for is reported at the end of the body,
-    and so is work in a thread beside (`comm.background`), whose collectives all were waited for.
+    and so is work in a thread (`comm.background`), even if that thread waits for all it launches.
 
 Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
 what is computed from it, and where a value is written that was there before, nothing is seen.
@@ -43,8 +43,9 @@ DELAY = 1e-3
 PATIENCE = 2.0
 """Seconds in which what is under way at the end of a body may end: some message may never."""
 
-LETS_GO = 0.2
-"""Seconds in which the thread of the link lets go of what has ended, on a busy machine."""
+LOOKS = 20
+"""How often, 10 ms apart, it is looked whether other threads have let go of what has ended. Not
+seconds: where the whole machine stalls, time passes and those threads do not run."""
 
 _flying: "weakref.WeakSet[Handle] | None" = None  # not waited for yet; None: not watching
 _alone = False  # whether operations that began before the body do not count
@@ -80,8 +81,10 @@ def watching(*, alone: bool = False) -> Iterator[None]:
         until = time.monotonic() + PATIENCE
         for handle in list(_flying):
             handle.ended.wait(max(0.0, until - time.monotonic()))
-        handle, until = None, time.monotonic() + LETS_GO
-        while _flying and time.monotonic() < until:
+        handle = None
+        for _ in range(LOOKS):
+            if not _flying:
+                break
             time.sleep(0.01)
         gc.collect()  # a handle in a cycle is as lost as any other
         if _lost:
@@ -114,7 +117,7 @@ def delay() -> float:
 
 
 class Handle:
-    """What is under way, and is lost if nobody waits for it."""
+    """An operation, or work in a thread: it is lost when this is gone before a wait."""
 
     def __init__(self, what: str, tensors: Sequence[Tensor] = ()) -> None:
         self.what, self.is_settled = f"{what}{_call_site()}", False
