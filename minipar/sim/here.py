@@ -101,7 +101,7 @@ def compare(machine: hardware.Machine, plans: tuple[str, ...] = PLANS, rounds: i
                 seconds[pair].append((measure(*pair), control))
 
     def predict(plan: str, name: str) -> float:
-        there = Here(devices.Device(machine.device), link.LINKS[name], machine)
+        there = Here(devices.Device(machine.device), link.parse(name), machine)
         traces = trace(CONFIG, Plan.parse(plan), seq_len=SEQ_LEN, on_cpu=True)
         return replay(traces, there).seconds
 

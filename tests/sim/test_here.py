@@ -39,12 +39,14 @@ def test_the_table_ends_with_the_median_and_the_worst():
 @pytest.mark.slow
 @pytest.mark.timed
 def test_steps_of_this_computer_are_measured_and_predicted():
-    """Mutants: a link that stays as it was; a prediction without the link."""
-    machine = hardware.load("this-cpu")
-    free, slow = here.compare(machine, plans=("dp=2",), rounds=2, links=("none", "1gbe"))
-    assert (free.link, slow.link) == ("none", "1gbe") and len(slow.measured) == 2
+    """On a link so slow that no backward hides it, of however busy a computer. Mutants: a link that
+    stays as it was; a prediction without the link.
+    """
+    machine, links = hardware.load("this-cpu"), ("none", "1gbe*10")
+    free, slow = here.compare(machine, plans=("dp=2",), rounds=2, links=links)
+    assert (free.link, slow.link) == links and len(slow.measured) == 2
     wire = slow.predicted - free.predicted
-    assert wire > 0.02 and min(slow.measured) - min(free.measured) > 0.5 * wire
+    assert wire > 0.2 and min(slow.measured) - min(free.measured) > 0.5 * wire
     assert free.predicted == free.control
 
 
