@@ -34,7 +34,7 @@ from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
-from minipar.parallel import bucket_sizes, guard
+from minipar.parallel import bucket_sizes, guard, hooks
 from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
 from minipar.parallel.strategy import Strategy, replicate
 
@@ -110,7 +110,7 @@ class Naive(Strategy):
         guard.watch(self, self.parameters)
         if axis.size > 1:
             for p in self.parameters:
-                p.register_post_accumulate_grad_hook(self._on_gradient)
+                hooks.on_gradient(p, self._on_gradient)
             if not average:
                 self.share_sums(self.parameters)
 

@@ -5,6 +5,7 @@ nn.Embedding(..., sparse=True)             `check_layers`, `check_gradient`: ref
 nn.Embedding(..., max_norm=1)              `check_layers`: refused, as forward writes into weights
 head.weight.data = embedding.weight.data   `check_apart`: refused where parameters get new memory
 a hook on a parameter's gradient           `comes_last`: called before it is sent; `check_hooks`
+a cell of a notebook that runs again       `hooks.on_gradient`: the model of the last run is freed
 optimizer.step() before finish_backward()  `watch`: refused
 zero_grad() before finish_backward()       `watch`: what is on its way is dropped, too
 p.grad = None before finish_backward()     works under ddp; what ZeRO or fsdp has on its way arrives

@@ -44,7 +44,7 @@ from torch.optim.optimizer import (
 from minipar.comm import memory
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
-from minipar.parallel import guard
+from minipar.parallel import guard, hooks
 from minipar.parallel.host_weights import OffloadedParameter, cast, state_to_host
 from minipar.parallel.strategy import Strategy
 
@@ -218,15 +218,13 @@ class Offloaded(Strategy):
                 )
         if self.inside is None:
             guard.watch(self, self.homes)
-            me = weakref.ref(self)  # what a parameter's hook holds is never collected
-            self.hook = lambda p: me()._on_gradient(p)
             for p in self.homes:
-                p.register_post_accumulate_grad_hook(self.hook)
+                hooks.on_gradient(p, self._on_gradient)
 
     # ------------------------------------------------------------------ gradients, down
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
-        if self.synchronises and guard.comes_last(p, self.hook):
+        if self.synchronises and guard.comes_last(p, self._on_gradient):
             self._take(p)
 
     def _take(self, p: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
-from minipar.parallel import guard
+from minipar.parallel import guard, hooks
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.optimizer_state import Members, cut_state, join_state, labelled, pack
 from minipar.parallel.pieces import (
@@ -70,7 +70,7 @@ class Strategy:
         their gradients those of the batch."""
         self.watched = frozenset(p for p in parameters if p.requires_grad)
         for p in self.watched:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            hooks.on_gradient(p, self._on_gradient)
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete here."""

@@ -238,16 +238,16 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
 
 
 @contextmanager
-def _new_garbage_alone() -> Iterator[None]:
-    """In the body the collector looks for what was made there: to look at all takes it longer."""
-    is_ours = not gc.get_freeze_count()
-    if is_ours:
-        gc.freeze()
+def _garbage_gone() -> Iterator[None]:
+    """What the body leaves in cycles is gone after it. To look for it among all takes longer."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # which would call old what has just been made
     try:
         yield
+        gc.collect(generation=0)
     finally:
-        if is_ours:
-            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
@@ -257,13 +257,12 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
     observers.append(tracer)
     try:
-        with _new_garbage_alone():
+        with _garbage_gone():  # hooks make cycles
             with tracer:
                 play(actor, tracer, places[:1], learned)
                 if tracer.unawaited:
                     play(actor, tracer, places[:1], learned)  # what they are when orders are known
             tracer.segments.clear()
-            gc.collect()  # hooks make cycles
         with tracer.watching(actor.model, actor.strategy.optimizer):
             held = tracer.held()
             programs = play(actor, tracer, places, DISTINCT)

@@ -1,6 +1,8 @@
 """Plans: read, refused with the nearest that works, explained; parity is in tests/parity/."""
 
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import torch
 from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
+from minipar.model.moe import MoEConfig
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
@@ -157,6 +160,30 @@ def test_refusals_come_on_every_rank_before_the_first_collective(ranks):
 def _composed(plan: Plan) -> compose.Composed:
     model = models.llama(0, num_layers=4, vocab_size=64, max_seq_len=8)
     return compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp=2,zero=3", "tp=2,sequence_parallel,tp_overlap", "cp=2,checkpointing=full", "ep=2"]
+    + ["pp=2,microbatches=2,schedule=zb_h1", "pp=2,microbatches=4,schedule=dualpipe"],
+)
+@on_ranks(2)
+def test_what_is_dropped_is_gone(text):
+    """Mutant: a hook on a parameter that holds what has this parameter."""
+    plan = Plan.parse(text)
+    moe = MoEConfig(4, 2, 8) if plan.ep > 1 else None
+
+    def train() -> list[weakref.ref]:
+        model = models.llama(0, num_layers=4, vocab_size=64, moe=moe)
+        strategy = compose.apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        batch = [strategy.shard((tokens, tokens))] * plan.microbatches
+        train_step(strategy.model, [strategy], strategy.optimizer, batch, strategy.axis)
+        return [*map(weakref.ref, (strategy, strategy.optimizer, *strategy.model.parameters()))]
+
+    left = train()
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
 
 
 def _sharded(text: str, seq_len: int) -> tuple[torch.Tensor, ...]:

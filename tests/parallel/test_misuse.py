@@ -4,12 +4,15 @@ Each test failed, or hung, or passed with wrong numbers before there was `guard`
 """
 
 import copy
+import gc
 import io
 import math
+import pickle
 import re
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -129,6 +132,41 @@ def refuses(match: str, kind: type[Exception] = RuntimeError):
     return pytest.raises(kind, match=match)
 
 
+# ---------------------------------------------------------------------- a cell that runs again
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed", *local_sgd.METHODS])
+@on_ranks(SIZE)
+def test_what_is_dropped_is_gone(kind):
+    """Mutant: a hook that holds its strategy, and with it the model of each run of a cell."""
+
+    def train() -> list[weakref.ref]:
+        rank, model = Mesh(dp=SIZE).dp.rank, Net()
+        strategy, optimizer = attach(model, kind)
+        model(data(rank)).square().sum().backward()
+        strategy.finish_backward()
+        optimizer.step()
+        return [*map(weakref.ref, (strategy, model, optimizer, *model.parameters()))]
+
+    left = train()
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
+
+
+@on_ranks(SIZE)
+def test_a_strategy_lives_as_long_as_its_parameters():
+    """Nobody else has it. Mutants: hooks of one that is gone; parameters that take theirs along to
+    where it cannot go."""
+    rank, model = Mesh(dp=SIZE).dp.rank, Net()
+    optimizer = adamw(model.parameters())
+    attach(model, "ddp")
+    gc.collect()
+    model(data(rank)).square().sum().backward()
+    with refuses(r"optimizer.step\(\) came before finish_backward"):
+        optimizer.step()
+    optimizer.zero_grad()  # nothing is on its way
+    copied = pickle.loads(pickle.dumps(model.head.weight))
+    assert copied.equal(model.head.weight) and [*copied.hooked_by] == []
+
+
 # ---------------------------------------------------------------------- one step, in torch's words
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
@@ -227,10 +265,6 @@ def test_gradients_that_are_kept_stay_what_they_were(kind):
     torch.testing.assert_close(kept, wanted, rtol=0.0, atol=0.0)
 
 
-def halve(p: nn.Parameter) -> None:
-    p.grad.mul_(0.5)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "bucketed"])
 @on_ranks(SIZE)
 def test_hooks_on_gradients_run_before_these_are_sent(kind):
@@ -244,10 +278,15 @@ def test_hooks_on_gradients_run_before_these_are_sent(kind):
         strategy = zero.apply(model, Mesh(dp=SIZE).dp, optimizer=stepper, stage=int(kind[-1]))
     else:
         stepper = optimizer(model.parameters(), lr=0.1)
+
+    def weigh(p):
+        time.sleep(0.005)  # what was sent before has arrived
+        p.grad *= 1 + rank
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(halve)
+        p.register_post_accumulate_grad_hook(weigh)
     alone = Net()
-    single = optimizer(alone.parameters(), lr=0.05)
+    single = optimizer(alone.parameters(), lr=0.1)
     for step in range(3):
         if kind == "fsdp":
             with refuses("hook on its gradient.*after finish_backward"):
@@ -259,7 +298,8 @@ def test_hooks_on_gradients_run_before_these_are_sent(kind):
         strategy.finish_backward()
         stepper.step()
         stepper.zero_grad()
-        sum(alone(data(r, step)).square().sum() / SIZE for r in range(SIZE)).backward()
+        losses = [alone(data(r, step)).square().sum() for r in range(SIZE)]
+        sum((1 + r) * loss / SIZE for r, loss in enumerate(losses)).backward()
         single.step()
         single.zero_grad()
     assert_close(strategy.full_state_dict(), alone.state_dict())

@@ -337,20 +337,23 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
-@pytest.mark.slow
-def test_the_collector_is_left_as_it_was():
-    """While a trace looks for garbage, it looks at what is new. Mutants: all is looked at, which
-    takes half of a small trace; all stays frozen; what a user has frozen no longer is."""
-    counts = []
-    gc.unfreeze()  # what conftest.py has frozen, as a user may
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
+    """Mutants: all is looked at, which takes half of a small trace; what is new has become old
+    meanwhile; the collector stays off; it is on for a user who has switched it off."""
+    calls = []
+
+    def collect(*args, **options):
+        calls.append((args, options, gc.isenabled()))
+
+    (gc.enable if enabled else gc.disable)()
     try:
-        with mock.patch.object(gc, "collect", lambda: counts.append(gc.get_freeze_count())):
+        with mock.patch.object(gc, "collect", collect):
             trace(CONFIG, Plan(), seq_len=8)
-        assert min(counts) > 100_000 and gc.get_freeze_count() == 0
+        assert calls and set(map(str, calls)) == {"((), {'generation': 0}, False)"}
+        assert gc.isenabled() is enabled
     finally:
-        gc.freeze()
-    trace(CONFIG, Plan(), seq_len=8)
-    assert gc.get_freeze_count() > 100_000
+        gc.enable()
 
 
 def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
