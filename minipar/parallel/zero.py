@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look, send_to_host
-from minipar.parallel import guard, hooks
+from minipar.parallel import guard
 from minipar.parallel.optimizer_state import Members
 from minipar.parallel.pieces import master_of
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
@@ -141,7 +141,8 @@ class Naive(Strategy):
         optimizer.attach(model)
         guard.watch(self, optimizer.pieces.values())
         for p in self.bucket_of:
-            hooks.on_gradient(p, self._on_gradient)
+            # Not by hooks.py: when the model is dropped, what the last round told may be under way.
+            p.register_post_accumulate_grad_hook(self._on_gradient)
             p.stepped_elsewhere = "zero keeps the gradients in its ShardedOptimizer; step that one"
         for module in model.modules():
             own = module.parameters(recurse=False)
