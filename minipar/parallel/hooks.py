@@ -1,4 +1,4 @@
-"""Hooks on gradients that do not keep for good what they lead to.
+"""Hooks on gradients under which a strategy and its model can be freed.
 
 torch keeps the hooks of a parameter where Python's garbage collector does not look. Were a method
 of a strategy one of them, the strategy would stay, and its model with it: one more with each run of

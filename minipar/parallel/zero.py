@@ -39,7 +39,7 @@ Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look, send_to_host
-from minipar.parallel import guard
+from minipar.parallel import guard, hooks
 from minipar.parallel.optimizer_state import Members
 from minipar.parallel.pieces import master_of
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
@@ -141,8 +141,7 @@ class Naive(Strategy):
         optimizer.attach(model)
         guard.watch(self, optimizer.pieces.values())
         for p in self.bucket_of:
-            # Not by hooks.py: when the model is dropped, what the last round told may be under way.
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            hooks.on_gradient(p, self._on_gradient)
             p.stepped_elsewhere = "zero keeps the gradients in its ShardedOptimizer; step that one"
         for module in model.modules():
             own = module.parameters(recurse=False)
@@ -276,10 +275,14 @@ class Stage1(Naive):
                 more |= any(p.grad is not None for p in bucket.parameters)
             bucket.missing, bucket.is_sent = bucket.expected, False
         self.arrived.clear()
-        if self.telling is not None:
-            self.telling.wait()
+        self._end_telling()
         self.telling = self._tell(more)
         return self.telling
+
+    def _end_telling(self) -> None:
+        if self.telling is not None:
+            self.telling.wait()
+            self.telling = None
 
     def finish_backward(self) -> None:
         Strategy.finish_backward(self)
@@ -291,6 +294,9 @@ class Stage1(Naive):
             more = self._goes_on(told)
         self._hand_out(told)
         self.learning = False
+
+    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
+        self._end_telling()  # it has arrived meanwhile; the model may be dropped now
 
     def _goes_on(self, told: Pending) -> bool:
         """Whether any rank needs another round; a GPU is waited for in the first step alone."""

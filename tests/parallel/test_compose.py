@@ -164,7 +164,14 @@ def _composed(plan: Plan) -> compose.Composed:
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=2,zero=3", "tp=2,sequence_parallel,tp_overlap", "cp=2,checkpointing=full", "ep=2"]
+    [
+        "dp=2,zero=1",
+        "dp=2,zero=2,microbatches=2",
+        "dp=2,zero=3",
+        "tp=2,sequence_parallel,tp_overlap",
+        "cp=2,checkpointing=full",
+        "ep=2",
+    ]
     + ["pp=2,microbatches=2,schedule=zb_h1", "pp=2,microbatches=4,schedule=dualpipe"],
 )
 @on_ranks(2)

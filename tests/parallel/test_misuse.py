@@ -133,11 +133,10 @@ def refuses(match: str, kind: type[Exception] = RuntimeError):
 
 
 # ---------------------------------------------------------------------- a cell that runs again
-@pytest.mark.parametrize("kind", ["ddp", "bucketed", "fsdp", "offload in ddp", *local_sgd.METHODS])
+@pytest.mark.parametrize("kind", [*KINDS, "bucketed", *local_sgd.METHODS])
 @on_ranks(SIZE)
 def test_what_is_dropped_is_gone(kind):
-    """All but ZeRO 1 and 2. Mutant: a hook that holds its strategy, and with it the model of each
-    run of a cell."""
+    """Mutant: a hook that holds its strategy, and with it the model of each run of a cell."""
 
     def train() -> list[weakref.ref]:
         rank, model = Mesh(dp=SIZE).dp.rank, Net()
