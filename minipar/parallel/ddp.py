@@ -36,7 +36,8 @@ from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes, guard, hooks
 from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.replicate import replicate
+from minipar.parallel.strategy import Strategy
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place

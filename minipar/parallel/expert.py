@@ -76,7 +76,8 @@ from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures
 from minipar.parallel import guard
 from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.pieces import axes_of, check_divides, full_shape, is_part, mark
-from minipar.parallel.strategy import Strategy, replicate, share_counts, sum_over
+from minipar.parallel.replicate import replicate
+from minipar.parallel.strategy import Strategy, share_counts, sum_over
 
 Dispatch = Literal[
     "gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired", "padded"

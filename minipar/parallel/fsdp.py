@@ -63,7 +63,8 @@ from minipar.parallel import absent, guard
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
 from minipar.parallel.optimizer_state import Members
-from minipar.parallel.strategy import Strategy, flags, from_first, share_counts
+from minipar.parallel.replicate import hand_out
+from minipar.parallel.strategy import Strategy, flags, share_counts
 
 
 def apply(
@@ -371,6 +372,7 @@ class Prefetching(FullySharded):
 
 # ---------------------------------------------------------------------- helpers
 def _replicate_buffers(model: nn.Module, options: Options) -> None:
+    given = []
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if options.init is not None and buffer.is_meta:
@@ -378,8 +380,9 @@ def _replicate_buffers(model: nn.Module, options: Options) -> None:
                 whole = options.init(full_name, tuple(buffer.shape))
                 module._buffers[name] = whole.to(buffer.dtype)
             else:
-                for axis in options.axes:
-                    from_first(buffer, axis)
+                given.append(buffer)
+    for axis in options.axes:
+        hand_out(given, axis)
 
 
 def _may_keep(module: nn.Module) -> bool:

@@ -60,7 +60,8 @@ from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
 from minipar.parallel import guard
-from minipar.parallel.strategy import Strategy, copied, replicate
+from minipar.parallel.replicate import replicate
+from minipar.parallel.strategy import Strategy, copied
 from minipar.parallel.vectors import (
     Gradients,
     as_pending,

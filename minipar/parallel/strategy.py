@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import all_reduce, broadcast
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
@@ -20,7 +20,6 @@ from minipar.parallel.pieces import (
     axes_of,
     copies_axis,
     in_order,
-    is_spread_over,
     master_of,
     note_sum,
     piece_of,
@@ -237,25 +236,3 @@ def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:
         return tensor
 
     return total
-
-
-def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
-    """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
-
-    If it `is_data`, those that have copies of them; and what routers count is of all of them.
-    """
-    if is_data:
-        share_counts(model, axis)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_meta or is_spread_over(tensor, axis):
-            continue  # its first value is yet to come, alike for all; or each rank has its own
-        from_first(tensor, copies_axis(tensor, axis) if is_data else axis)
-
-
-def from_first(tensor: Tensor, axis: Axis) -> None:
-    """Give `tensor` the values that it has on rank 0 of `axis`, in place."""
-    own = tensor.data.conj() if tensor.is_conj() else tensor.data  # as they lie in memory
-    for dim, stride in enumerate(own.stride()):
-        if stride == 0 and own.numel():  # expanded: one place in memory for all along `dim`
-            own = own.narrow(dim, 0, 1)
-    broadcast(own, axis, src=0, out=own)

@@ -74,7 +74,8 @@ from minipar.parallel.pieces import (
     piece_of,
     share_sum,
 )
-from minipar.parallel.strategy import Strategy, replicate
+from minipar.parallel.replicate import replicate
+from minipar.parallel.strategy import Strategy
 
 LARGE = 2**20
 """Bytes of a gradient from which a call of its own costs less than to copy it beside others."""

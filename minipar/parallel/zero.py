@@ -52,8 +52,9 @@ from minipar.comm.values import look, send_to_host
 from minipar.parallel import guard, hooks
 from minipar.parallel.optimizer_state import Members
 from minipar.parallel.pieces import master_of
+from minipar.parallel.replicate import replicate
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
-from minipar.parallel.strategy import Strategy, flags, replicate
+from minipar.parallel.strategy import Strategy, flags
 
 
 def apply(

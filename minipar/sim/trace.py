@@ -21,6 +21,7 @@ fused, but for norms. Loaders, checkpoints and what Python does between operatio
 import copy
 import gc
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -105,26 +106,31 @@ class Traces:
 
 
 # ---------------------------------------------------------------------- the rank that is played
+_turn = threading.RLock()
+"""Groups, and who observes their calls, belong to the process: its threads trace one by one."""
+
+
 @contextmanager
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
     """Be one rank of a group with all ranks of `plan`, of which no other exists.
 
-    Raises `ValueError` in a process that is a rank already.
+    Another thread that pretends is waited for. Raises `ValueError` in a process that is a rank.
     """
-    if dist.is_initialized():
-        raise ValueError(
-            "a trace plays a rank of a group that does not exist, and this process is a rank of "
-            "one that does; trace in a process of its own"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
+    with _turn:
+        if dist.is_initialized():
+            raise ValueError(
+                "a trace plays a rank of a group that does not exist, and this process is a rank "
+                "of one that does; trace in a process of its own"
+            )
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake", too
 
-    label, hook = Mesh.label, sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_ranks)
-    try:
-        yield Mesh(**plan.mesh_sizes())
-    finally:
-        dist.destroy_process_group()
-        Mesh.label, sys.excepthook = label, hook
+        label, hook = Mesh.label, sys.excepthook
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_ranks)
+        try:
+            yield Mesh(**plan.mesh_sizes())
+        finally:
+            dist.destroy_process_group()
+            Mesh.label, sys.excepthook = label, hook
 
 
 class Actor:

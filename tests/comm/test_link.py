@@ -797,7 +797,7 @@ def hang(what):
 def test_abort_frees_a_blocked_rank(ranks, what):
     """Gloo's own abort does nothing. A future that fails in Python only crashes DDP's backward."""
     _, took = ranks(2).run(hang, what)
-    assert 0.29 < took < 1.0
+    assert 0.29 < took < 10
 
 
 @pytest.mark.timed
@@ -908,7 +908,7 @@ def wrong_sizes(what):
 def test_messages_of_a_wrong_size_are_refused(ranks, what):
     """On gloo a message longer than its buffer ends the process."""
     (sender, took_0), (receiver, took_1) = ranks(2).run(wrong_sizes, what)
-    assert max(took_0, took_1) < 1.0
+    assert max(took_0, took_1) < 10
     if what == "splits":
         says = "rank 0 sends 8 bytes to rank 1, which expects 4 from it"
         assert sender == receiver == [says]

@@ -87,7 +87,7 @@ def test_output_without_end_of_line_and_several_streams(nb):
 
 def test_the_first_rank_is_seen_while_it_runs(nb):
     """Output that is held back until the end of the cell would fail."""
-    shown = nb.run("%%ranks\nimport time\nprint('now')\ntime.sleep(1)\nprint('later')")
+    shown = nb.run("%%ranks\nimport time\nprint('now')\ntime.sleep(2)\nprint('later')")
     assert shown.arrived[0] < shown.seconds - 0.7
 
 
@@ -355,7 +355,7 @@ def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
         "works[-1].wait()"
     )
     nb.run("ranks.use('1gbe')")
-    assert slow.error == "" and 4.5 < slow.seconds < 9  # twice 2.3 s; 3 s make sure
+    assert slow.error == "" and 4.5 < slow.seconds < 4.6 + usable()  # twice 2.3 s; 3 s make sure
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "os.abort()"])

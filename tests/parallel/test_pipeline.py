@@ -288,12 +288,17 @@ def _initial(schedule) -> dict:
     before = weights_of(model.state_dict())
     pipeline = runtime.apply(model, mesh.pp, schedule)
     own = weights_of(model.state_dict())
-    return {"before": before, "own": own, "full": pipeline.full_state_dict()}
+    full = pipeline.full_state_dict()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # as training goes on
+    return {"before": before, "own": own, "full": full}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_trap_02_stages_have_the_weights_of_the_model(ranks, name):
-    """Mutant: stages that initialise themselves with one seed: layers are equal."""
+    """Mutants: stages that initialise themselves with one seed, so layers are equal; a state that
+    training changes."""
     found = ranks(2).run(_initial, make(name, 2, 2))
     serial = found[0]["before"]
     for result in found:

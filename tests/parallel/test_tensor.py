@@ -23,7 +23,7 @@ from minipar.model.moe import MoEConfig
 from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.norm import clip_grad_norm
 from minipar.parallel.pipeline import split_backward
-from minipar.parallel.strategy import replicate
+from minipar.parallel.replicate import replicate
 from minipar.train.optim import make_optimizer
 from tests.parallel.layers import on_paper
 from tests.parity import models

@@ -23,7 +23,7 @@ from minipar.comm import autograd
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import loss_of
 from minipar.parallel import ddp, fsdp, tensor, zero
-from minipar.parallel.strategy import replicate
+from minipar.parallel.replicate import replicate
 from minipar.prove.job import Job
 from tests.parity import models
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import autograd
 from minipar.comm.mesh import Mesh
-from minipar.parallel.strategy import replicate
+from minipar.parallel.replicate import replicate
 from tests.prove import gallery
 from tests.prove.gallery import WIDTH, Column, Net, Row, megatron, plain, torch_ddp
 

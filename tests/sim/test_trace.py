@@ -4,7 +4,9 @@ import gc
 import itertools
 import math
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -335,6 +337,16 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(dp=2), seq_len=0)
     with pytest.raises(ValueError, match="nearest plan"):
         trace(CONFIG, Plan(tp=3), seq_len=32)
+
+
+def test_threads_of_a_process_trace_one_by_one():
+    """Mutant: they meet in a group that belongs to the process, and one of them is refused."""
+    plans = Plan(dp=2, zero=1), Plan(tp=2), Plan(dp=4)
+    with ThreadPoolExecutor(len(plans)) as threads:
+        found = list(threads.map(partial(trace, CONFIG, seq_len=32), plans))
+    for plan, beside in zip(plans, found, strict=True):
+        alone = trace(CONFIG, plan, seq_len=32)
+        assert list(beside.ranks[0].events()) == list(alone.ranks[0].events())
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -299,7 +299,9 @@ def test_what_crosses_steps_is_seen_where_it_ends(every):
     """
     model, under_way = nn.Linear(2, 2), []
     recorder = StepRecorder(model, 0, 7, every, crosses_steps=True)
+    took = []
     for number in range(7):
+        began = time.monotonic()
         with recorder.step(number):
             active, start = timeline.active(), time.monotonic()
             model(torch.ones(1, 2))
@@ -309,6 +311,7 @@ def test_what_crosses_steps_is_seen_where_it_ends(every):
             if active is not None:
                 active.comm("reduce_scatter", "dp", 10, start, time.monotonic())
                 under_way.append((active, time.monotonic()))
+        took.append(time.monotonic() - began)
     chosen = [n for n in range(7) if n % every == every // 2 and (n or every == 1)]
     assert sorted(recorder.recorded) == chosen
     for number, step in recorder.recorded.items():
@@ -316,7 +319,7 @@ def test_what_crosses_steps_is_seen_where_it_ends(every):
             continue
         gathered, reduced = step.select(name="all_gather"), step.select(name="reduce_scatter")
         assert len(gathered) == len(reduced) == 1
-        assert gathered.start < reduced.end and step.duration < 1
+        assert gathered.start < reduced.end and step.duration < took[number]
     assert recorder.typical(Mesh()).bytes_by_axis() == {"dp": 110}
     num_bytes, seconds, hidden = recorder.communication()
     crossing = len(chosen) - (every == 1)  # nothing came into the first step

@@ -25,6 +25,7 @@ Use::
     train_step(model, [data, pipeline], ...)
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -60,7 +61,8 @@ from minipar.parallel.pipeline.stages import (
     layers_of,
     part_of,
 )
-from minipar.parallel.strategy import Strategy, device_of, replicate
+from minipar.parallel.replicate import hand_out, replicate
+from minipar.parallel.strategy import Strategy, device_of
 
 
 def apply(
@@ -419,6 +421,7 @@ class Pipeline(Strategy):
         facts = {n: (t.shape, t.dtype) for n, t in tensors.items() if t is not None}
         known = all_gather_object(facts, self.axis)
         found: dict[str, Tensor | None] = {}
+        of_rank: dict[int, list[Tensor]] = defaultdict(list)
         for weight in self.weights:
             home = weight.ranks[0]
             name = next((name for name in weight.names if name in known[home]), None)
@@ -426,12 +429,14 @@ class Pipeline(Strategy):
                 found |= dict.fromkeys(weight.names)
                 continue
             if self.axis.rank == home:
-                value = tensors[name].detach().to(self.device)
+                value = tensors[name].detach().to(self.device, copy=True)
             else:
                 shape, dtype = known[home][name]
                 value = torch.empty(shape, dtype=dtype, device=self.device)
-            value = broadcast(value, self.axis, src=home)
+            of_rank[home].append(value)
             found |= dict.fromkeys(weight.names, value)
+        for home, values in of_rank.items():
+            hand_out(values, self.axis, src=home)
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
