@@ -54,7 +54,12 @@ def train(config: TrainConfig) -> None:
     try:
         with (
             Ranks(
-                config.num_ranks, backend=backend, timeout=config.timeout, sink=None, mend=False
+                config.num_ranks,
+                backend=backend,
+                timeout=config.timeout,
+                sink=None,
+                mend=False,
+                preload=(__name__,),  # with the trainer: once, and not in each rank
             ) as ranks,
             pass_on(ranks.pids),
         ):
