@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 from hypothesis import settings
 
 from minipar.comm import launch
@@ -61,8 +62,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=2))
 
 
+THREADS = torch.get_num_threads()
+
+
+def pytest_collection():
+    """A process in which several threads have computed can fork no other that does: see
+    side_by_side.py."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish():
     """Collectors shall not go through all that was imported, and all tests, again and again."""
+    torch.set_num_threads(THREADS)
     gc.freeze()
 
 

@@ -3,10 +3,11 @@
     python -m tests.side_by_side                     # everything, as `make test` does
     python -m tests.side_by_side -k ddp --maxfail 3  # arguments are those of pytest
 
-Each process is a whole pytest, which collects all tests and runs those files that no other has
-begun: one goes through them from the front, one from the back, one from the middle on, until they
-meet. Each notebook counts as a file of its own. They are in front: while the processes of a
-notebook sleep as long as an emulated device would take, the other tests have the cores.
+One pytest collects all tests, which takes half a minute, and then forks. Each process runs those
+files that no other has begun: one goes through them from the front, one from the back, one from the
+middle on, until they meet. Each notebook counts as a file of its own. They are in front: while the
+processes of a notebook sleep as long as an emulated device would take, the other tests have the
+cores.
 
 Tests marked `timed` hold what they measure against bounds of a quiet machine: the first process
 runs them at the end, when the others have left.
@@ -16,9 +17,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -27,28 +27,50 @@ import pytest
 
 from tests.elsewhere import PYTEST
 
-FOLDER, NUMBER = "MINIPAR_TESTS_FOLDER", "MINIPAR_TESTS_NUMBER"
-LEFT = "the others have left"
+FOLDER = "MINIPAR_TESTS_FOLDER"
+SAID = "said"  # and a number: what all but the first process say
 PROCESSES = 3
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = "tests/lab/test_exercises.py"
 
 
-# ---------------------------------------------------------------------- in each pytest: a plugin
+# ---------------------------------------------------------------------- in pytest: a plugin
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Instead of pytest's own loop: run the files that are still free."""
+    """Instead of pytest's own loop: be several, and run the files that are still free."""
     if session.config.option.collectonly or session.testsfailed:
         return None
-    folder, number = Path(os.environ[FOLDER]), int(os.environ[NUMBER])
+    folder = Path(os.environ[FOLDER])
     every = files([each for each in session.items if not is_timed(each)])
     orders = every, every[::-1], every[len(every) // 2 :] + every[: len(every) // 2]
+    number, others = fork(session.config, folder)
     free = (items for name, items in orders[number] if not taken(folder / name))
-    run(session, (item for items in free for item in items))
+    try:
+        run(session, (item for items in free for item in items))
+    finally:
+        failed = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in others]
     if number == 0:
-        while not (folder / LEFT).exists():
-            time.sleep(0.1)
         run(session, filter(is_timed, session.items))
+    session.testsfailed += any(failed)  # of which only the exit code of the first will tell
     return True
+
+
+def fork(config: pytest.Config, folder: Path) -> tuple[int, list[int]]:
+    """Return which of the processes this is, and in the first one the ids of the others."""
+    pids = []
+    sys.stdout.flush()
+    for number in range(1, PROCESSES):
+        pid = os.fork()
+        if pid == 0:
+            capturing = config.pluginmanager.getplugin("capturemanager")
+            capturing.stop_global_capturing()
+            with (folder / f"{SAID} {number}").open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            capturing.start_global_capturing()
+            capturing.suspend_global_capture()
+            return number, []
+        pids.append(pid)
+    return 0, pids
 
 
 def run(session: pytest.Session, items: Iterator[pytest.Item]) -> None:
@@ -99,34 +121,20 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="minipar-tests-") as folder:
         command = [*PYTEST, "-p", "tests.side_by_side", *arguments]
         command += ["-p", "no:cacheprovider"]
-        said = [Path(folder, f"said {number}") for number in range(1, PROCESSES)]
         # Hundreds of processes start here, and would each compile what they import.
         env = os.environ | {FOLDER: folder, "PYTHONDONTWRITEBYTECODE": ""}
-        with ExitStack() as stack:
-            outs = [None, *(stack.enter_context(path.open("wb")) for path in said)]
-            first, *others = (
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=env | {NUMBER: str(number)},
-                    stdout=out,
-                    stderr=out and subprocess.STDOUT,
-                )
-                for number, out in enumerate(outs)
-            )
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # after CUDA's own, no fork could use a GPU
+        first = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
-            for other in others:
-                other.wait()
-            Path(folder, LEFT).touch()
             first.wait()
         finally:  # Ctrl-C has reached all
-            failed = any([each.wait() for each in (first, *others)])
-            for path in said:
+            failed = first.wait()
+            for path in sorted(Path(folder).glob(f"{SAID} *")):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 print("\nBeside it:", text, sep="\n")
             for process in left_over(folder):
                 print(f"Still running, and it took time from what was timed: {process}")
-    return int(failed)
+    return int(bool(failed))
 
 
 def left_over(folder: str) -> list[psutil.Process]:

@@ -457,6 +457,7 @@ def test_what_ranks_say_of_a_broken_pipe_is_left_out(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_an_export_has_the_tokenizer_of_its_run(work, tmp_path, capfd):
     """Of the run, not of the path in its configuration; or of bytes. transformers reads both."""
     words = {"[UNK]": 0, "to": 1, "be": 2}

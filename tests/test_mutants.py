@@ -8,6 +8,7 @@ from tests import mutants
 from tests.mutants import BROKEN, KILLED, SURVIVED, Mutant
 
 
+@pytest.mark.slow
 def test_every_bug_can_still_be_put_in():
     """Each edit fits in one place, leaves Python behind, and names tests that there are."""
     every = mutants.read()

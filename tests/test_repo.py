@@ -176,6 +176,7 @@ def build(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_imports_run_downward_only(tmp_path):
     sources = {
         path.relative_to(ROOT / "minipar").as_posix(): path.read_text(encoding="utf-8")
@@ -329,6 +330,7 @@ def gpu_only_lines(source: str, allowed: Set[str] = frozenset()) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_trap_11_no_gpu_only_code_on_the_cpu_path():
     """picotron#36: `cuda.synchronize()` or a flash-attn import at the top breaks a laptop."""
     paths = sorted((ROOT / "minipar").rglob("*.py"))
@@ -576,6 +578,7 @@ def test_machine_paths_are_recognised():
     assert not MACHINE_PATH.search(b"https://site.org/work/paper and ../home/x and $DIR/work/x")
 
 
+@pytest.mark.slow
 def test_no_committed_file_names_a_path_of_a_machine():
     if not (ROOT / ".git").exists():
         pytest.skip("without git there is no list of committed files")

@@ -61,6 +61,26 @@ def test_what_is_timed_runs_once_when_all_else_is_done(tmp_path: Path, monkeypat
     assert ran[-5:] == ["a+", "a1", "a2", "a3", "a-"] and len(ran) == 20 == len({*ran})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_all_compute_with_threads_of_their_own(tmp_path: Path, monkeypatch):
+    """Mutant: some had computed when tests were collected; after the fork each process waits for
+    them in vain."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    text = (
+        "import torch\nx = torch.ones(10**6)\ntwice = (x + x).sum()\n"
+        "def test_it(): assert torch.get_num_threads() == 2 and (x + x).sum() == twice\n"
+    )
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+    hooks = "from tests.conftest import pytest_collection, pytest_collection_finish  # noqa: F401\n"
+    (tmp_path / "conftest.py").write_text(hooks, encoding="utf-8")
+    arguments = ["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
+    assert side_by_side.main(arguments) == 0
+
+
+@pytest.mark.slow
 def test_what_a_test_has_left_running_is_named(tmp_path: Path, monkeypatch, capfd):
     """It would take both cores from what is timed, and the test that did it is green."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

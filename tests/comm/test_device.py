@@ -56,6 +56,7 @@ def multiply(count):
     return device.now() - begun, time.monotonic() - start, recorded.spans, a
 
 
+@pytest.mark.slow
 def test_products_take_their_time_asleep(ranks):
     """Declared seconds in the timeline, slowed ones on the clock. Mutant: no sleep at the end."""
     with emulating(ranks, 2, Device(Sheet(), slowdown=3)) as pool:
@@ -117,6 +118,7 @@ def rounds_beside_products():
     return ends, recorded.hidden_fraction
 
 
+@pytest.mark.slow
 def test_rounds_in_a_thread_go_on_beside_products(ranks):
     """Two rings of 0.25 s, one after the other, beside 0.4 s of work: 0.5 s; then one alone.
 

@@ -426,6 +426,7 @@ def test_large_traces_take_time_in_proportion(tmp_path, what):
     assert len(t) == (3 * n if what == "all waits" else n) and t.notes == ()
 
 
+@pytest.mark.slow
 def test_a_gzip_that_unpacks_without_end_is_refused_in_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(spans, "LARGEST_TRACE", 4 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (256 << 20), compresslevel=1))
@@ -457,6 +458,7 @@ def test_one_value_without_end_is_refused(tmp_path, monkeypatch):
         spans.read_json(path)
 
 
+@pytest.mark.slow
 def test_most_of_a_trace_is_never_held(tmp_path):
     """Shapes, stacks and flow events are most of a file. Catches keeping what nobody reads; the
     control is the same trace without them.
@@ -812,6 +814,7 @@ def check_stranger(tmp_path, given_file, picture=None):
 lenient = dict(deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, **lenient)
 @given(handed_over())
 def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_factory, given_file):

@@ -142,6 +142,7 @@ def test_one_collective_is_cut_where_computing_ends():
     assert (bars[draw.AXIS["pp"]], bars[draw.EXPOSED]) == (10, 30)
 
 
+@pytest.mark.slow
 def test_the_finding_the_label_and_only_what_occurs():
     words = texts(draw.before_after({"After backward": step(False), "Overlapped": step(True)}))
     assert "190 ms a step, nothing hidden" in words
@@ -201,6 +202,7 @@ def test_names_stand_where_they_fit():
     assert not [w for w in texts(draw.timeline(crowd)) if w.isdigit()]
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_kernels_are_drawn_as_what_can_be_seen():
     """Catches a drawing of every kernel by itself, and a merging that loses their time."""
     kernels = [Span("forward", "gemm", 0, i * 1e-5, i * 1e-5 + 0.95e-5) for i in range(50_000)]
@@ -506,6 +508,7 @@ def test_no_global_state_is_touched():
     assert out.stdout.strip() in ("[]", "['IPython']"), out.stderr
 
 
+@pytest.mark.slow
 def test_objects_draw_themselves_in_ipython():
     """A real IPython shell: a Timeline becomes a PNG, an empty one falls back to its text."""
     from IPython.core.interactiveshell import InteractiveShell
@@ -533,6 +536,7 @@ def test_objects_draw_themselves_in_ipython():
         InteractiveShell.clear_instance()
 
 
+@pytest.mark.slow
 def test_a_saved_timeline_draws_the_same(tmp_path):
     t = step(True)
     again = Timeline.load(t.save(tmp_path / "t.json"))

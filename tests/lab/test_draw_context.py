@@ -73,6 +73,7 @@ def test_plain_waits_and_zigzag_does_not():
     assert {"plain", "zigzag"} <= set(said)
 
 
+@pytest.mark.slow
 def test_pictures_fit_the_paper():
     drawn = [mask(6, "plain", title="a", note="b"), orders(4, title="c"), steps({"d": [[1.0]]})]
     for figure in drawn:

@@ -58,6 +58,7 @@ def test_copies_that_are_alike_need_nothing():
     assert fills(figure).count(GRID) == 1 and "the same on all" in texts(figure)
 
 
+@pytest.mark.slow
 def test_the_piece_is_as_large_a_part_of_the_picture_as_of_the_matrix():
     """Mutants: rows and columns exchanged; the piece at the bottom."""
     figure = explanation(explained("dp=2,tp=4"))
@@ -103,6 +104,7 @@ def test_the_axis_that_leaves_a_node_is_loud(sizes, out):
     assert texts(figure).count("leaves the node") == 1
 
 
+@pytest.mark.slow
 def test_pictures_are_small_and_what_cannot_be_drawn_is_refused():
     assert len(draw.png(explanation(THREE, title="a", note="b"))) < 100_000
     with pytest.raises(ValueError, match="has 4 ranks, and 2 nodes of 4 have 8"):

@@ -48,6 +48,7 @@ def test_a_pending_sum_is_a_sheet_of_full_size_per_rank():
     assert draw.pen.in_words(formula([Y], title="a sum")) == "a sum"
 
 
+@pytest.mark.slow
 def test_what_all_have_alike_is_grey_and_everything_fits_the_paper():
     figure = formula([X, "·", A, "=", H, "·", B, "=", Y], size=4, title="a", note="b")
     assert [patch[0] for patch in patches(figure)].count(SAME) == 1

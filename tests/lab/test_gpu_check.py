@@ -130,6 +130,7 @@ def test_what_is_no_number_is_not_equal():
     assert [row["ok"] for row in rows[1:]] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_simulator_knows_what_was_measured_on_a_gpu(monkeypatch):
     """Its steps, simulated again: by what was calibrated there, and by the data sheet. Mutants:
     norms spelled out in operations; products at the rate of a data sheet's peak."""

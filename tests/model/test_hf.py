@@ -595,6 +595,7 @@ def hand_over(folder, valid, data) -> None:
 lenient = dict(deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, **lenient)
 @given(data=st.data())
 def test_whatever_a_stranger_hands_over_loads_or_is_refused_by_name(valid, tmp_path, data):

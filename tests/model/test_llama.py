@@ -230,6 +230,7 @@ def test_built_on_meta_then_materialised_is_the_same_model():
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_meta_and_fake_models_run_without_memory():
     tokens = dict(size=(1, 16), fill_value=0, dtype=torch.long)
     with torch.device("meta"):

@@ -629,6 +629,7 @@ def test_routing_is_what_a_function_in_the_place_of_core_gets():
     assert routing.experts.shape == routing.weights.shape == (40, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
     """Apart and fused; catches a matrix of another expert, gate for up, a converter that drops."""

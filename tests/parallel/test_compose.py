@@ -56,6 +56,7 @@ def test_meshes_are_all_there_are():
 
 
 # ---------------------------------------------------------------------- what cannot be
+@pytest.mark.slow
 @on_ranks(4)
 def test_threads_and_nccl_do_not_go_together():
     """Ranks would launch collectives in two orders. Mutant: a hang, on GPUs alone."""
@@ -260,6 +261,7 @@ def test_a_tied_table_that_is_two_units_is_reduced_twice():
             assert row.sent["dp"] == count * math.prod(row.shape) * 4 // 2, (text, config)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_large_model_is_counted_without_allocating_it():
     """Llama 3 8B in fp32, 16 bytes per parameter; mutants: tied or replicated weights lost."""
     config = PRESETS["llama-3-8b"]

@@ -187,6 +187,7 @@ def _nothing_is_lost(names, size):
                 before = sum(residues)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sent_plus_residue_is_the_truth(ranks, size):

@@ -738,6 +738,7 @@ SLOW_CALLS = link.Link("slow calls", 0.03, 1e9)  # 60 ms each, as an all-reduce 
 SLOW_BYTES = link.Link("slow bytes", 0.0, SlowLayer.NUM_BYTES / 0.018)
 
 
+@pytest.mark.slow
 def test_buckets_tune_themselves_to_the_link(ranks):
     """Few where a call takes long, many where a byte does; the slowest rank's times count.
 

@@ -263,6 +263,7 @@ def test_at_most_two_blocks_are_gathered_at_a_time(ranks, prefetch, frozen):
     assert ranks(2).run(_most_gathered, prefetch, frozen) == [1 + prefetch] * 2
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_peak_memory_is_that_of_the_formula():
     """Within 3 %, in the least of five steps: gloo's threads may let go of what arrived late.

@@ -128,6 +128,7 @@ def _synchronous() -> int:
     return sum(s.num_bytes for s in recorded if s.name == "all_reduce")
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", BYTES)
 def test_traffic_on_512_ranks_without_values(method):

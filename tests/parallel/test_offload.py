@@ -282,6 +282,7 @@ def _weights_loaded_into_shards() -> bool:
         return torch.equal(model(TOKENS), other(TOKENS))
 
 
+@pytest.mark.slow
 def test_weights_loaded_into_shards_on_the_host_are_used(ranks):
     assert ranks(2).run(_weights_loaded_into_shards) == [True, True]
 

@@ -153,6 +153,7 @@ def test_modes_of_the_caller_hold_for_both():
     assert len(set(seen)) == 2 and x.grad is not None
 
 
+@pytest.mark.slow
 def test_lowered_pairs_stay_pairs_and_send_after_both():
     """For every number of microbatches that gives each rank one; two that block cannot, either."""
     for name in PAIRED:

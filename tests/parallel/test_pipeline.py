@@ -569,6 +569,7 @@ def _met(schedule: Schedule) -> list[tuple]:
     return [call for call in called if call[0] != "broadcast"]  # of the weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v"])
 def test_over_nccl_pairs_meet_before_the_first_message(ranks, name):
     """In one order: a rank that waits in a pair is waited for by nobody before it. Mutants: some

@@ -152,6 +152,7 @@ def _resumed(size: int, mode: str, state: dict[str, Tensor]):
         return strategy.full_state_dict(), model(batch()[0]), model.lm_head.weight.data_ptr()
 
 
+@pytest.mark.slow
 def test_a_full_state_dict_fits_any_number_of_ranks(ranks):
     source = models.llama(7).double()
     state, logits = source.state_dict(), source(batch()[0]).detach()

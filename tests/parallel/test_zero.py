@@ -65,6 +65,7 @@ def moved(model: nn.Module, before: list[Tensor]) -> bool:
     return all(not torch.equal(p, old) for p, old in pairs)
 
 
+@pytest.mark.slow
 @on_ranks(4, "link")
 def test_the_first_version_trains_as_the_last():
     """And has no race. Mutant: what ranks have used is never waited for."""

@@ -189,6 +189,7 @@ def test_all_legal_plans_equal_one_device(ranks, num_ranks, chunk, capsys):
             print("", *table, sep="\n", end="", flush=True)
 
 
+@pytest.mark.slow
 def test_the_sample_has_all_that_there_is():
     """Mutants: a rule that refuses too much; a sample without a schedule, or a mesh."""
     seen = set().union(*(found.pairs() for found in sampled()))
@@ -464,6 +465,7 @@ def finished_one_by_one(first: str) -> dict:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_sums_over_two_axes_may_be_finished_in_any_order(ranks):
     """Mutant: what one strategy has summed over its axis is shared when another finishes."""
     for one, other in zip(

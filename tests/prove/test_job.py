@@ -14,6 +14,7 @@ SECTION = README.read_text(encoding="utf-8").split("## Is your own training righ
 FILE, PAGE = (re.findall(f"```{head}(.*?)```", SECTION, re.S)[0] for head in ("python\n", "\n[$]"))
 
 
+@pytest.mark.slow
 def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
     """Word for word, and right with one more line."""
     monkeypatch.chdir(tmp_path)
@@ -79,6 +80,7 @@ def test_a_file_of_bytes_that_are_no_text_is_told_without_a_line(ranks, tmp_path
         prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
     file = tmp_path / "mine.py"
     loop = "        for p in model.parameters():"  # that of after_backward

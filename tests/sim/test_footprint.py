@@ -124,6 +124,7 @@ def test_memory_of_minipar_is_that_of_its_traced_code(plan, microbatch):
     assert held(one) == pytest.approx(peak, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "microbatch"), [("", 4), ("dp=8", 4), ("checkpointing=full", 2), ("microbatches=2", 4)]
 )

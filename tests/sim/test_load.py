@@ -30,6 +30,7 @@ def rows(step):
     return found[0].num_bytes, found[0].arriving
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "factor"),
     [("ep=4", 2.0), ("ep=4,dispatch=halves", 2.0), ("dp=2,ep=2,tp=2,expert_tensor_parallel", 1.5)],
@@ -48,6 +49,7 @@ def test_the_busiest_rank_is_traced(plan, factor):
     assert held[0] < held[1]
 
 
+@pytest.mark.slow
 def test_all_wait_for_what_arrives_at_the_busiest_rank():
     """Of a slow network: both trips take twice as long. Mutant: what that rank sends alone, which
     is less there, as it keeps more."""
@@ -81,6 +83,7 @@ def test_the_closed_form_takes_the_load_of_the_busiest_rank():
         assert parts(base, plan) == parts(uneven, plan)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_experts_are_refused_with_a_load_as_without():
     """8 experts on 16 ranks of ep and tp. Mutant: they are priced first, and a rank has no expert;
     so no plan is found, nor a change with which one fits."""

@@ -61,6 +61,7 @@ def test_never_slower_than_the_rule_of_thumb(found):
     assert found.best().step <= thumb.step
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("better", ["nic=800", "nvlink=900", "memory=141", "gpus=16"])
 def test_a_better_machine_is_never_slower(found, better):
@@ -69,6 +70,7 @@ def test_a_better_machine_is_never_slower(found, better):
     assert steps[1] <= steps[0] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_words_say_why(found):
     text, plans = planner.answer(replace(EIGHT, gpus=16, global_batch=16))
     for words in (
@@ -315,6 +317,7 @@ def test_one_plan_is_explained_and_json_is_the_same(capsys):
     assert "does not fit" in planner.answer(replace(config, explain="dp=8"))[0]
 
 
+@pytest.mark.slow
 def test_a_line_of_the_table_can_be_explained():
     """Mutant: its microbatch is no word of a plan, or of any batch."""
     config = replace(EIGHT, model="llama-3.2-1b", seq=2048, top=1)
@@ -330,6 +333,7 @@ def test_what_nearly_fits_is_told_from_what_there_is():
     assert planner.of_room(66.3e9, 66.3e9) == "all of 66 GB"
 
 
+@pytest.mark.slow
 def test_what_a_search_leaves_as_it_is_is_said():
     """Mutant: every legal plan, as if all words of one were varied."""
     for text in planner.answer(replace(EIGHT, model="tiny", seq=64))[0], planner.NOT_VARIED:
@@ -337,6 +341,7 @@ def test_what_a_search_leaves_as_it_is_is_said():
             assert word in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_json_says_why_others_lost():
     """As the words do. Mutant: the best plans alone."""
     config = replace(EIGHT, model="llama-3.2-1b", seq=2048)
@@ -441,6 +446,7 @@ def test_bad_input_is_one_line(capfd, words, message):
     assert code == 2 and message in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "category"),
     [
@@ -474,6 +480,7 @@ DEEPSEEK = LlamaConfig(
 """DeepSeek-V3 without its three first layers, whose attention is about as large."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fix", [{}, {"ep": 32, "zero": 3, "checkpointing": "full"}])
 def test_deepseek_v3_beyond_276_gib_does_not_fit(fix):
     """torchtitan pull request 4016: more than devices of 288 GB have.

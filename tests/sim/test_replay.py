@@ -133,6 +133,7 @@ def test_who_waits_goes_on_when_the_call_has_ended():
     assert step.waited["tp"] == pytest.approx(calls, rel=0.01)
 
 
+@pytest.mark.slow
 def test_routers_do_not_wait_for_weights_that_are_fetched_ahead():
     """What each layer counts is few bytes, over the ranks whose weights are on their way.
 
@@ -166,6 +167,7 @@ def test_all_wait_for_a_slow_rank():
         assert uneven.idle > even.idle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [Round(), Lanes()])
 def test_an_exchange_waits_for_neighbours_alone(machine):
     """Of a ring of four, the one opposite the slow rank goes on at once. Mutant: all wait."""

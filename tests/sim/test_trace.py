@@ -116,6 +116,7 @@ def test_experts_cost_the_same_flops_grouped_as_one_by_one():
     assert not any(e.op == "_grouped_mm" for e in loop.events() if type(e) is Compute)
 
 
+@pytest.mark.slow
 def test_a_norm_is_one_operation_on_a_gpu_and_spelled_out_on_a_processor():
     """Mutants: spelled out, with float32 kept, on both; fused on both."""
     plan = Plan.parse("dp=2,precision=bf16")
@@ -339,6 +340,7 @@ def test_bad_sizes_are_refused():
         trace(CONFIG, Plan(tp=3), seq_len=32)
 
 
+@pytest.mark.slow
 def test_threads_of_a_process_trace_one_by_one():
     """Mutant: they meet in a group that belongs to the process, and one of them is refused."""
     plans = Plan(dp=2, zero=1), Plan(tp=2), Plan(dp=4)
@@ -368,6 +370,7 @@ def test_the_collector_looks_at_what_is_new_and_is_left_as_it_was(enabled):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_experts_that_are_all_here_are_traced_with_as_many_rows_each():
     """Mutant: counts read where there are none, as of experts in float32 without an axis."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 32))
@@ -388,6 +391,7 @@ def test_zero_2_learns_in_which_order_stages_have_their_last_backward(schedule):
         assert len(sums) >= 2 * plan.microbatches
 
 
+@pytest.mark.slow
 def test_a_view_is_free():
     """That of a product's rows, which autograd takes for no view, too. Mutant: it moves bytes."""
     names = {e.op for e in trace(CONFIG, Plan.parse("tp=2"), seq_len=32).ranks[0].events()
@@ -395,6 +399,7 @@ def test_a_view_is_free():
     assert "mm" in names and not {"view", "_unsafe_view", "transpose"} & names
 
 
+@pytest.mark.slow
 def test_a_pipeline_sends_what_blocks_compute_in():
     """Of shards in float32 that are gathered in bf16, as of weights in bf16. Mutant: float32."""
     sent = [

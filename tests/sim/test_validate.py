@@ -45,6 +45,7 @@ def test_step_times_are_as_near_as_stated(runs, source, median, beaten):
     assert (found.mean() < flat.mean() / 2) == beaten and found.mean() < flat.mean()
 
 
+@pytest.mark.slow
 def test_nothing_was_fitted_to_the_runs_that_are_held_out(runs):
     """The sources that `software.toml` names are those of the split `tune`."""
     held_out = {run.source for run in runs if run.split != "tune"}
@@ -79,6 +80,7 @@ def test_choices_are_never_below_the_rule_of_thumb(runs):
         assert len(found) == cells and ours >= 0.95 and ours >= thumb and rank > 0.9
 
 
+@pytest.mark.slow
 def test_the_fit_finds_the_numbers_that_made_the_times(runs):
     made = {"host": 2e-3, "passes": 2.5, "attention": 1.5}
     some = [run for run in runs if run.source == "ultrascale_nanotron_h100"][::6]
@@ -169,6 +171,7 @@ def test_software_is_that_of_the_device_and_the_type(
         assert _one(tmp_path, "framework", framework, old).job.software.name == "megatron"
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_the_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predicted, "OUT", str(tmp_path / "predicted.png"))
     predicted.main([str(DATA / "measured_public_check.csv")])
@@ -226,6 +229,7 @@ def test_a_type_may_have_torchs_name(tmp_path, capsys, dtype, name):
 FLAGS = ("gated", "tied", "sp", "flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "how"),
     [

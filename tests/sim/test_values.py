@@ -403,6 +403,7 @@ def looks_of(source: str) -> Iterator[tuple[str, str]]:
     yield from visit(ast.parse(source), "")
 
 
+@pytest.mark.slow
 def test_no_file_looks_at_a_value_but_by_look():
     """Mutant: a `.tolist()` of what a rank has gathered."""
     root, found = Path(minipar.__file__).parent, {}

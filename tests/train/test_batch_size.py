@@ -62,6 +62,7 @@ def test_microbatches_never_become_larger(first, batch_size, microbatches, num_r
 # ---------------------------------------------------------------------- the estimate
 
 
+@pytest.mark.slow
 def test_the_estimate_has_no_bias_with_uneven_shares():
     """Gradients of known mean and covariance. Mutant: ranks that count alike, here beside it."""
     torch.manual_seed(0)
@@ -233,6 +234,7 @@ deals = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(deals=deals, num_samples=st.integers(1, 30), stop=st.integers(0, 11))
 @settings(deadline=None, max_examples=60)
 def test_each_sample_once_under_changing_batches_and_shares(deals, num_samples, stop):

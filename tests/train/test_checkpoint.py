@@ -387,6 +387,7 @@ def test_the_check_sees_every_chunk_of_a_file(saved, monkeypatch, position):
         load(saved)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_manifest_never_loads_something_else(tmp_path):
     model = Llama(SHAPE)
     save(tmp_path, 4, model.state_dict(), {"step": 4})
@@ -566,6 +567,7 @@ def strangers_file(a_run, name: str, data) -> None:
     assert not (run.parent / "x").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())

@@ -73,6 +73,7 @@ def test_a_text_is_encoded_whole_and_always_alike(tmp_path):
     assert load_tokenizer(tmp_path).encode("ab" * 30) == [2] * 30
 
 
+@pytest.mark.slow
 @given(st.text())
 @settings(deadline=None)
 def test_bytes_as_a_file_are_the_same_bytes(tmp_path_factory, text):
@@ -122,6 +123,7 @@ def test_bad_tokenizers(tmp_path):
 # ---------------------------------------------------------------------------------------- corpus
 
 
+@pytest.mark.slow
 def test_stdlib_is_real_text_without_tests():
     corpus = load_corpus("stdlib", BYTES, limit_bytes=3_000_000)
     assert corpus.num_files > 50

@@ -14,6 +14,7 @@ from minipar.train.data import IGNORE, Batches, Sequences, epoch_order, share
 # --------------------------------------------------------------------------------------- samples
 
 
+@pytest.mark.slow
 @given(num_tokens=st.integers(2, 60), data=st.data())
 def test_each_token_is_a_target_once_and_follows_its_input(num_tokens, data):
     seq_len = data.draw(st.integers(1, num_tokens - 1))
@@ -112,6 +113,7 @@ def test_each_sample_once_per_epoch_on_any_number_of_ranks(layout, num_ranks):
     assert len(steps) == len(Batches(sequences_of(layout["num_samples"]), layout["batch_size"]))
 
 
+@pytest.mark.slow
 @given(layout=layouts, ranks=st.tuples(*[st.integers(1, 8)] * 2), data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_resume_anywhere_on_any_number_of_ranks(layout, ranks, data):

@@ -397,6 +397,7 @@ def _fp16_steps(init_scale: float, microbatches: int):
     return weights, moved, how.scaler.num_skipped.item(), norms
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_an_overflow_on_one_rank_of_ddp_is_skipped_by_all(ranks, microbatches):
@@ -733,6 +734,7 @@ def test_a_run_in_bf16_resumes_exactly_from_its_masters(run, ranks, changes):
         assert not torch.equal(weight, weight.bfloat16().float()), name
 
 
+@pytest.mark.slow
 def test_an_overflow_that_no_scale_can_cure_ends_the_run(run, monkeypatch):
     monkeypatch.setattr(trainer, "Precision", lambda *a: Precision(*a, LossScaler(4.0)))
     monkeypatch.setattr(

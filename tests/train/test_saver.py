@@ -68,6 +68,7 @@ def save_together(folder: Path, step: int, scale: int = 1, **options) -> None:
     Saver(folder, world(), **options).save(step, *some(step, scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_rank_writes_a_share_and_one_process_reads_all(ranks, tmp_path, size):
     """Mutants: rank 0 writes everything; a tensor is written twice; the manifest lacks a rank."""
@@ -125,6 +126,7 @@ def save_with_little_room(folder: Path, step: int, victim: int, num_bytes: int, 
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_rank_that_cannot_write_tells_all(ranks, tmp_path, in_background):
     """At any byte of any file. Mutants: the others go on, or wait; a part stays behind."""
@@ -172,6 +174,7 @@ def assert_are_parts(folder: Path) -> None:
     assert lazy["w"](columns).tolist() == [1, 2, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_parts_of_all_ranks_are_one_tensor(ranks, tmp_path, in_background):
     """Mutants: put together in the order of the files; the first of them taken for the whole."""

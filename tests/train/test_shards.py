@@ -195,6 +195,7 @@ def numel_of(folder: Path, rank: int) -> int:
 
 
 # ---------------------------------------------------------------------- boxes
+@pytest.mark.slow
 @given(st.data())
 def test_the_boxes_of_a_region_are_where_they_say(data):
     """Of any slice in blocks, and any range of it. Mutant: a row begun is taken for a whole one."""

@@ -203,6 +203,7 @@ def test_what_was_kept_back_goes_on_with_the_same_mesh_alone(run, capfd):
     assert norm != pytest.approx(lines_of(whole, "grad_norm")[3][0], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis, preset, alike, other",
     [
@@ -226,6 +227,7 @@ def test_what_was_kept_back_goes_on_with_the_same_parts_alone(
     assert says in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_kept_back_is_dropped_where_nothing_would_add_it(run, capfd):
     """By a compressor that keeps nothing back, and once. Mutant: each checkpoint has it again."""
     start = run(2, "top-k", compress="top-k", steps=1) / "checkpoints/step_000001"
@@ -285,6 +287,7 @@ def test_bytes_that_end_in_the_next_step_are_reported(run):
     assert 4 * NUM_BYTES <= sent <= 4 * 1.6 * NUM_BYTES
 
 
+@pytest.mark.slow
 def test_recorded_steps_stand_for_all(run):
     """Mutant: the bytes of the recorded steps for those of all."""
     sent = report_of(run(2, "half", record_every=2, steps=4))["sent_bytes"]
@@ -458,6 +461,7 @@ def trained_with_an_infinite_gradient(config: TrainConfig, folder: str, stop_aft
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, save_every, stop_after, rank",
     [("local sgd", 2, 3, 1), ("diloco", 2, 3, 1), ("delayed gradients", 3, 0, 0)],

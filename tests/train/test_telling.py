@@ -95,6 +95,7 @@ def told(folder) -> list[dict]:
 
 
 # ---------------------------------------------------------------------- the order of things
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
 def test_a_step_is_told_when_the_next_one_has_been_launched(run, request, preset):
     """All lines as without a GPU, each once. Mutants: each step waited for; the last one lost."""
@@ -139,6 +140,7 @@ def test_seconds_of_a_slow_host_are_in_the_steps(run, gpu, monkeypatch):
 
 
 # ---------------------------------------------------------------------- every way to end
+@pytest.mark.slow
 def test_a_stop_tells_and_saves_its_own_step(run, gpu):
     """And goes on to the same numbers. Mutant: the run is saved before its last step is told."""
     whole = run(1, "whole")

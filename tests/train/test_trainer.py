@@ -183,6 +183,7 @@ def test_a_compressed_run_resumes_to_the_bit(run, capfd):
     assert "nothing kept back: the checkpoint is of no compression" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
     run, tmp_path, monkeypatch
 ):
@@ -209,6 +210,7 @@ def test_validation_takes_no_more_memory_than_training_and_costs_no_checkpoint(
     assert lines_of(tmp_path / "fails", "step") == [(1,), (2,)]
 
 
+@pytest.mark.slow
 def test_another_text_of_validation_is_told(run, text, tmp_path, capfd):
     """It is the end of the file. Mutant: the text of training has a fingerprint alone."""
     other = tmp_path / "other.txt"
@@ -221,6 +223,7 @@ def test_another_text_of_validation_is_told(run, text, tmp_path, capfd):
     assert f"the validation text of {other} {says}" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_of_another_way_of_the_run_are_told(run, capfd):
     """It went back, and then back to where it had been. Mutant: metrics are cut by the step alone,
     and nobody knows that some are of another run."""
@@ -234,6 +237,7 @@ def test_steps_of_another_way_of_the_run_are_told(run, capfd):
     assert says in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_resumed_run_has_the_weight_decay_of_its_flags(run, zero):
@@ -245,6 +249,7 @@ def test_a_resumed_run_has_the_weight_decay_of_its_flags(run, zero):
     assert {group["weight_decay"] for group in groups} == {0.0, 0.7}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_only_reports(run):
     folder = run(1, "one")
     before = lines_of(folder, "step", "loss", "seconds")
@@ -263,6 +268,7 @@ def test_a_run_that_is_done_only_reports(run):
     assert again["first_loss"] is again["step_seconds"] is None and again["steps"] == 6
 
 
+@pytest.mark.slow
 def test_another_text_seed_or_model_is_refused(run, ranks, text, tmp_path):
     folder = run(1, "one", steps=2)
     start = folder / "checkpoints/step_000002"
@@ -298,6 +304,7 @@ def test_a_run_whose_folder_is_removed_ends_with_its_next_save(text, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_is_taken_up_there_if_it_was_killed_at_once(run, monkeypatch):
     """Mutant: before its first save, its newest checkpoint is the one that it went back from."""
     folder = run(1, "one", steps=2, save_every=1)
@@ -325,6 +332,7 @@ def test_learns(run):
     assert (report["first_loss"], report["last_loss"]) == (losses[0], losses[-1])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(ranks, run, tmp_path):
     with pytest.raises(RankError) as caught:
         run(2, "wild", lr=1e9, save_every=1, dtype="float32")
@@ -340,6 +348,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(ranks, run, tmp_path):
     assert all(weight.isfinite().all() for weight in checkpoint.load(newest)[0].values())
 
 
+@pytest.mark.slow
 def test_a_first_step_that_is_not_finite_speaks_of_the_checkpoint(run, monkeypatch):
     """A lower learning rate alone would not help. Mutant: it is all that is said."""
     start, usual = run(1, "one", steps=2) / "checkpoints/step_000002", trainer.train_step
@@ -356,6 +365,7 @@ def test_a_first_step_that_is_not_finite_speaks_of_the_checkpoint(run, monkeypat
         run(1, "new")
 
 
+@pytest.mark.slow
 def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU, which is then used")
@@ -366,6 +376,7 @@ def test_trap_11_the_cpu_path_never_touches_cuda(run, monkeypatch):
 
 
 # ---------------------------------------------------------------------- what a run leaves
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("version", ["overlapped", "naive"])
 def test_files_are_written_and_agree(ranks, run, version):
@@ -419,6 +430,7 @@ def test_at_least_one_step_is_recorded(first, last, every):
     assert recorder.typical(Mesh()).spans
 
 
+@pytest.mark.slow
 def test_speed_and_memory_are_in_every_line(run):
     """And the share of the peak follows from them. Mutants: seconds of the save counted as the
     step's; the share of one rank's peak."""
@@ -478,6 +490,7 @@ def test_the_seconds_of_a_step_are_without_its_recording(text, tmp_path, monkeyp
     assert [line["seconds"] for line in read(tmp_path / "metrics.jsonl")] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_step_begin_where_the_last_one_ended(text, tmp_path, monkeypatch):
     """Mutants: what is told, and agreed on, between two steps takes no time; validation does."""
     torch.set_num_threads(1)
@@ -544,6 +557,7 @@ def train_with_little_room(config: TrainConfig, folder: str, victim: int) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_fails_in_the_background_stops_all_ranks(ranks, text, tmp_path):
     """At a later step, or at the end. Mutants: only the rank that failed raises; nobody does."""
     config = replace(
@@ -566,6 +580,7 @@ def test_tensorboard_gets_tokens_per_expert_by_layer_and_number():
     assert dict(metrics._numbers(line)) == shown | {"tokens_per_expert/layers.0.mlp/1": 7}
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_numbers_of_every_line(run, monkeypatch, tmp_path):
     """By the writer that torch has; here is another in its place, as the package may be missing."""
     board: list = []
@@ -603,6 +618,7 @@ def test_tensorboard_gets_the_numbers_of_every_line(run, monkeypatch, tmp_path):
         replace(PLAIN, data="stdlib", tensorboard=True).check()
 
 
+@pytest.mark.slow
 def test_a_long_end_says_what_it_does(run, monkeypatch, capsys):
     """And the sample is the same, however often it speaks."""
     silent = run(1, "silent", steps=1, sample_tokens=20)
@@ -632,6 +648,7 @@ def count_barriers(config: TrainConfig, folder: str) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_sample_keeps_no_rank_waiting_and_draws_no_weights(ranks, text, tmp_path, monkeypatch):
     """Mutants: the others wait for all of it; a model of random weights to write them over."""
     config = replace(PLAIN, data=str(text), steps=1, sample_tokens=20)
@@ -654,6 +671,7 @@ def test_a_sample_keeps_no_rank_waiting_and_draws_no_weights(ranks, text, tmp_pa
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("mesh", "more"),
@@ -668,6 +686,7 @@ def test_a_model_in_parts_writes_what_a_whole_one_does(run, mesh, more):
     assert ours == theirs and len(ours) > 19
 
 
+@pytest.mark.slow
 def test_a_model_in_parts_that_sees_parts_of_a_text_has_a_word_in_place_of_its_sample(run):
     """Mutant: every rank gathers the whole model at the end, which none could hold."""
     folder = run(2, "parts", mesh="cp=2", zero=3, steps=1, sample_tokens=9)
@@ -699,6 +718,7 @@ def test_what_a_run_remembers_does_not_grow(run, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_the_slots_of_experts_are_those_of_the_whole_model_and_batch(run):
     """Mutants: a stage tells of its own layers; a rank of its own sequences."""
     same = dict(preset="tiny-moe", steps=1, microbatches=2)
@@ -713,6 +733,7 @@ def test_the_slots_of_experts_are_those_of_the_whole_model_and_batch(run):
         assert lines_of(folder, "expert_load", "dropped_slots", "tokens_per_expert") == whole, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2"])
 def test_experts_in_parts_train_go_on_and_count_as_one_rank_does(run, mesh):
@@ -730,6 +751,7 @@ def test_experts_in_parts_train_go_on_and_count_as_one_rank_does(run, mesh):
     assert torch.equal(ours, theirs) and ours.any()
 
 
+@pytest.mark.slow
 def test_a_capacity_is_for_training_and_not_for_what_is_validated_or_written(run, monkeypatch):
     """Mutant: the text is written by experts that drop tokens, more of them the longer it is."""
     where, admit = [], MoE.admit
