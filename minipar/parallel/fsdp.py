@@ -63,7 +63,7 @@ from minipar.parallel import absent, guard
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
 from minipar.parallel.optimizer_state import Members
-from minipar.parallel.replicate import hand_out
+from minipar.parallel.replicate import broadcast_all
 from minipar.parallel.strategy import Strategy, flags, share_counts
 
 
@@ -382,7 +382,7 @@ def _replicate_buffers(model: nn.Module, options: Options) -> None:
             else:
                 given.append(buffer)
     for axis in options.axes:
-        hand_out(given, axis)
+        broadcast_all(given, axis)
 
 
 def _may_keep(module: nn.Module) -> bool:

@@ -107,7 +107,7 @@ class Traces:
 
 # ---------------------------------------------------------------------- the rank that is played
 _turn = threading.RLock()
-"""Groups, and who observes their calls, belong to the process: its threads trace one by one."""
+"""Groups, observers of calls and the load of experts belong to the process: one thread traces."""
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def trace(
             own = {"pp": places[0], "cp": c, "ep": load.busiest(experts, plan.ep)[0]}
             rank = rank_at({a: own.get(a, 0) for a in sizes}, sizes)
             norms = nullcontext() if on_cpu else operations.fused_norms()
-            with load.assumed(experts), pretend(plan, rank) as mesh, norms:
+            with pretend(plan, rank) as mesh, load.assumed(experts), norms:
                 actor = Actor(config, plan, mesh, sequences, seq_len)
                 actor.model.loss_chunk = loss_chunk
                 found[c] |= _record(actor, places, Tracer(is_uneven))

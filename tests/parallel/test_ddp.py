@@ -23,7 +23,7 @@ from minipar.comm.mesh import Mesh
 from minipar.comm.spans import wire_bytes
 from minipar.parallel import ddp
 from minipar.parallel.plan import Plan
-from minipar.parallel.replicate import TOGETHER, hand_out
+from minipar.parallel.replicate import TOGETHER, broadcast_all
 from minipar.sim.trace import pretend
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
@@ -372,7 +372,7 @@ def test_small_tensors_travel_together():
 
     mine, expected = make(axis.rank), make(1)
     with timeline.record() as recorded:
-        hand_out(mine, axis, src=1)
+        broadcast_all(mine, axis, src=1)
     for i, (tensor, value) in enumerate(zip(mine, expected, strict=True)):
         assert torch.equal(tensor, value) and tensor.stride() == value.stride(), i
     # float32: three, one, two and an empty one; then bfloat16, bool and complex64.
@@ -380,6 +380,17 @@ def test_small_tensors_travel_together():
     sent = sum(span.num_bytes for span in recorded.select(kind="comm"))
     own = sum(t.nbytes for t in expected) - 3 * 4 * 4  # three numbers stand for fifteen
     assert sent == wire_bytes("broadcast", own, 2)
+
+
+@on_ranks(2)
+def test_models_that_differ_between_ranks_are_refused():
+    """As many numbers on each rank, in another order. Mutant: they are taken as they come."""
+    axis = Mesh(dp=2).dp
+    sizes = (3, 5) if axis.rank == 0 else (5, 3)
+    model = nn.ParameterList([torch.zeros(size) for size in sizes])
+    says = r"ranks 0 and 1 of dp have different models: 0 \(3,\) of torch.float32 and 0 \(5,\)"
+    with pytest.raises(ValueError, match=says):
+        ddp.apply(model, axis)
 
 
 @on_ranks(2)

@@ -342,13 +342,18 @@ def test_bad_sizes_are_refused():
 
 @pytest.mark.slow
 def test_threads_of_a_process_trace_one_by_one():
-    """Mutant: they meet in a group that belongs to the process, and one of them is refused."""
-    plans = Plan(dp=2, zero=1), Plan(tp=2), Plan(dp=4)
-    with ThreadPoolExecutor(len(plans)) as threads:
-        found = list(threads.map(partial(trace, CONFIG, seq_len=32), plans))
-    for plan, beside in zip(plans, found, strict=True):
-        alone = trace(CONFIG, plan, seq_len=32)
-        assert list(beside.ranks[0].events()) == list(alone.ranks[0].events())
+    """Mutants: they meet in a group that belongs to the process, and one of them is refused; the
+    load of one that waits is taken for that of all."""
+    moe = replace(CONFIG, moe=MoEConfig(4, 2, 32))
+    asked = [
+        partial(trace, CONFIG, Plan(dp=2, zero=1), seq_len=32),
+        partial(trace, moe, Plan(ep=2), seq_len=32, experts=(5, 1, 1, 1)),
+        partial(trace, moe, Plan(ep=2), seq_len=32, experts=(1, 2, 3, 2)),
+    ]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        found = list(threads.map(lambda one: one(), asked))
+    for each, beside in zip(asked, found, strict=True):
+        assert list(beside.ranks[0].events()) == list(each().ranks[0].events())
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -61,7 +61,7 @@ from minipar.parallel.pipeline.stages import (
     layers_of,
     part_of,
 )
-from minipar.parallel.replicate import hand_out, replicate
+from minipar.parallel.replicate import broadcast_all, replicate
 from minipar.parallel.strategy import Strategy, device_of
 
 
@@ -436,7 +436,7 @@ class Pipeline(Strategy):
             of_rank[home].append(value)
             found |= dict.fromkeys(weight.names, value)
         for home, values in of_rank.items():
-            hand_out(values, self.axis, src=home)
+            broadcast_all(values, self.axis, src=home)
         return {name: found[name] for name in self.names}
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
