@@ -16,8 +16,10 @@ file, so that no port can collide.
 *Failure.* When a rank raises, the others get `grace` seconds to finish and are then stopped, even
 if they wait inside of a collective: a control thread in each rank aborts its process groups from
 under it. Where ranks have but lost a connection, or say that all find the same, they get ten times
-as long. A rank that does not even answer to that is killed. Then the process group is made anew,
-dead ranks are forked again, and `RankError` shows the traceback of the rank that failed *first*.
+as long. What they do in an `except` or `finally` is interrupted only after a second, so that locks
+and files are let go of. A rank that does not even answer to that is killed. Then the process group
+is made anew, dead ranks are forked again, and `RankError` shows the traceback of the rank that
+failed *first*.
 
 *End.* No rank outlives your process, however it ends: pipes that close end the ranks; on Linux the
 kernel ends them with the nursery as well.

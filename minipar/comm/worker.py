@@ -66,6 +66,10 @@ class Stopped(KeyboardInterrupt):
     """Raised inside a rank whose call was stopped because another rank failed."""
 
 
+CLEANING = 1.0
+"""Seconds that a call which is to stop may spend in an `except` or `finally`, where it may be
+letting go of locks and files, before it is interrupted there as well."""
+
 _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
 """What a communication error says when the process group can no longer be used."""
 
@@ -78,6 +82,7 @@ class _Worker:
         self.pid = os.getpid()
         self.call = 0  # number of the latest call
         self.stopped = 0  # number of the latest call that was stopped
+        self.clean_by = 0.0  # when its handlers must have ended
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
@@ -170,7 +175,8 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     def _on_signal(self, *_: object) -> None:
-        if self.busy.is_set():
+        cleans = sys.exception() is not None and time.monotonic() < self.clean_by
+        if self.busy.is_set() and not cleans:
             raise Stopped("stopped because another rank failed or the call was interrupted")
 
     def _obey(self) -> None:
@@ -184,7 +190,7 @@ class _Worker:
                     return self.busy.is_set() and self.call == unwanted
 
                 if running():
-                    self.stopped = unwanted
+                    self.stopped, self.clean_by = unwanted, time.monotonic() + CLEANING
                     abort_groups()
                 while running():  # plain Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)

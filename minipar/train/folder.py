@@ -79,10 +79,12 @@ def held(folder: Path, axis: Axis) -> Iterator[Callable[[], bool]]:
         yield lambda: lock is None or _is_still(folder / RUNNING, lock)
     finally:
         if lock is not None:
-            with suppress(OSError):
-                if _is_still(folder / RUNNING, lock):
-                    (folder / RUNNING).unlink()
-            os.close(lock)
+            try:
+                with suppress(OSError):
+                    if _is_still(folder / RUNNING, lock):
+                        (folder / RUNNING).unlink()
+            finally:  # also where this is interrupted: the process may live on, and train again
+                os.close(lock)
             with suppress(OSError):
                 folder.rmdir()  # only an empty one goes
 

@@ -493,6 +493,44 @@ def test_who_raises_is_shown_alone_and_the_group_goes_on(pool, fault):
         assert_works(pool)
 
 
+def test_who_is_stopped_cleans_up_to_its_end(pool, tmp_path):
+    """Else it would keep a lock, say. Mutant: interrupted again while it does so."""
+
+    def clean_up() -> None:
+        if rank() == 1:
+            raise ValueError("my own mistake")
+        try:
+            time.sleep(60)
+        finally:
+            for _ in range(10):
+                time.sleep(0.05)
+            (tmp_path / str(rank())).touch()
+
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(clean_up)
+    assert list(error.value.failures) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
+    assert_works(pool)
+
+
+def test_who_cleans_up_for_ever_is_stopped_without_being_killed(pool):
+    """Mutant: whoever handles an exception is never interrupted."""
+
+    def clean_up() -> None:
+        if rank() == 1:
+            raise ValueError("my own mistake")
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(60)
+
+    before = pool.pids
+    with within(RECOVERY), pytest.raises(RankError):
+        pool.run(clean_up)
+    assert pool.pids == before
+    assert_works(pool)
+
+
 def killed() -> None:
     if rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)

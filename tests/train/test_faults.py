@@ -258,12 +258,14 @@ class Run:
         temporary.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "minipar", "train", "--resume", str(self.folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        process = subprocess.Popen(command, env=environment, **silent)
+        said = temporary / "said"
+        with said.open("w", encoding="utf-8") as out:
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + PATIENCE * busy()
         # Lines of up to SAVE_EVERY steps may be there that will be done again.
         while self.steps_done <= first + SAVE_EVERY + fault.after:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None, said.read_text(encoding="utf-8")
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 3  # two ranks, and whoever started them

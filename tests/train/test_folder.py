@@ -114,6 +114,21 @@ def test_what_is_in_the_folder_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_run_that_is_interrupted_as_it_ends_can_be_taken_up_in_the_same_process(
+    tmp_path, monkeypatch
+):
+    """As a rank of a pool, which lives on. Mutant: closed only if nothing was in the way."""
+
+    def interrupted(*_) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), held(tmp_path, ALONE):
+        monkeypatch.setattr("minipar.train.folder._is_still", interrupted)
+    monkeypatch.undo()
+    with held(tmp_path, ALONE) as is_ours:
+        assert is_ours()
+
+
 def test_two_resumes_of_one_run_at_once(ranks, run_config, tmp_path):
     """The second is refused on all its ranks before it reads or writes anything."""
     ranks(2).run(trainer.train, run_config, str(tmp_path / "run"))
