@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minipar.comm import meeting
+from minipar.comm import meeting, threads
 from minipar.comm.mesh import Mesh
 
 BACKENDS = ("gloo", "nccl", "link")
@@ -80,7 +80,8 @@ def init(backend: str, timeout: float, **where: Any) -> None:
         link_group.register()
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     seconds = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(carriers, timeout=seconds, **where)
+    with threads.patient():
+        dist.init_process_group(carriers, timeout=seconds, **where)
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 

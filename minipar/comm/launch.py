@@ -97,12 +97,6 @@ def prefixed(rank: int, stream: str, text: str) -> None:
     out.flush()
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process, and what it starts, may run on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return usable or os.cpu_count() or 1
-
-
 def check_fits_here(size: int, weight_bytes: float = 0) -> None:
     """Raise `ValueError` for more ranks than this machine can start.
 

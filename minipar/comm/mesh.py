@@ -25,6 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from minipar.comm import threads
+
 AXES = {
     "pp": "pipeline: layers apart",
     "dp": "data: batches apart",
@@ -246,4 +248,5 @@ def make_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessG
     world = dist.group.WORLD
     backend = world._get_backend(world._device_types[0])
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return dist.new_group(list(ranks), timeout=timeout, group_desc=name, **options)
+    with threads.patient():
+        return dist.new_group(list(ranks), timeout=timeout, group_desc=name, **options)

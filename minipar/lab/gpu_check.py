@@ -45,8 +45,9 @@ import tyro
 
 from minipar.comm import backends, calls
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks, usable_cores
+from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.threads import usable_cores
 from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.gpu_parts import GROUPED, PARTS, steps_of

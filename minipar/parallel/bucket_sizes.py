@@ -24,8 +24,8 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_reduce, ranks_per_host
 from minipar.comm.device import clock
-from minipar.comm.launch import usable_cores
 from minipar.comm.mesh import Axis
+from minipar.comm.threads import usable_cores
 from minipar.comm.values import look
 
 MOST_BUCKETS = 32

@@ -11,7 +11,6 @@ Of networks between nodes one machine can tell nothing: `between` is a name in t
 edited, and a pasted output of nccl-tests can take the place of our own collectives.
 """
 
-import os
 import re
 import tempfile
 import time
@@ -26,9 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from minipar.comm import backends, collectives
-from minipar.comm.launch import Ranks, usable_cores
+from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import bounded_text, wire_bytes
+from minipar.comm.threads import keep_to_a_core
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.parallel import masters
 from minipar.parallel.plan import Plan
@@ -150,19 +150,6 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
         bus = wire_bytes("all_reduce", 2**power, size) / seconds
         rows.append(("all_reduce", 2**power, size, 1, bus))
     return found, rows
-
-
-def keep_to_a_core(rank: int, size: int) -> None:
-    """Where ranks need all cores of a Linux machine, let this one stay on its own.
-
-    The system wakes who waits for a message on the core of its sender, which goes on computing:
-    then two ranks share a core for a while, and none can tell for how long.
-    """
-    if hasattr(os, "sched_setaffinity") and size == usable_cores():
-        core = sorted(os.sched_getaffinity(0))[rank]
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread), {core})
 
 
 def is_gpu(found: dict[str, float]) -> bool:

@@ -19,7 +19,8 @@ import numpy as np
 
 from minipar.comm import device as devices
 from minipar.comm import link
-from minipar.comm.launch import Ranks, usable_cores
+from minipar.comm.launch import Ranks
+from minipar.comm.threads import keep_to_a_core, usable_cores
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.sim import calibrate, emulate, hardware
@@ -89,7 +90,7 @@ def compare(machine: hardware.Machine, plans: tuple[str, ...] = PLANS, rounds: i
     seconds: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in pairs}
     with Ranks(RANKS, backend="link", sink=None, timeout=300) as ranks:
         ranks.run(link.check_calls, False)
-        ranks.run_each(calibrate.keep_to_a_core, [(rank, RANKS) for rank in range(RANKS)])
+        ranks.run_each(keep_to_a_core, [(rank, RANKS) for rank in range(RANKS)])
 
         def measure(plan: str, name: str) -> float:
             ranks.run(link.use, name)
