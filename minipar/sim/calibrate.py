@@ -12,6 +12,7 @@ edited, and a pasted output of nccl-tests can take the place of our own collecti
 """
 
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from minipar.comm import backends, collectives
+from minipar.comm import backends, collectives, link
 from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.spans import bounded_text, wire_bytes
@@ -48,6 +49,7 @@ LARGE = LlamaConfig(32768, 2048, 8192, num_layers=4, num_heads=32, num_kv_heads=
 """Models, of a processor and of a GPU, whose step tells how much longer operations take among
 others, where caches are cold and a GPU is as warm as training makes it."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ROUNDS = 12  # over all sizes of messages
 CPU = dict(cube=768, bytes=2**23, length=512, short=128, heads=8, most=24)
 GPU = dict(cube=8192, bytes=2**30, length=4096, short=2048, heads=32, most=28)
 """Sizes: of products, tensors that an operation reads, long and short sequences and their heads, of
@@ -83,6 +85,9 @@ def run(config: CalibrateConfig, backend: str = "") -> hardware.Machine:
     launches = sum(type(event) is Compute for event in events)
     backend = backend or backends.pick_backend(size)
     with Ranks(size, backend=backend, sink=None, timeout=120) as ranks:
+        if backend == "link":  # as it carries by itself
+            ranks.run(link.use, "none")
+            ranks.run(link.check_calls, False)
         found = ranks.run(measure, size, launches)
     measured = set.intersection(*(set(rank[0]) for rank in found))  # a step may fit on some alone
     slowest = {key: max(rank[0][key] for rank in found) for key in found[0][0] if key in measured}
@@ -142,13 +147,20 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
     found["memory"] = -memory  # the smallest counts
-    rows = []
-    for power in range(12, sizes["most"] + 1, 2) if size > 1 else ():
-        tensor = torch.zeros(2**power // 4, device=device)
-        count = 15 if power > 18 else 80  # as many on each rank
-        seconds = _in_a_step(partial(collectives.all_reduce, tensor, mesh.dp), device, count)
-        bus = wire_bytes("all_reduce", 2**power, size) / seconds
-        rows.append(("all_reduce", 2**power, size, 1, bus))
+    messages = {
+        2**power: torch.zeros(2**power // 4, device=device)
+        for power in (range(12, sizes["most"] + 1, 2) if size > 1 else ())
+    }
+    times: dict[int, list[float]] = {num_bytes: [] for num_bytes in messages}
+    for _ in range(ROUNDS):  # what others do on this machine comes and goes, and hits all sizes
+        for num_bytes, tensor in messages.items():
+            count = 3 if num_bytes > 2**18 else 10  # as many on each rank
+            call = partial(collectives.all_reduce, tensor, mesh.dp)
+            times[num_bytes].append(_in_a_step(call, device, count))
+    rows = [
+        ("all_reduce", n, size, 1, wire_bytes("all_reduce", n, size) / statistics.median(seconds))
+        for n, seconds in times.items()
+    ]
     return found, rows
 
 
@@ -187,21 +199,23 @@ def _attention(batch: int, heads: int, length: int, device: torch.device) -> tup
 
 
 def _in_a_step(call: Callable, device: torch.device, count: int) -> float:
-    """Seconds that a call adds to computing; on a GPU, of a call on its own.
+    """Seconds of a call as steps have them: the mean of three in a row that follow computing.
 
-    Processors that compute between calls find that what moves bytes sleeps, and that the other
-    ranks come a little sooner or later: a small call then takes longer.
+    The first finds that what moves bytes sleeps, and that the other ranks come sooner or later; a
+    step has calls that follow computing, and calls that follow another. On a GPU, of one by itself.
     """
     if device.type == "cuda":
         return _seconds(call, device, count)
     a = torch.randn(256, 256)
 
-    def layer() -> None:
+    def layer(calls: int) -> None:
         for _ in range(6):
             a @ a
+        for _ in range(calls):
+            call()
 
-    both, alone = _seconds(lambda: (layer(), call()), device, count), _seconds(layer, device, count)
-    return max(both - alone, 1e-6)
+    alone, both = (_seconds(partial(layer, calls), device, count) for calls in (0, 3))
+    return max((both - alone) / 3, 1e-6)
 
 
 def _seconds(work: Callable, device: torch.device, count: int = 0) -> float:
