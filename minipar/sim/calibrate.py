@@ -49,7 +49,7 @@ LARGE = LlamaConfig(32768, 2048, 8192, num_layers=4, num_heads=32, num_kv_heads=
 """Models, of a processor and of a GPU, whose step tells how much longer operations take among
 others, where caches are cold and a GPU is as warm as training makes it."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROUNDS = 12  # over all sizes of messages
+ROUNDS = 8  # over all sizes of messages
 CPU = dict(cube=768, bytes=2**23, length=512, short=128, heads=8, most=24)
 GPU = dict(cube=8192, bytes=2**30, length=4096, short=2048, heads=32, most=28)
 """Sizes: of products, tensors that an operation reads, long and short sequences and their heads, of

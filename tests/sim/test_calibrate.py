@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from minipar.cli import main
+from minipar.comm import link
+from minipar.comm.launch import RankError
 from minipar.sim import calibrate, fit, hardware
 
 MEASURED = {"launch": 4e-6, "fp32": 1e-11, "bf16": 2e-11, "byte": 1e-10, "memory": -8e9}
@@ -104,6 +106,18 @@ def test_a_bad_place_is_one_line_before_anything_is_measured(tmp_path, capfd, ou
     with pytest.raises(SystemExit) as stop:
         main.main(["calibrate", "--out", out.replace("W", str(tmp_path))])
     assert stop.value.code == 2 and "name a .toml file" in capfd.readouterr().err
+
+
+def test_calls_of_the_emulated_link_are_measured_without_their_check(tmp_path, monkeypatch):
+    """It is a call of its own, which `python -m minipar.sim.here` leaves out of its steps."""
+
+    def look(*_) -> None:
+        raise ValueError(f"compared: {link.checks}")
+
+    monkeypatch.setattr(calibrate, "measure", look)
+    config = calibrate.CalibrateConfig(str(tmp_path / "here.toml"), ranks=2)
+    with pytest.raises(RankError, match="compared: False"):
+        calibrate.run(config, backend="link")
 
 
 @pytest.mark.slow
