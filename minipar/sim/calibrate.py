@@ -49,7 +49,7 @@ LARGE = LlamaConfig(32768, 2048, 8192, num_layers=4, num_heads=32, num_kv_heads=
 """Models, of a processor and of a GPU, whose step tells how much longer operations take among
 others, where caches are cold and a GPU is as warm as training makes it."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROUNDS = 8  # over all sizes of messages
+ROUNDS = 8  # of a step, and of all sizes of messages
 CPU = dict(cube=768, bytes=2**23, length=512, short=128, heads=8, most=24)
 GPU = dict(cube=8192, bytes=2**30, length=4096, short=2048, heads=32, most=28)
 """Sizes: of products, tensors that an operation reads, long and short sequences and their heads, of
@@ -128,7 +128,6 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
     else:
         keep_to_a_core(mesh.rank, size)
         found = {"launch": _seconds(_step_of(TINY, TOKENS, mesh.tp), device) / launches}
-        found["step"] = _seconds(_step_of(SMALL, SMALL.max_seq_len, mesh.tp), device, 15)
     for name, dtype in DTYPES.items():
         if device.type == "cpu" and dtype == torch.float16:
             continue  # no processor's products
@@ -152,11 +151,16 @@ def measure(size: int, launches: int) -> tuple[dict[str, float], list[tuple]]:
         for power in (range(12, sizes["most"] + 1, 2) if size > 1 else ())
     }
     times: dict[int, list[float]] = {num_bytes: [] for num_bytes in messages}
-    for _ in range(ROUNDS):  # what others do on this machine comes and goes, and hits all sizes
+    steps, step = [], _step_of(SMALL, SMALL.max_seq_len, mesh.tp) if device.type == "cpu" else None
+    for _ in range(ROUNDS):  # what others do on this machine comes and goes, and hits them all
+        if step is not None:
+            steps.append(_seconds(step, device, 5))
         for num_bytes, tensor in messages.items():
             count = 3 if num_bytes > 2**18 else 10  # as many on each rank
             call = partial(collectives.all_reduce, tensor, mesh.dp)
             times[num_bytes].append(_in_a_step(call, device, count))
+    if steps:
+        found["step"] = statistics.median(steps)
     rows = [
         ("all_reduce", n, size, 1, wire_bytes("all_reduce", n, size) / statistics.median(seconds))
         for n, seconds in times.items()
