@@ -252,7 +252,7 @@ def current() -> Link | Topology:
 def check_calls(enabled: bool = True) -> None:
     """Compare the calls of all ranks before each collective (the default). Call it on every rank.
 
-    The check costs a tiny all-gather, some milliseconds: switch it off where time is the topic.
+    The check costs a tiny all-gather: switch it off where time is the topic.
     """
     global checks
     checks = enabled

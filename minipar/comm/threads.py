@@ -3,9 +3,9 @@
 gloo has threads of its own: some write messages, and one reads them, which asks for a connection
 again and again while another writes on it. By Linux's rule that who was woken runs first, a message
 that arrives puts the reader in the place of the writer, on whose core it then asks in vain until
-its time slice, 3 to 4 ms, is over; a message of a few kB else takes a tenth of that. Where ranks
-need all cores this is not rare but the rule. Threads of the policy SCHED_BATCH take no core from
-anyone by being woken. (sched(7) of Linux; gloo's `Pair::handleEvents`.)
+its time slice is over: some milliseconds, in which many small messages could have travelled. Where
+ranks need all cores this is not rare but the rule. Threads of the policy SCHED_BATCH take no core
+from another by being woken. (sched(7) of Linux; gloo's `Pair::handleEvents`.)
 
 Other systems than Linux are left as they are.
 Proved by: tests/comm/test_threads.py.
@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 def patient() -> Iterator[None]:
     """Threads that are started in the body wait for a core, as what gloo starts should.
 
-    The calling thread is afterwards as it was; so are all where somebody has chosen a policy for
-    it, or the system does not let us.
+    The calling thread is afterwards as it was. Nothing changes where it had another policy than the
+    usual one, or where the system forbids it to choose.
     """
     usual = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
     if usual:

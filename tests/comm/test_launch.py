@@ -493,40 +493,27 @@ def test_who_raises_is_shown_alone_and_the_group_goes_on(pool, fault):
         assert_works(pool)
 
 
-def test_who_is_stopped_cleans_up_to_its_end(pool, tmp_path):
-    """Else it would keep a lock, say. Mutant: interrupted again while it does so."""
-
-    def clean_up() -> None:
-        if rank() == 1:
-            raise ValueError("my own mistake")
-        try:
-            time.sleep(60)
-        finally:
-            for _ in range(10):
-                time.sleep(0.05)
-            (tmp_path / str(rank())).touch()
-
-    with within(RECOVERY), pytest.raises(RankError) as error:
-        pool.run(clean_up)
-    assert list(error.value.failures) == [1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
-    assert_works(pool)
+def cleans_up(naps: int, done: Path) -> None:
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    try:
+        time.sleep(60)
+    finally:
+        for _ in range(naps):
+            time.sleep(0.05)
+        (done / str(rank())).touch()
 
 
-def test_who_cleans_up_for_ever_is_stopped_without_being_killed(pool):
-    """Mutant: whoever handles an exception is never interrupted."""
-
-    def clean_up() -> None:
-        if rank() == 1:
-            raise ValueError("my own mistake")
-        try:
-            time.sleep(60)
-        finally:
-            time.sleep(60)
-
+@pytest.mark.parametrize(("naps", "all_done"), [(10, True), (1200, False)], ids=["short", "long"])
+def test_who_is_stopped_cleans_up_for_a_second(pool, tmp_path, naps, all_done):
+    """Else it would keep a lock, say; and none is killed for it. Mutants: interrupted again while
+    it does so; never interrupted there.
+    """
     before = pool.pids
-    with within(RECOVERY), pytest.raises(RankError):
-        pool.run(clean_up)
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(cleans_up, naps, tmp_path)
+    assert list(error.value.failures) == [1]
+    assert {path.name for path in tmp_path.iterdir()} == ({"0", "2", "3"} if all_done else set())
     assert pool.pids == before
     assert_works(pool)
 
