@@ -26,7 +26,7 @@ if not os.path.isdir("solutions"):
 
 import torch.distributed as dist
 
-from minipar.comm.launch import Ranks
+from minipar.ranks.launch import Ranks
 
 with Ranks(2) as two:
     print("ranks", *two.run(dist.get_rank), "answer")"""

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minipar.comm import launch
-from minipar.comm.launch import Ranks
-from minipar.comm.processes import Nursery
-from minipar.comm.worker import Setup
+from minipar.ranks import launch
+from minipar.ranks.launch import Ranks
+from minipar.ranks.processes import Nursery
+from minipar.ranks.worker import Setup
 from tests.patience import Looks, busy
 
 # What this machine's network, or a launcher around the tests, tells of itself holds neither for the
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
             if item.function in in_a_hurry:
                 item.add_marker(pytest.mark.slow)
             in_a_hurry.add(item.function)
-        if item.path.parent.name in ("parity", "parallel", "prove", "train"):
+        if item.path.parent.name in ("parity", "parallel", "tools", "train"):
             item.add_marker(pytest.mark.trains)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=2))
@@ -82,7 +82,7 @@ class SharedNursery:
     fork what most ranks would import after it."""
 
     PRELOAD = "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness", "pytest"
-    PRELOAD += ("tests.prove.gallery",)  # torch's own parallelism takes long to import
+    PRELOAD += ("tests.tools.gallery",)  # torch's own parallelism takes long to import
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="minipar-tests-")

@@ -8,7 +8,7 @@ A bug that no test sees has *survived*: a test is missing, or the bug is none. O
 its edit can no longer be made, or when the tests that should see it fail without it as well.
 mutants.txt holds two lines per bug; fragments are of one line, and files those of minipar/:
 
-    comm/spans.py: the old fragment, found exactly once in that file  =>  the new one
+    observe/spans.py: the old fragment, found exactly once in that file  =>  the new one
         what is wrong now: the tests that should see it, as for pytest, from tests/
 """
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from nbformat import NotebookNode
 
-from minipar.comm.link import LINKS
+from minipar.emulate.link import LINKS
 from minipar.lab.bench.expert_overlap import SHARE
 from minipar.model.llama import PRESETS
 from minipar.sim.footprint import HEADROOM

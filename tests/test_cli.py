@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import minipar
 from minipar.cli import commands, main, training
-from minipar.comm.launch import RankError
-from minipar.comm.worker import Failure
 from minipar.lab.bench import race
 from minipar.model.llama import PRESETS
+from minipar.ranks.launch import RankError
+from minipar.ranks.worker import Failure
 from minipar.train import checkpoint, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

@@ -15,7 +15,7 @@ from tests.elsewhere.__main__ import main
 WEIGHTS = """
 import sys
 import torch
-from minipar.comm.launch import Ranks
+from minipar.ranks.launch import Ranks
 
 
 def weights():

@@ -16,7 +16,8 @@ def test_every_bug_can_still_be_put_in():
     assert len(every) >= 120
     files = {mutant.file for mutant in every}
     sources = {str(path.relative_to(mutants.ROOT / "minipar"))
-               for part in ("comm", "model", "parallel", "train", "sim")
+               for part in ("comm", "observe", "emulate", "ranks", "model", "parallel",
+                            "train", "sim")
                for path in (mutants.ROOT / "minipar" / part).rglob("*.py")
                if path.name != "__init__.py"}  # fmt: skip
     without = sorted(sources - files)

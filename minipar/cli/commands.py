@@ -156,7 +156,7 @@ _GROUPS = {
     },
     "Look, plan and prove": {
         "doctor": _Command(
-            "prove.doctor:run", "what this machine has, and whether ranks work on it",
+            "tools.doctor:run", "what this machine has, and whether ranks work on it",
             ("", "--out /nfs/runs", "> issue.txt"),
         ),
         "overlap": _Command(

@@ -5,10 +5,10 @@ import sys
 
 from minipar.cli.output import BROKEN_PIPE
 from minipar.cli.training import is_bad_input
-from minipar.comm import backends
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import printable
+from minipar.observe.spans import printable
+from minipar.ranks import backends
+from minipar.ranks.launch import RankError
 from minipar.train import out_of_memory
 
 

@@ -10,19 +10,20 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from minipar.comm.breakdown import breakdown
-from minipar.comm.launch import Ranks, check_fits_here, prefixed
-from minipar.comm.spans import is_ours
-from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.draw import hang as draw_hang
 from minipar.lab.draw.proof import proof
 from minipar.lab.report import page as overlap_page
-from minipar.prove import hang as prove_hang
-from minipar.prove.compare import RTOL
-from minipar.prove.job import check_file, parse_mesh
-from minipar.prove.prove import prove as judge
+from minipar.observe.spans import is_ours
+from minipar.observe.timeline import Timeline
+from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
+from minipar.tools import hang as prove_hang
+from minipar.tools.breakdown import breakdown
+from minipar.tools.prove.compare import RTOL
+from minipar.tools.prove.job import check_file, parse_mesh
+from minipar.tools.prove.prove import prove as judge
+from minipar.tools.traces import from_profiler
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Prove:
     file: tyro.conf.Positional[str]
     """A Python file with build(), batch(seed), loss(model, batch) and parallelize(model, mesh),
     which returns the model, or the model and a function to call after backward. What else it may
-    have: see minipar/prove/job.py."""
+    have: see minipar/tools/prove/job.py."""
     mesh: str = "dp=2"
     """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their
     own of a batch."""
@@ -134,7 +135,7 @@ def read_timeline(traces: list[str]) -> Timeline:
             raise ValueError(f"{traces[0]} is a timeline without spans")
         return recorded
     bar = partial(tqdm, disable=None, leave=False, unit="trace")
-    return Timeline.from_profiler(traces[0] if len(traces) == 1 else traces, progress=bar)
+    return from_profiler(traces[0] if len(traces) == 1 else traces, progress=bar)
 
 
 def hang(command: Hang) -> None:

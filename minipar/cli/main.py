@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def explain(error: Exception) -> int:
     """Print what went wrong; return the exit code. Raises again what is a bug."""
     from minipar.cli import failures  # and torch with it, which help does without
-    from minipar.comm import backends
+    from minipar.ranks import backends
 
     code = failures.exit_code(error)
     if backends.local_rank() > 0:

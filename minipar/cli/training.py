@@ -13,11 +13,11 @@ from typing import Any
 from tqdm import tqdm
 
 from minipar.cli.output import print_anything, say
-from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks, check_fits_here
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
+from minipar.observe.timeline import Timeline
+from minipar.ranks import backends
+from minipar.ranks.launch import RankError, Ranks, check_fits_here
 from minipar.train import checkpoint, out_of_memory, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import find_job, forget_job, how_to_go_on, newest, note_job

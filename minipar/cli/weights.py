@@ -9,9 +9,9 @@ import torch
 import tyro
 
 from minipar.cli.training import checkpoint_of, run_of, typed_path
-from minipar.comm.backends import compute_device
 from minipar.model import hf
 from minipar.model.llama import Llama
+from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig, check_numbers
 from minipar.train.sampling import write

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from minipar.comm import device, strict
 from minipar.comm.values import lane
+from minipar.emulate import device, strict
 
 
 class Background:

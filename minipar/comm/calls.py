@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from minipar.comm import device, timeline, watchdog
 from minipar.comm.mesh import Axis
-from minipar.comm.recorder import Recorder
+from minipar.emulate import device
+from minipar.observe import timeline, watchdog
+from minipar.observe.recorder import Recorder
 
 
 class Observer(Protocol):

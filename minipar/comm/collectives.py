@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import device, link, watchdog
 from minipar.comm.calls import Pending, launch
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import (
@@ -46,7 +45,9 @@ from minipar.comm.shapes import (
     move_front_to,
     split,
 )
-from minipar.comm.spans import wire_bytes
+from minipar.emulate import device, link
+from minipar.observe import watchdog
+from minipar.observe.spans import wire_bytes
 
 _SLICES, _PIECES = 1, 2
 """Tags of messages that make up a collective, to keep them apart from the caller's own."""

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import link, memory, timeline
+from minipar.emulate import link
+from minipar.observe import memory, timeline
 
 AXIS = "host"
 Pair = tuple[Tensor, Tensor]  # source and destination, of equal shape and dtype

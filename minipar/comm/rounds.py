@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from minipar.comm import collectives as comm
-from minipar.comm import timeline
 from minipar.comm.background import Background
 from minipar.comm.calls import Pending
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import Message, Plan, Round
 from minipar.comm.shapes import Op
+from minipar.observe import timeline
 
 IN_FLIGHT = 4
 """Rounds posted before the first of them has ended: more would cost scratch and hide no more."""

@@ -15,8 +15,8 @@ Every rank keeps a namespace of its own from cell to cell; ``rank``, ``world_siz
 rank while it runs, that of the others in rank order once all are done, so that it is the same each
 time.
 
-The ranks are those of `minipar.comm.launch`, with a shell in each (`minipar.lab.shell`). Whatever a
-cell does, the notebook is usable again within seconds: an error, ranks that disagree or wait for
+The ranks are those of `minipar.ranks.launch`, with a shell in each (`minipar.lab.shell`). Whatever
+a cell does, the notebook is usable again within seconds: an error, ranks that disagree or wait for
 what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
@@ -33,16 +33,16 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from minipar.comm import launch, worker
-from minipar.comm import link as links
-from minipar.comm.backends import check_backend
-from minipar.comm.device import Device
-from minipar.comm.launch import RankError, check_fits_here
 from minipar.comm.mesh import check_sizes
-from minipar.comm.output import last_state
-from minipar.comm.processes import Nursery
+from minipar.emulate import link as links
+from minipar.emulate.device import Device
 from minipar.lab import shell
 from minipar.lab.shell import RankShell, Source
+from minipar.ranks import launch, worker
+from minipar.ranks.backends import check_backend
+from minipar.ranks.launch import RankError, check_fits_here
+from minipar.ranks.output import last_state
+from minipar.ranks.processes import Nursery
 from minipar.sim import emulate
 
 
@@ -88,17 +88,17 @@ class Ranks(launch.Ranks):
 
     Args:
         size: number of ranks.
-        link: what connects them: a name such as "1gbe" (`minipar.comm.link.LINKS`), a `Link` or
+        link: what connects them: a name such as "1gbe" (`minipar.emulate.link.LINKS`), a `Link` or
             a `Topology`. `use` changes it later.
         mesh: sizes of the axes of ``mesh`` on the ranks; all in one axis ``dp`` if not given.
         backend: "link", on which the notebooks are the same everywhere, GPU or not; or "gloo", or
             "nccl" for real GPUs.
         max_lines: how many lines a rank may print in a cell; more are only counted. None: all.
         device: what every rank computes on by declaration: "h100/100" is slowed 100 times, and the
-            link with it, while recorded times are those of an H100; see `minipar.comm.device`.
+            link with it, while recorded times are those of an H100; see `minipar.emulate.device`.
         magnify: how many times as wide a model, and as long a sequence, that device is to see.
-        options: of `minipar.comm.launch.Ranks`, such as strict=True: a cell that would be a race on
-            a GPU fails, and its error names the collective, the line that called it, and the
+        options: of `minipar.ranks.launch.Ranks`, such as strict=True: a cell that would be a race
+            on a GPU fails, and its error names the collective, the line that called it, and the
             tensor.
 
     Raises `ValueError` for a size, link, mesh, backend or device that cannot be.

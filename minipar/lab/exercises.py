@@ -2,8 +2,8 @@
 
 A check runs the learner's function on real ranks with fresh random inputs, compares what comes back
 with the truth, and counts what every rank sent: a function that computes the right thing from too
-many bytes, or from none, does not pass, nor does a race that gloo would forgive (`comm/strict.py`).
-It raises `CheckFailed`, and never only prints.
+many bytes, or from none, does not pass, nor does a race that gloo would forgive
+(`emulate/strict.py`). It raises `CheckFailed`, and never only prints.
 
 An exercise is one file, ``notebooks/solutions/ex_2_1.py``, whose names say what is what:
 
@@ -49,13 +49,14 @@ import torch
 import torch.distributed as dist
 from IPython.display import Code, display
 
-from minipar.comm import link, link_group, strict, worker
-from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, groups_along, make_group
-from minipar.comm.pack import CannotTravel
+from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, progress, slips
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
 from minipar.lab.shell import Source, call_from
+from minipar.ranks import worker
+from minipar.ranks.launch import RankError, Ranks
+from minipar.ranks.pack import CannotTravel
 
 TIME_LIMIT = 15.0  # seconds for one run of a learner's function: endless loops end, too
 

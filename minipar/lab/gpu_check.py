@@ -43,17 +43,18 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from minipar.comm import backends, calls
+from minipar.comm import calls
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.threads import usable_cores
-from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.gpu_parts import GROUPED, PARTS, steps_of
 from minipar.lab.gpu_speed import Setting, name_of, ours, settings, sheet_of, theirs, trace_of
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
+from minipar.ranks import backends
+from minipar.ranks.launch import RankError, Ranks
+from minipar.ranks.threads import usable_cores
 from minipar.sim import calibrate, hardware
 from minipar.sim.replay import replay
 from minipar.train import trainer

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from minipar.comm import backends
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.experts import Experts
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel import ddp, fsdp, local_sgd, offload, zero
+from minipar.parallel.base.norm import grad_norm
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
-from minipar.parallel.norm import grad_norm
-from minipar.parallel.strategy import Strategy
+from minipar.ranks import backends
 from minipar.train.step import train_step
 
 STEPS, BATCH, LR = 4, 4, 0.5

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from minipar.comm import backends
 from minipar.comm.mesh import Mesh
 from minipar.model.hf_config import config_json
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import masters
+from minipar.parallel.base import masters
 from minipar.parallel.plan import Plan
+from minipar.ranks import backends
 from minipar.sim import hardware
 from minipar.sim.trace import Traces, trace
 from minipar.train.compiled import compile_blocks

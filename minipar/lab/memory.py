@@ -38,7 +38,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minipar.comm import memory
+from minipar.observe import memory
 
 _aten = torch.ops.aten
 RANKING = ("activations", "gradients", "optimizer", "buffers", "parameters")

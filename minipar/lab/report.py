@@ -5,10 +5,10 @@ from html import escape
 
 from matplotlib.figure import Figure
 
-from minipar.comm.breakdown import Breakdown, cells
-from minipar.comm.spans import printable
-from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
+from minipar.observe.spans import printable
+from minipar.observe.timeline import Timeline
+from minipar.tools.breakdown import Breakdown, cells
 
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <title>Communication, hidden or not</title><style>

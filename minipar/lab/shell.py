@@ -30,9 +30,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from minipar.comm import backends, launch, link, link_group, worker
 from minipar.comm.mesh import Mesh
-from minipar.comm.worker import Stopped
+from minipar.emulate import link, link_group
+from minipar.ranks import backends, launch, worker
+from minipar.ranks.worker import Stopped
 
 PLUMBING = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, launch))
 """Folders whose frames at the end of a traceback tell a learner nothing: the line above does."""

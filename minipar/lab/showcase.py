@@ -10,15 +10,16 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
+from minipar.emulate import link
 from minipar.lab import draw
 from minipar.lab.bench.race import ADAMW, ModelConfig, save
 from minipar.model.llama import PRESETS, Llama
+from minipar.observe import timeline
+from minipar.observe.timeline import Timeline
 from minipar.parallel import ddp
+from minipar.ranks.launch import Ranks
 from minipar.train.step import train_step
 
 VERSIONS: dict[str, ddp.Version] = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.model.llama import Head
+from minipar.parallel.base.shards import copies_axis
 from minipar.parallel.flat import FLATS, Flat, Options
-from minipar.parallel.pieces import copies_axis
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
 Members = dict[nn.Parameter, str]  # parameters before they are pieces, and their names

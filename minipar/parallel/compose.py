@@ -51,13 +51,14 @@ from minipar.comm.mesh import AXES, Axis, Mesh, is_nccl
 from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
-from minipar.parallel import context, ddp, expert, fsdp, guard, masters, tensor, ulysses, zero
+from minipar.parallel import context, ddp, expert, fsdp, tensor, ulysses, zero
+from minipar.parallel.base import guard, masters
+from minipar.parallel.base.optimizer_state import pack, unpack
+from minipar.parallel.base.shards import Region
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed
-from minipar.parallel.optimizer_state import pack, unpack
-from minipar.parallel.pieces import Region
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.plan import Plan
-from minipar.parallel.strategy import Strategy
 
 Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions and mask if any
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # (model, make=class) -> optimizer

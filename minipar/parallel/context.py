@@ -54,6 +54,8 @@ from minipar.comm.collectives import Pending, all_gather, connect, exchange, red
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import Core
+from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.base.strategy import device_of
 from minipar.parallel.blockwise import (
     KERNELS,
     Block,
@@ -63,8 +65,6 @@ from minipar.parallel.blockwise import (
     OnlineSoftmax,
     best_kernel,
 )
-from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
-from minipar.parallel.strategy import device_of
 
 Order = Literal["zigzag", "plain"]
 Exchange = Literal["ring", "gather"]

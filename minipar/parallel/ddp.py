@@ -34,10 +34,11 @@ from minipar.comm.collectives import all_reduce, broadcast
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
-from minipar.parallel import bucket_sizes, guard, hooks
-from minipar.parallel.pieces import copies_axis, gradient_bytes, laid_out_as
-from minipar.parallel.replicate import replicate
-from minipar.parallel.strategy import Strategy
+from minipar.parallel import bucket_sizes
+from minipar.parallel.base import guard, hooks
+from minipar.parallel.base.replicate import replicate
+from minipar.parallel.base.shards import copies_axis, gradient_bytes, laid_out_as
+from minipar.parallel.base.strategy import Strategy
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]
 Reduce = Callable[["Bucket", Axis, Op], Pending]  # starts to reduce a bucket, in place

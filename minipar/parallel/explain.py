@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from minipar.comm.spans import aligned
 from minipar.model.llama import Llama, LlamaConfig
+from minipar.observe.spans import aligned
 from minipar.parallel import blocks, expert, matrices, tensor
-from minipar.parallel.pieces import axes_of, copies_axis, full_shape
+from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import memory, watchdog
 from minipar.comm.collectives import (
     Op,
     Pending,
@@ -27,8 +26,9 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
-from minipar.parallel import absent, guard
-from minipar.parallel.pieces import Layout, Row, copies_axis, share_sum
+from minipar.observe import memory, watchdog
+from minipar.parallel.base import absent, guard
+from minipar.parallel.base.shards import Layout, Row, copies_axis, share_sum
 from minipar.parallel.same_order import SAME_ORDER, Ledger
 
 SLICE = 1 << 26

@@ -55,16 +55,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from minipar.comm import watchdog
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
-from minipar.comm.recorder import in_backward
-from minipar.parallel import absent, guard
+from minipar.observe import watchdog
+from minipar.observe.recorder import in_backward
+from minipar.parallel.base import absent, guard
+from minipar.parallel.base.optimizer_state import Members
+from minipar.parallel.base.replicate import broadcast_all
+from minipar.parallel.base.strategy import Strategy, flags, share_counts
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
-from minipar.parallel.optimizer_state import Members
-from minipar.parallel.replicate import broadcast_all
-from minipar.parallel.strategy import Strategy, flags, share_counts
 
 
 def apply(

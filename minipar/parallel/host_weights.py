@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import memory
 from minipar.comm.hostcopy import HostCopy
+from minipar.observe import memory
 
 
 class OffloadedParameter:

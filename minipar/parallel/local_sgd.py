@@ -59,9 +59,9 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
-from minipar.parallel import guard
-from minipar.parallel.replicate import replicate
-from minipar.parallel.strategy import Strategy, copied
+from minipar.parallel.base import guard
+from minipar.parallel.base.replicate import replicate
+from minipar.parallel.base.strategy import Strategy, copied
 from minipar.parallel.vectors import (
     Gradients,
     as_pending,

@@ -41,12 +41,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from minipar.comm import memory
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
-from minipar.parallel import guard, hooks
+from minipar.observe import memory
+from minipar.parallel.base import guard, hooks
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.host_weights import OffloadedParameter, cast, state_to_host
-from minipar.parallel.strategy import Strategy
 
 
 # ---------------------------------------------------------------------- 1. around the step

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import memory
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
-from minipar.parallel import absent, guard
-from minipar.parallel.elementwise import check_elementwise
-from minipar.parallel.optimizer_state import (
+from minipar.observe import memory
+from minipar.parallel.base import absent, guard
+from minipar.parallel.base.elementwise import check_elementwise
+from minipar.parallel.base.optimizer_state import (
     Members,
     as_groups,
     cut_state,
@@ -26,7 +26,7 @@ from minipar.parallel.optimizer_state import (
     labelled,
     pack,
 )
-from minipar.parallel.pieces import Layout, Row, copies_axis, master_of, share_sum
+from minipar.parallel.base.shards import Layout, Row, copies_axis, master_of, share_sum
 
 
 class Bucket(Row):

@@ -53,7 +53,18 @@ from minipar.comm import collectives
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
-from minipar.parallel import guard
+from minipar.parallel.base import guard
+from minipar.parallel.base.replicate import replicate
+from minipar.parallel.base.shards import (
+    axes_of,
+    check_divides,
+    is_spread_over,
+    mark,
+    note_sum,
+    piece_of,
+    share_sum,
+)
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.matrices import (
     Border,
     Pieces,
@@ -65,17 +76,6 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 from minipar.parallel.overlap import OverlappedRowLinear, fuse
-from minipar.parallel.pieces import (
-    axes_of,
-    check_divides,
-    is_spread_over,
-    mark,
-    note_sum,
-    piece_of,
-    share_sum,
-)
-from minipar.parallel.replicate import replicate
-from minipar.parallel.strategy import Strategy
 
 LARGE = 2**20
 """Bytes of a gradient from which a call of its own costs less than to copy it beside others."""

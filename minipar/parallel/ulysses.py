@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from minipar.comm.autograd import all_to_all
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Core
-from minipar.parallel.sequences import CutSequences, attentions_of, chunks_of_equal_length
+from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_of_equal_length
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":

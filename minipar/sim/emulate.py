@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from minipar.comm import device as devices
-from minipar.comm import link as links
-from minipar.comm import strict, timeline
 from minipar.comm.collectives import all_gather_object, barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.spans import clipped
-from minipar.comm.timeline import Timeline
+from minipar.emulate import device as devices
+from minipar.emulate import link as links
+from minipar.emulate import strict
 from minipar.model.llama import LlamaConfig
+from minipar.observe import timeline
+from minipar.observe.spans import clipped
+from minipar.observe.timeline import Timeline
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import Ranks
 from minipar.sim import hardware
 from minipar.sim.trace import Actor
 
@@ -32,8 +33,8 @@ from minipar.sim.trace import Actor
 def device(text: str, magnify: float = 1.0) -> devices.Device:
     """Return the device of a machine that `hardware.load` knows: "h100/100" is slowed 100 times.
 
-    `magnify`: as in `minipar.comm.device`. Raises `ValueError` for an unknown name, and for factors
-    below 1.
+    `magnify`: as in `minipar.emulate.device`. Raises `ValueError` for an unknown name, and for
+    factors below 1.
     """
     name, slowdown = str(text), 1.0
     if "/" in name:
@@ -119,7 +120,7 @@ def film(
 
     `device`, `wire`: what to compute on and to talk over; None: as it is. No warning is given of
     a machine too busy for its device: the clocks, and with them the timeline, are reckoned as ever.
-    Races are not looked for meanwhile (`comm/strict.py`), as that takes time.
+    Races are not looked for meanwhile (`emulate/strict.py`), as that takes time.
     """
     before = devices.current(), links.current()
     if device is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.comm.spans import bounded_text, wire_bytes
+from minipar.observe.spans import bounded_text, wire_bytes
 from minipar.sim import hardware
 
 COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from minipar.comm.spans import aligned
 from minipar.model.llama import LlamaConfig
+from minipar.observe.spans import aligned
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, footprint, hardware
 from minipar.sim.asked import PlanConfig, base_of, fixed, read_plan

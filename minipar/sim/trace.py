@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm import operations
 from minipar.comm.calls import observers
 from minipar.comm.mesh import Mesh, rank_at
+from minipar.emulate import operations
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages

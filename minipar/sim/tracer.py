@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm import memory, operations
 from minipar.comm.mesh import Axis
-from minipar.comm.recorder import Recorder, hook_model, hook_optimizers, in_backward
+from minipar.emulate import operations
+from minipar.observe import memory
+from minipar.observe.recorder import Recorder, hook_model, hook_optimizers, in_backward
 
 
 # ---------------------------------------------------------------------- events

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.comm.spans import bounded_text
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe.spans import bounded_text
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, fit, footprint, hardware

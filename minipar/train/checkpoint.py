@@ -38,11 +38,11 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import bounded_text, one_line
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
-from minipar.parallel.pieces import Region, boxes_of, full_shape
+from minipar.observe.spans import bounded_text, one_line
+from minipar.parallel.base.shards import Region, boxes_of, full_shape
 
 FORMATS = 2, 3, 4  # of the layout above: whole tensors; some in intervals; some in boxes
 ALONE = Axis("world", 0, 1, (0,))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from minipar.model.llama import Llama
-from minipar.parallel.absent import Absent
+from minipar.parallel.base.absent import Absent
 from minipar.parallel.plan import Plan
 
 

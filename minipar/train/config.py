@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from minipar.comm import link
 from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
-from minipar.comm.spans import bounded_text
+from minipar.emulate import link
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
+from minipar.observe.spans import bounded_text
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan

@@ -31,10 +31,10 @@ from typing import Any
 
 import psutil
 
-from minipar.comm import backends
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import bounded_text
+from minipar.observe.spans import bounded_text
+from minipar.ranks import backends
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import write_whole

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from minipar.parallel.pieces import full_shape
+from minipar.parallel.base.shards import full_shape
 
 # ------------------------------------------------------------------------------------- schedules
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from minipar.comm import memory
-from minipar.comm.backends import compute_device
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import one_line
+from minipar.observe import memory
+from minipar.observe.spans import one_line
+from minipar.ranks.backends import compute_device
 
 FILE = "out_of_memory.json"
 _SAYS = "allocate memory", "out of memory", "not enough memory"

@@ -4,7 +4,7 @@ Idea.   Half the bits is half the memory traffic and at least twice the speed of
         but what a step *adds* to a weight is thousands of times smaller than the weight itself.
         So the optimizer keeps float32 *master weights*. They are cast down
           once a step       bf16            weights and activations are in bf16, see
-                                            parallel/masters.py; nothing else is cast
+                                            parallel/base/masters.py; nothing else is cast
           in each forward   autocast-bf16   the model has the masters, and autocast, here, casts
                                             for each product what it multiplies
 Formats (bits of exponent, of fraction; largest; smallest above zero; relative step).
@@ -47,8 +47,8 @@ from minipar.comm.values import look
 from minipar.model import casts
 from minipar.model.llama import Head
 from minipar.parallel import ddp
-from minipar.parallel.norm import cut_over
-from minipar.parallel.pieces import in_order, piece_of
+from minipar.parallel.base.norm import cut_over
+from minipar.parallel.base.shards import in_order, piece_of
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which bf16 is more

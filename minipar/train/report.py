@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
-from minipar.comm.recorder import Recorder
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
 from minipar.model.hf_config import write_json
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import mixtures
+from minipar.observe import timeline
+from minipar.observe.recorder import Recorder
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 
 MOST_PICTURES = 32  # timelines of steps that are kept, of which one is shown at the end
 

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import bounded_text
 from minipar.model.hf_config import write_json
-from minipar.parallel.pieces import Part
+from minipar.observe.spans import bounded_text
+from minipar.parallel.base.shards import Part
 from minipar.train.checkpoint import (
     ALONE,
     DTYPES,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
+from minipar.parallel.base.optimizer_state import pack
+from minipar.parallel.base.shards import Part, Region, Row, copies_axis, master_of, piece_of
 from minipar.parallel.compose import Composed
-from minipar.parallel.optimizer_state import pack
-from minipar.parallel.pieces import Part, Region, Row, copies_axis, master_of, piece_of
 from minipar.train.checkpoint import by_name
 from minipar.train.saver import Saver, deal
 

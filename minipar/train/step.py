@@ -14,9 +14,9 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model.llama import loss_on
 from minipar.model.moe import routers, start_step
-from minipar.parallel.norm import clip_grad_norm
-from minipar.parallel.pieces import in_order
-from minipar.parallel.strategy import Strategy, device_of
+from minipar.parallel.base.norm import clip_grad_norm
+from minipar.parallel.base.shards import in_order
+from minipar.parallel.base.strategy import Strategy, device_of
 from minipar.train.batch_size import NoiseScale
 from minipar.train.data import IGNORE
 from minipar.train.precision import FULL, Precision

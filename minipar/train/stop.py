@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from minipar.comm.launch import RankError
+from minipar.ranks.launch import RankError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO_SECONDS = 1.0

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import timeline
 from minipar.comm.mesh import whole_number
+from minipar.observe import timeline
 
 SHORTEST_SLEEP = 1e-3  # seconds; the clock of a sleep is too coarse for less
 

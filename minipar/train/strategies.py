@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from minipar.comm.backends import compute_device
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.values import to_host
@@ -27,8 +26,9 @@ from minipar.model import hf
 from minipar.model.init import initial_weight
 from minipar.model.llama import Llama
 from minipar.parallel import compose, local_sgd
-from minipar.parallel.pieces import Part, Region
-from minipar.parallel.strategy import Strategy
+from minipar.parallel.base.shards import Part, Region
+from minipar.parallel.base.strategy import Strategy
+from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, shards
 from minipar.train.checkpoint import Stored
 from minipar.train.config import TrainConfig

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm import link, strict, watchdog
-from minipar.comm.backends import compute_device
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier, broadcast
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
+from minipar.emulate import link, strict
 from minipar.model import hf
 from minipar.model.llama import Llama
 from minipar.model.recompute import checkpoint_activations
+from minipar.observe import watchdog
+from minipar.observe.timeline import Timeline
+from minipar.ranks.backends import compute_device
 from minipar.train import checkpoint, compiled, peak, strategies
 from minipar.train.config import EXPERTS, TrainConfig
 from minipar.train.corpus import Corpus, load_corpus

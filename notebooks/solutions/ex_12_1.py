@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from minipar.comm.link import LINKS, Link, Topology
 from minipar.comm.mesh import groups_along
+from minipar.emulate.link import LINKS, Link, Topology
 from minipar.lab.exercises import Case, CheckFailed, fails
 
 LEVEL, MINUTES = "medium", 20

@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from minipar.comm import link
 from minipar.comm.collectives import all_reduce
+from minipar.emulate import link
 from minipar.lab.cases import apart
 from minipar.lab.exercises import Case, CheckFailed, fails
 

@@ -9,8 +9,8 @@ Source: Narayanan et al. 2021 (2104.04473), section 3.2: tensor parallelism insi
 import torch
 import torch.distributed as dist
 
-from minipar.comm.link import LINKS, Topology
 from minipar.comm.mesh import Axis, make_group
+from minipar.emulate.link import LINKS, Topology
 from minipar.lab.cases import whole_numbers
 from minipar.lab.exercises import Case, fails
 from minipar.model.llama import Llama, LlamaConfig

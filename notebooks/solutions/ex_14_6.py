@@ -1,8 +1,8 @@
 """Run F: find the race.
 
 The buffer is filled again while it is being sent. Gloo has read it by then, so that a laptop is
-right. On a GPU a collective that was called has only begun. Strict mode (`minipar.comm.strict`) is
-as unforgiving.
+right. On a GPU a collective that was called has only begun. Strict mode (`minipar.emulate.strict`)
+is as unforgiving.
 Source: torch's `Work.wait`, "CUDA semantics"; traps of the kind have a sanitizer of their own,
 `torch.cuda._sanitizer`.
 """
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minipar.comm import link, strict
 from minipar.comm.collectives import reduce_scatter, wire_bytes
-from minipar.comm.link import Link
-from minipar.comm.timeline import span
+from minipar.emulate import link, strict
+from minipar.emulate.link import Link
 from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 from minipar.model.llama import Llama, LlamaConfig
+from minipar.observe.timeline import span
 from minipar.sim import emulate
 
 SECONDS = 60  # two runs on emulated GPUs

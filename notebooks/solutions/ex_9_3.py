@@ -10,8 +10,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from minipar.comm import collectives, link
-from minipar.comm.link import Link
+from minipar.comm import collectives
+from minipar.emulate import link
+from minipar.emulate.link import Link
 from minipar.lab.exercises import Case, CheckFailed, Sent, fails
 
 LEVEL, MINUTES = "medium", 30

@@ -1,7 +1,7 @@
 """Problems from real clusters, for notebook 02: collectives."""
 
-from minipar.comm import link
 from minipar.comm.collectives import wire_bytes
+from minipar.emulate import link
 from minipar.lab.problems import problem
 
 

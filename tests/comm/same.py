@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm import calls, collectives, link
+from minipar.comm import calls, collectives
 from minipar.comm.mesh import Axis
+from minipar.emulate import link
 
 
 def numbers(axis: Axis, shape: tuple, dtype: torch.dtype = torch.float32) -> list[Tensor]:

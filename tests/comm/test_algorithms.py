@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import algorithms, plans, rounds, timeline, tuning
+from minipar.comm import algorithms, plans, rounds, tuning
 from minipar.comm import collectives as comm
 from minipar.comm.background import Background
 from minipar.comm.collectives import Pending
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.plans import cut
 from minipar.comm.tuning import Tuning
+from minipar.observe import timeline
 from tests.comm.same import emulated, equal, fastest, laid_out, numbers
 from tests.on_ranks import on_ranks
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm import autograd, collectives, timeline
+from minipar.comm import autograd, collectives
 from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.mesh import Mesh
+from minipar.observe import timeline
 from tests.on_ranks import on_ranks
 
 SHAPE = 6, 2  # 6 is cut by 2 and by 3

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minipar.comm import hostcopy, memory, timeline
+from minipar.comm import hostcopy
 from minipar.comm.hostcopy import HostCopy
-from minipar.comm.link import Link
+from minipar.emulate.link import Link
+from minipar.observe import memory, timeline
 from tests.patience import until
 
 SLOW = Link("slow PCIe", 0.01, 10e6)  # a megabyte takes 110 ms

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.comm import mesh as mesh_module
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import (
     Axis,
     Mesh,
@@ -21,6 +20,7 @@ from minipar.comm.mesh import (
     rank_at,
     with_own_group,
 )
+from minipar.ranks.launch import RankError
 from tests.on_ranks import on_ranks
 
 SIZES = st.lists(st.integers(1, 4), max_size=4).map(

@@ -10,8 +10,9 @@ from itertools import zip_longest
 
 import pytest
 
-from minipar.comm import link, plans
+from minipar.comm import plans
 from minipar.comm.plans import Message, Plan, Round, cut
+from minipar.emulate import link
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16]
 NUMELS = [0, 1, 7, 16, 61]

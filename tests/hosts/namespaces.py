@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minipar.comm import backends
+from minipar.ranks import backends
 from tests.patience import busy
 
 GOODPUT = 1448 / 1514

@@ -1,6 +1,7 @@
 """Two hosts and a real, shaped link between them: what the emulated link promises, TCP keeps.
 
-The links of `minipar.comm.link` stand for what is left for data: `namespaces.GOODPUT` of the rate.
+The links of `minipar.emulate.link` stand for what is left for data: `namespaces.GOODPUT` of the
+rate.
 """
 
 import socket
@@ -13,8 +14,8 @@ import torch
 
 from minipar.comm import algorithms
 from minipar.comm import collectives as comm
-from minipar.comm.link import LINKS, Link, Topology, seconds
 from minipar.comm.mesh import Axis, Mesh
+from minipar.emulate.link import LINKS, Link, Topology, seconds
 from tests.comm.same import fastest
 from tests.hosts.namespaces import ADDRESSES, CARD, GOODPUT, PORT, Hosts, two_hosts, why_not
 

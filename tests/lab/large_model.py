@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 import tyro
 
-from minipar.comm.launch import Ranks
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
+from minipar.ranks.launch import Ranks
 from minipar.train import trainer
 from minipar.train.config import TrainConfig
 from minipar.train.report import Report

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar.comm import link, plans
+from minipar.comm import plans
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Mesh
 from minipar.comm.tuning import Tuning
+from minipar.emulate import link
 from minipar.lab.bench import collectives as bench
 from minipar.lab.bench.collectives import CollectivesConfig, table
 from minipar.lab.bench.race import Measured

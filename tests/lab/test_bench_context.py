@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minipar.comm import link
 from minipar.comm.mesh import Axis, Mesh
+from minipar.emulate import link
 from minipar.lab.bench import context as bench
 from minipar.lab.bench import race
 from minipar.lab.bench.context import OURS, THEIRS, WHAT, ContextConfig

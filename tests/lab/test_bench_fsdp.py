@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minipar.comm import link
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link
 from minipar.lab.bench import fsdp as bench
 from minipar.lab.bench import race
 from minipar.lab.bench.ddp import ADAMW, TOY, Contender, memory

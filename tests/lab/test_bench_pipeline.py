@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
 from minipar.lab.bench import pipeline as bench
 from minipar.lab.bench import pipeline_idle
 from minipar.lab.bench.pipeline import RIVALS, Contender, PipelineConfig, batch
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import bubble, simulate
 

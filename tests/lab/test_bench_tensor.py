@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.comm import link
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link
 from minipar.lab.bench import tensor as bench
 from minipar.lab.bench.tensor import OURS, RIVALS, THEIRS, TensorConfig, contender
 from minipar.model.llama import PRESETS, LlamaConfig

@@ -161,7 +161,7 @@ def test_here_runs_in_the_notebook_as_well(nb):
 
 
 def test_the_link_changes_between_cells_and_stays_with_new_ranks(nb):
-    label = "ranks['__import__(\"minipar.comm.link\", fromlist=[1]).current().name']"
+    label = "ranks['__import__(\"minipar.emulate.link\", fromlist=[1]).current().name']"
     nb.run("ranks.use('nvlink4')")
     nb.run("%%ranks\nimport os\nif rank == 1: os._exit(1)")
     assert nb.run(label).value == "['NVLink 4', 'NVLink 4', 'NVLink 4', 'NVLink 4']"
@@ -348,7 +348,7 @@ def test_waiting_for_a_slow_rank_or_link_is_not_in_vain(nb):
     """A watch that is too quick would stop what only takes its time."""
     late = nb.run("%%ranks\nimport time\nif rank == 3: time.sleep(4)\ndist.barrier()\nrank")
     assert late.error == "" and late.text == "[0] 0\n[1] 1\n[2] 2\n[3] 3\n"
-    nb.run("from minipar.comm.link import LINKS\nranks.use(LINKS['1gbe'].scaled(60))")
+    nb.run("from minipar.emulate.link import LINKS\nranks.use(LINKS['1gbe'].scaled(60))")
     slow = nb.run(
         "%%ranks\nx = torch.ones(800_000)\n"
         "works = [dist.all_reduce(x, async_op=True) for _ in range(2)]\n"

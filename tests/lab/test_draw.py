@@ -14,9 +14,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
-from minipar.comm.timeline import Span, Timeline
 from minipar.lab import draw
 from minipar.lab.draw import meshes, pen
+from minipar.observe.timeline import Span, Timeline
 from minipar.train.data import epoch_order, share
 from tests.lab.figures import words as texts
 

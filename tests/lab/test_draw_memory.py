@@ -5,11 +5,11 @@ import math
 import pytest
 from matplotlib.colors import to_hex
 
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.draw import memory as draw_memory
 from minipar.lab.memory import MemoryHistory
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from tests.lab.figures import texts
 
 MB = 10**6

@@ -5,10 +5,10 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
 from minipar.lab import draw
 from minipar.lab.draw import pipeline as draw_pipeline
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.simulate import Costs, simulate

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
 
-from minipar.comm.link import Topology
+from minipar.emulate.link import Topology
 from minipar.lab import draw
 from minipar.lab.draw import AXIS, EXPOSED, GRID
 from minipar.lab.draw.plan import PIECE, crossing, explanation, families, placement

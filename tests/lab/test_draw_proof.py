@@ -3,7 +3,7 @@
 import pytest
 
 from minipar.lab.draw.proof import MOST, proof
-from minipar.prove.prove import Parting, Verdict
+from minipar.tools.prove.prove import Parting, Verdict
 
 
 def verdict(count: int, at: int) -> Verdict:

@@ -10,15 +10,15 @@ from typing import get_args
 import pytest
 import torch
 
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.comm.worker import Failure
 from minipar.lab import gpu_check, gpu_parts, gpu_speed
 from minipar.lab.gpu_parts import LEARNERS
 from minipar.model.llama import PRESETS, Llama
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.expert import Dispatch
 from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.ranks.launch import RankError
+from minipar.ranks.worker import Failure
 from minipar.train import trainer
 from minipar.train.metrics import read
 from minipar.train.step import train_step

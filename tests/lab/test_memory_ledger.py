@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.comm import memory, timeline
 from minipar.lab.memory import LiveBytes, MemoryHistory, MemoryLedger, OverBudget, budget
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe import memory, timeline
 from minipar.sim.memory import model_state
 
 pytestmark = pytest.mark.slow

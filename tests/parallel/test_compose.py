@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe import timeline
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step

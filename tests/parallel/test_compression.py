@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe import timeline
 from minipar.parallel import ddp
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.feedback import COMPRESSORS, Compressed

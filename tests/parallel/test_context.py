@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link
 from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
+from minipar.observe import timeline
 from minipar.parallel import blockwise, context
 from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import wire_bytes
+from minipar.emulate import link
+from minipar.observe import timeline
+from minipar.observe.spans import wire_bytes
 from minipar.parallel import ddp
+from minipar.parallel.base.replicate import TOGETHER, broadcast_all
 from minipar.parallel.plan import Plan
-from minipar.parallel.replicate import TOGETHER, broadcast_all
 from minipar.sim.trace import pretend
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm import calls, timeline
+from minipar.comm import calls
 from minipar.comm.collectives import all_reduce
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
+from minipar.observe import timeline
 from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import RankError
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.init import initial_weight
 from minipar.model.llama import Block, Llama, LlamaConfig, generate
+from minipar.observe import timeline
 from minipar.parallel import flat, fsdp
 from minipar.parallel.blocks import find
 from minipar.parallel.compression.codecs import Int8

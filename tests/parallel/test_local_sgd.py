@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import all_reduce, barrier
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe import timeline
 from minipar.parallel import ddp, local_sgd
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.local_sgd import METHODS, DelayedGradients
 from minipar.parallel.plan import Plan
-from minipar.parallel.strategy import Strategy
 from minipar.sim.trace import pretend
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, ddp, fsdp, local_sgd, masters, offload, zero
+from minipar.parallel import compose, ddp, fsdp, local_sgd, offload, zero
+from minipar.parallel.base import masters
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.plan import Plan
-from minipar.parallel.strategy import Strategy
 from minipar.sim.memory import FP32_ADAM, MASTER_ADAM, model_state
 from minipar.sim.trace import Actor, pretend
 from minipar.sim.tracer import Tracer

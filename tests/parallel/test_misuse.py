@@ -30,12 +30,11 @@ from torch.nn.utils import (
     weight_norm,
 )
 
-from minipar.comm import watchdog
 from minipar.comm.collectives import all_reduce
 from minipar.comm.hostcopy import HostCopy
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig
+from minipar.observe import watchdog
 from minipar.parallel import (
     compose,
     ddp,
@@ -49,6 +48,7 @@ from minipar.parallel import (
 )
 from minipar.parallel.matrices import Border
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import Ranks
 from minipar.train.optim import make_optimizer
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
@@ -946,7 +946,7 @@ def test_weights_may_be_read_and_written_after_a_step(ranks, kind):
 
 
 def _with_slow_link(fn, *args) -> None:
-    from minipar.comm import link
+    from minipar.emulate import link
 
     link.check_calls(False)
     link.use(link.Link("slow", 0.01, 1e9))

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from minipar.comm import timeline
 from minipar.comm.hostcopy import HostCopy
-from minipar.comm.link import Link
 from minipar.comm.mesh import Mesh
+from minipar.emulate.link import Link
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe import timeline
 from minipar.parallel import ddp, fsdp, offload
 from minipar.sim.memory import Recipe, model_state
 from minipar.train.optim import make_optimizer

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm import calls, timeline
+from minipar.comm import calls
 from minipar.model.llama import PRESETS
+from minipar.observe import timeline
 from minipar.parallel.pipeline import pairs
 from minipar.parallel.pipeline.actions import slots
 from minipar.parallel.pipeline.checks import validate

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from minipar.comm.mesh import Mesh
 from minipar.parallel import ddp, fsdp, tensor, zero
-from minipar.parallel.pieces import Layout, Row, axes_of, full_shape, is_copy, mark
-from minipar.parallel.strategy import Strategy
+from minipar.parallel.base.shards import Layout, Row, axes_of, full_shape, is_copy, mark
+from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper

@@ -13,19 +13,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipar.comm import calls, timeline
-from minipar.comm.launch import RankError
+from minipar.comm import calls
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import pipeline_idle
 from minipar.model.llama import PRESETS, loss_of
 from minipar.model.recompute import checkpoint_activations
+from minipar.observe import timeline
 from minipar.parallel import ddp
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.pipeline import messages, runtime, split_backward, stages
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import lower, simulate
-from minipar.parallel.strategy import Strategy
+from minipar.ranks.launch import RankError
 from tests.comm.same import launched_over
 from tests.parallel.layers import on_paper
 from tests.parity import models

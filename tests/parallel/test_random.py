@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minipar.comm.mesh import Axis, Mesh
+from minipar.parallel.base.random import fork_rng, seed
 from minipar.parallel.matrices import Border, RowLinear
-from minipar.parallel.random import fork_rng, seed
 from tests.parallel.layers import on_paper, random
 
 B, T, D, HIDDEN = 2, 8, 6, 12

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import needs, peak_live, validate
 from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make, play

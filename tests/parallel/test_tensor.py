@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis, Mesh
+from minipar.emulate import link
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, LlamaConfig, generate, token_loss
 from minipar.model.moe import MoEConfig
+from minipar.observe import timeline
 from minipar.parallel import matrices, overlap, tensor
-from minipar.parallel.norm import clip_grad_norm
+from minipar.parallel.base.norm import clip_grad_norm
+from minipar.parallel.base.replicate import replicate
 from minipar.parallel.pipeline import split_backward
-from minipar.parallel.replicate import replicate
 from minipar.train.optim import make_optimizer
 from tests.parallel.layers import on_paper
 from tests.parity import models

@@ -8,10 +8,10 @@ import copy
 import pytest
 import torch
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import dense_core, rope_tables
 from minipar.model.masks import document_mask
+from minipar.observe import timeline
 from minipar.parallel import ulysses
 from minipar.train.data import Sequences
 from tests.on_ranks import on_ranks

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm import link, strict, timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link, strict
 from minipar.lab.memory import LiveBytes
+from minipar.observe import timeline
 from minipar.parallel import zero
 from minipar.parallel.plan import Plan
 from minipar.parallel.zero import ShardedOptimizer

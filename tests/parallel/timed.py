@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis
+from minipar.emulate import link
+from minipar.observe import timeline
 
 
 class _Slow(torch.autograd.Function):

@@ -23,10 +23,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import collectives, timeline
+from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
-from minipar.parallel.strategy import Strategy
-from minipar.prove.compare import RTOL, Record, differences
+from minipar.observe import timeline
+from minipar.parallel.base.strategy import Strategy
+from minipar.tools.prove.compare import RTOL, Record, differences
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch, train_step
 

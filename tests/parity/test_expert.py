@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from minipar.comm import calls
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.moe import MoEConfig, Router, mixtures, routers
-from minipar.parallel import ddp, expert, fsdp, strategy, zero
+from minipar.parallel import ddp, expert, fsdp, zero
+from minipar.parallel.base import strategy
 from minipar.parallel.compose import apply
 from minipar.parallel.pipeline import pairs, runtime
 from minipar.parallel.pipeline.actions import slots

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe import timeline
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm import timeline
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import wire_bytes
 from minipar.model.llama import generate, token_loss
 from minipar.model.recompute import checkpoint_activations
+from minipar.observe import timeline
+from minipar.observe.spans import wire_bytes
 from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pipeline import runtime, split_backward
 from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make
+from minipar.ranks.launch import RankError
 from minipar.train.data import IGNORE
 from minipar.train.step import evaluate
 from tests.parity import models

@@ -14,14 +14,15 @@ from unittest import mock
 
 import pytest
 
-from minipar.comm import calls, strict
+from minipar.comm import calls
 from minipar.comm.background import Background
 from minipar.comm.hostcopy import HostCopy
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
+from minipar.emulate import strict
 from minipar.parallel import compose, ddp, fsdp, offload
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import RankError
 from tests.parity import models
 from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
+from minipar.observe import timeline
 from minipar.parallel import ddp
 from minipar.parallel.zero import ShardedOptimizer
 from minipar.train.data import share

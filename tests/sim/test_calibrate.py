@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from minipar.cli import main
-from minipar.comm import link
-from minipar.comm.launch import RankError
+from minipar.emulate import link
+from minipar.ranks.launch import RankError
 from minipar.sim import calibrate, fit, hardware
 
 MEASURED = {"launch": 4e-6, "fp32": 1e-11, "bf16": 2e-11, "byte": 1e-10, "memory": -8e9}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from minipar.comm import device as devices
-from minipar.comm import link
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
+from minipar.emulate import device as devices
+from minipar.emulate import link
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel import context

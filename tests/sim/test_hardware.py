@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar.comm.link import LINKS
+from minipar.emulate.link import LINKS
 from minipar.sim import fit, hardware
 from minipar.sim.hardware import HardwareError, load
 from minipar.train.peak import DATA_SHEETS

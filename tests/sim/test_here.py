@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from minipar.comm import device as devices
-from minipar.comm import link
+from minipar.emulate import device as devices
+from minipar.emulate import link
 from minipar.parallel.plan import Plan
 from minipar.sim import hardware, here
 from minipar.sim.here import Row

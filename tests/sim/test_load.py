@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.comm.link import Link
+from minipar.emulate.link import Link
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan

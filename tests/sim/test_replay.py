@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from minipar.comm import operations
+from minipar.emulate import operations
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.pipeline import simulate

@@ -23,28 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minipar
-from minipar.comm import calls, collectives, timeline
+from minipar.comm import calls, collectives
 from minipar.comm.calls import Pending
 from minipar.comm.values import lane, look, send_to_host, to_host
 from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import (
-    compose,
-    ddp,
-    fsdp,
-    local_sgd,
-    offload,
-    optimizer_state,
-    strategy,
-    vectors,
-    zero,
-)
+from minipar.observe import timeline
+from minipar.parallel import compose, ddp, fsdp, local_sgd, offload, vectors, zero
+from minipar.parallel.base import optimizer_state, strategy
+from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.expert import Trip
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
-from minipar.parallel.strategy import Strategy
 from minipar.sim import trace as sim_trace
 from minipar.sim.trace import Actor, pretend, trace
 from minipar.sim.tracer import Tracer
@@ -350,8 +342,8 @@ ELSEWHERE = {
     "parallel/expert.py Trip.__init__": "a table on the host",
     "parallel/expert.py hierarchical": "a table on the host",
     "parallel/expert.py plan_trips.trips": "a table on the host",
-    "parallel/elementwise.py check_elementwise": "before training: may it step pieces?",
-    "parallel/random.py fork_rng": "a number of the host's generator",
+    "parallel/base/elementwise.py check_elementwise": "before training: may it step pieces?",
+    "parallel/base/random.py fork_rng": "a number of the host's generator",
     "parallel/ulysses.py check_heads": "a list",
     "parallel/vectors.py trainable": "a list",
     "train/balance.py rank_loads": "lengths of documents, on the host",

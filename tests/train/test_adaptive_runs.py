@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from minipar.comm.timeline import Timeline
+from minipar.observe.timeline import Timeline
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

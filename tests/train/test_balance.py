@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
+from minipar.observe import timeline
 from minipar.train.balance import Balancer, imbalance, pack, packed_batch, rank_loads, shares
 from minipar.train.data import IGNORE
 

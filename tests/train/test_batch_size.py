@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
+from minipar.observe import timeline
 from minipar.parallel import ddp
 from minipar.train.batch_size import (
     GrowingBatch,

@@ -11,7 +11,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from minipar.comm.hostcopy import HostCopy
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
@@ -28,6 +27,7 @@ from minipar.parallel import (
     zero,
 )
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import Ranks
 from minipar.train import compiled, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.optim import make_optimizer

@@ -25,7 +25,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from minipar.comm.launch import RankError, Ranks
+from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

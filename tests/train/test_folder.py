@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import minipar
 from minipar.cli import failures, training
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Axis, Mesh
+from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, saver, trainer
 from minipar.train import folder as folders
 from minipar.train.config import TrainConfig

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.parallel.norm import clip_grad_norm, grad_norm
+from minipar.parallel.base.norm import clip_grad_norm, grad_norm
 from minipar.train.optim import make_optimizer, warmup_cosine, warmup_stable_decay
 from tests.on_ranks import on_ranks
 
@@ -348,6 +348,8 @@ def test_the_norm_of_gradients_on_the_host_is_taken_and_sent_where_the_model_com
     """The meta device stands in for a GPU, and the CPU for its host. Mutant: sent from the host."""
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    with mock.patch("minipar.parallel.norm.all_reduce", side_effect=lambda x, axis: x) as sends:
+    with mock.patch(
+        "minipar.parallel.base.norm.all_reduce", side_effect=lambda x, axis: x
+    ) as sends:
         norm = grad_norm([p], [Mesh().tp], torch.device("meta"))
     assert norm.is_meta and [call.args[0].device.type for call in sends.mock_calls] == ["meta"]

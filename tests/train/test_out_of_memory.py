@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from minipar.comm import memory
 from minipar.model.llama import Llama
+from minipar.observe import memory
 from minipar.train import out_of_memory, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.out_of_memory import OutOfMemory, noted

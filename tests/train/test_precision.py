@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Head, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
+from minipar.observe import timeline
 from minipar.parallel import ddp, fsdp, zero
 from minipar.train import checkpoint, precision, trainer
 from minipar.train.config import TrainConfig

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.comm.launch import RankError, Ranks
 from minipar.comm.mesh import Axis, Mesh
-from minipar.parallel.pieces import Part, Region
+from minipar.parallel.base.shards import Part, Region
+from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, saver
 from minipar.train.checkpoint import CheckpointError, available, load, step_of
 from minipar.train.saver import Saver, deal

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe import timeline
 from minipar.parallel import compose
-from minipar.parallel.pieces import Region
+from minipar.parallel.base.shards import Region
 from minipar.parallel.plan import Plan
 from minipar.train import checkpoint, shards
 from minipar.train.checkpoint import Box, CheckpointError, by_number, load

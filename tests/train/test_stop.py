@@ -12,8 +12,8 @@ import torch
 
 import minipar
 from minipar.cli import output
-from minipar.comm.launch import RankError
-from minipar.comm.worker import Failure
+from minipar.ranks.launch import RankError
+from minipar.ranks.worker import Failure
 from minipar.train import checkpoint, stop, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.comm import timeline
 from minipar.comm.mesh import Mesh
+from minipar.observe import timeline
 from minipar.parallel import ddp
 from minipar.train.step import train_step
 from minipar.train.straggler import Pace, parse_slow

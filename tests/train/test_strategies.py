@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.comm import timeline
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
 from minipar.model import hf
 from minipar.model.llama import PRESETS, Llama
+from minipar.observe import timeline
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import Plan
+from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read

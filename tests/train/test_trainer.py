@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from minipar.comm import timeline
-from minipar.comm.launch import RankError
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
 from minipar.model import hf, llama
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoE
+from minipar.observe import timeline
+from minipar.observe.timeline import Timeline
 from minipar.parallel import ddp
+from minipar.ranks.launch import RankError
 from minipar.train import checkpoint, metrics, saver, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.corpus import load_corpus

@@ -26,15 +26,16 @@ from typing import Any
 
 import torch
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
+from minipar.emulate import link
 from minipar.lab import draw
 from minipar.lab.bench import race
 from minipar.lab.bench.compression_methods import CHANCE, METHODS, REFERENCE, TURN
 from minipar.lab.draw import compression as draw_compression
 from minipar.model.llama import PRESETS, Llama
+from minipar.observe import timeline
+from minipar.observe.timeline import Timeline
 from minipar.parallel import local_sgd
 from minipar.train.config import SMALLEST
 from minipar.train.optim import make_optimizer

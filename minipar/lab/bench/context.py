@@ -31,7 +31,7 @@ from minipar.lab.bench import race
 from minipar.lab.bench.race import ADAMW, Attached, StepConfig
 from minipar.model.llama import PRESETS, Core, Llama, LlamaConfig
 from minipar.parallel import context, ddp, ulysses
-from minipar.parallel.sequences import CutSequences
+from minipar.parallel.base.sequences import CutSequences
 
 OURS: dict[str, dict[str, str] | None] = {
     "ring, zigzag": dict(order="zigzag"),

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minipar.comm import device, link
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis, Mesh
-from minipar.comm.timeline import Timeline, record, span
+from minipar.emulate import device, link
 from minipar.lab.bench import race
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
+from minipar.observe.timeline import Timeline, record, span
 from minipar.parallel import expert
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.pairs import side_by_side

@@ -17,21 +17,22 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from minipar.comm import link, timeline
 from minipar.comm.collectives import barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Mesh
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
+from minipar.emulate import link
 from minipar.lab import draw
 from minipar.lab.bench import race
 from minipar.lab.draw import pipeline as draw_pipeline
 from minipar.model.llama import Llama, LlamaConfig
+from minipar.observe import timeline
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import Costs, bubble, simulate
 from minipar.parallel.pipeline.split_backward import PutOff
+from minipar.ranks.launch import Ranks
 
 COLUMNS: race.Columns = (  # shares of the time of all ranks, first start to last end
     ("schedule", "{schedule}"),

@@ -27,12 +27,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import link
 from minipar.comm.collectives import all_gather_object, barrier
-from minipar.comm.launch import Ranks
 from minipar.comm.mesh import Axis
-from minipar.comm.spans import aligned
+from minipar.emulate import link
 from minipar.model.llama import PRESETS, LlamaConfig, loss_of
+from minipar.observe.spans import aligned
+from minipar.ranks.launch import Ranks
 from minipar.train.config import check_numbers
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences

@@ -6,10 +6,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from minipar.comm.mesh import Mesh
-from minipar.comm.timeline import Timeline
 from minipar.lab.draw.meshes import mesh
 from minipar.lab.draw.pen import in_words, png
 from minipar.lab.draw.timelines import timeline
+from minipar.observe.timeline import Timeline
 
 DRAWN: dict[type, Callable[[Any], Figure]] = {Timeline: timeline, Mesh: mesh, Figure: lambda f: f}
 """What draws itself once `register` was called."""

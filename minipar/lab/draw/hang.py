@@ -1,13 +1,13 @@
 """Hangs: ranks over the numbers of their collectives; who waits, who called otherwise, who is gone.
 
-Drawn from `minipar.prove.hang`, for `minipar hang --out`.
+Drawn from `minipar.tools.hang`, for `minipar hang --out`.
 """
 
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, MUTED, PAPER, WIDTH
-from minipar.prove.hang import Group, Report, Wait
+from minipar.tools.hang import Group, Report, Wait
 
 COLUMNS, ROWS, ROW = 10, 40, 0.27  # the last calls, and the first ranks, of a group; inches
 LEGEND = [

@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
 from minipar.lab.draw.timelines import lanes, legend
 from minipar.lab.memory import MemoryHistory
+from minipar.observe.timeline import Timeline
 
 # A category has the colour of the work that makes it, or that it waits for.
 CATEGORY = {

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm.mesh import Mesh, coordinates, groups_along
-from minipar.comm.spans import wire_bytes
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, WIDTH, colour
+from minipar.observe.spans import wire_bytes
 
 
 # ---------------------------------------------------------------------- meshes

@@ -14,11 +14,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
 from minipar.lab.draw import display, pen
 from minipar.lab.draw.charts import label_points
 from minipar.lab.draw.pen import AXIS, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.simulate import SPAN_KIND, Costs, bubble, simulate

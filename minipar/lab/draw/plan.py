@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
-from minipar.comm.link import Topology
 from minipar.comm.mesh import groups_along
+from minipar.emulate.link import Topology
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED, PAPER
 from minipar.parallel.explain import Explanation, Row

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import EXPOSED, GRID, INK, KIND, MUTED
-from minipar.prove.prove import Verdict
+from minipar.tools.prove.prove import Verdict
 
 MOST = 24  # rows
 FILL = {"equal": KIND["forward"], "differs": KIND["compute"], "parts here": EXPOSED}

@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minipar.comm.spans import NOT_COMPUTE, Span, intersect, subtract, union
-from minipar.comm.timeline import Timeline
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import AXIS, EXPOSED, GRID, INK, KIND, LEFT, MUTED, PAPER, RIGHT, WIDTH
+from minipar.observe.spans import NOT_COMPUTE, Span, intersect, subtract, union
+from minipar.observe.timeline import Timeline
 
 Piece = tuple[float, float, str]  # start and end in seconds, name
 

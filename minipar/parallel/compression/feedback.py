@@ -13,10 +13,10 @@ from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
+from minipar.parallel.base.shards import laid_out_as
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check
 from minipar.parallel.compression.linear import PowerSGD, RandomK
-from minipar.parallel.pieces import laid_out_as
 
 
 class Bucket(Protocol):

@@ -36,8 +36,9 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from minipar.comm import calls, timeline
+from minipar.comm import calls
 from minipar.comm.mesh import Axis
+from minipar.observe import timeline
 
 FORWARD, BACKWARD = 0, 1
 

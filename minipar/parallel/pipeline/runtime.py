@@ -32,7 +32,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
-from minipar.comm import timeline
 from minipar.comm.collectives import (
     Pending,
     all_gather_object,
@@ -43,7 +42,10 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, beside, loss_of
-from minipar.parallel.pieces import mark
+from minipar.observe import timeline
+from minipar.parallel.base.replicate import broadcast_all, replicate
+from minipar.parallel.base.shards import mark
+from minipar.parallel.base.strategy import Strategy, device_of
 from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
 from minipar.parallel.pipeline.messages import AHEAD, Mail, around, forward_only
@@ -61,8 +63,6 @@ from minipar.parallel.pipeline.stages import (
     layers_of,
     part_of,
 )
-from minipar.parallel.replicate import broadcast_all, replicate
-from minipar.parallel.strategy import Strategy, device_of
 
 
 def apply(

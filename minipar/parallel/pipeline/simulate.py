@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from minipar.comm.spans import Span
-from minipar.comm.timeline import Timeline
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import needs
 

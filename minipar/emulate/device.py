@@ -1,0 +1,300 @@
+"""An emulated device: work takes as long as on a declared GPU, and most of that time is slept.
+
+Idea.   On a laptop all ranks share a few cores, so that their timelines show how busy those are.
+        Here each rank has a clock instead. Tensors are computed as ever, at once; every operation
+        moves the clock on by the seconds that the declared device needs for it, and the rank sleeps
+        until its clock wherever another could notice: where a collective or a message begins, and
+        where a call or a recording ends. So the process runs ahead of its device, as the host of a
+        GPU does. 16 ranks on two cores draw what 16 GPUs would.
+Law.    Seconds of an operation follow from its shapes (`operations.py`) and the device's data sheet
+        (`sim/hardware.py`); an optimizer is one pass over its bytes, a norm is one operation, views
+        are free. Deadlines are points of the clock, not naps, so that waking up late adds nothing.
+Slow.   All of it, links too, happens `slowdown` times slower than declared, because a laptop must
+        have done the real work by then. Recorded times are divided by it: a Timeline shows seconds
+        of the declared device.
+Larger. With `magnify` k every side of every matrix counts k times: widths and sequence lengths,
+        while heads, layers and microbatches stay. Products and attention then have k^3 times their
+        FLOPs, and what is sent, moved and stored k^2 times its bytes: exactly those of a model k
+        times as wide on sequences k times as long. So a tiny Llama stands for a large one, with the
+        large one's ratio of computing to sending. (What has one side only, such as norms' weights,
+        counts k times too much: that is next to nothing. Buckets hold as many bytes as ever, so
+        give `bucket_mb` in small, 25 / k^2 for 25 MB.)
+Late.   The real work must be small beside the slept time. A rank may come late to a deadline: its
+        clock does not wait, and it makes up for that asleep. `record` warns when a rank was late by
+        `LATE` of the time: then this machine has not shown what the device does, only reckoned it.
+
+Limits: collectives on the emulated link alone; copies between device and host take real time; what
+other threads of a rank compute takes none; what runs beside changes nothing. In torch: nothing like
+it. Proved by tests/sim/test_emulate.py.
+
+Use::
+
+    from minipar.sim.emulate import device
+    with Ranks(8, backend="link", device=device("h100/50", magnify=64)) as ranks: ...
+"""
+
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minipar.emulate import operations
+from minipar.observe.spans import Span
+
+LATE = 0.05
+"""Share of a recording, late by which a rank says so."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on, by declaration. Raises `ValueError` for a factor below 1."""
+
+    sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
+    slowdown: float = 1.0
+    magnify: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("slowdown", "magnify"):
+            if not 1 <= getattr(self, name) <= 1e9:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 up, to 1e9 at most")
+
+    def seconds_of_matmul(
+        self, m: float, n: float, k: float, dtype: str, *, batch: float = 1
+    ) -> float:
+        """Declared seconds of products; every side counts `magnify` times."""
+        m, n, k = (side * self.magnify for side in (m, n, k))
+        return self.sheet.seconds_of_matmul(m, n, k, dtype, batch=batch)
+
+    def seconds_of_attention(
+        self, batch: float, heads: float, *sides_and_dtype: Any, **how: bool
+    ) -> float:
+        """Declared seconds of attention; tokens and widths count `magnify` times."""
+        *sides, dtype = sides_and_dtype
+        sides = [side * self.magnify for side in sides]  # queries, keys, width of a head
+        return self.sheet.seconds_of_attention(batch, heads, *sides, dtype, **how)
+
+    def seconds_of_bytes(self, num_bytes: float) -> float:
+        """Declared seconds of moving bytes, of which there are `magnify` squared as many."""
+        return self.sheet.seconds_of_bytes(self.counted(num_bytes))
+
+    def counted(self, num_bytes: float) -> int:
+        """Bytes of the declared model."""
+        return round(num_bytes * self.magnify**2)
+
+    def __str__(self) -> str:
+        larger = f", {self.magnify:g}x the width and length" if self.magnify > 1 else ""
+        slower = f", played {self.slowdown:g}x slower; times are its own"
+        return f"{self.sheet.name} by operation{larger}{slower if self.slowdown > 1 else ''}"
+
+
+# ---------------------------------------------------------------------- of this process
+_clock: "_Clock | None" = None
+
+
+def use(device: Device | None) -> None:
+    """Compute on `device` from now on, inside of `running`; None: on what there is."""
+    global _clock
+    if _clock is not None:
+        _clock.close()
+    _clock = None if device is None else _Clock(device)
+
+
+def current() -> Device | None:
+    """Return the device that is emulated here."""
+    return None if _clock is None else _clock.device
+
+
+def label(link: str) -> str:
+    """What a figure must say of the device, and of a `link` with that label."""
+    return link if _clock is None else f"emulated {_clock.device}; {link}"
+
+
+def running() -> Any:
+    """A context: operations of the body take their time; at its end the clock has come true."""
+    return nullcontext() if _clock is None else _clock.running()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """What the body computes takes no time of the device, and its bytes count as they are: to set
+    up, warm up and check. On all ranks that talk in it."""
+    if _clock is None or _clock.is_paused:
+        yield
+        return
+    _clock.is_paused = True
+    try:
+        yield
+    finally:
+        _clock.is_paused = False
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def beside(start: float) -> Iterator[None]:
+    """In the body, this thread has a clock of its own, from `start` on: what it waits for does not
+    hold the rank up. What it computes takes no time."""
+    _thread.at = start
+    try:
+        yield
+    finally:
+        _thread.at = None
+
+
+def clock() -> float:
+    """Seconds of this rank's clock on the scale of `time.monotonic`, and that without a device."""
+    if _clock is None:
+        return time.monotonic()
+    at = getattr(_thread, "at", None)
+    return _clock.at if at is None else at
+
+
+def now() -> float:
+    """Seconds as the declared device counts them: to measure with, before and after."""
+    return clock() / (1.0 if _clock is None else _clock.device.slowdown)
+
+
+def synchronize() -> None:
+    """Sleep until the device has done all that was asked of it."""
+    if _clock is not None and getattr(_thread, "at", None) is None:
+        _clock.come_true()
+
+
+def reach(end: float) -> None:
+    """Move the clock on to `end`, if it is behind: this rank waits for what is there by then."""
+    if _clock is None:
+        return
+    if getattr(_thread, "at", None) is None:
+        _clock.at = max(_clock.at, end)
+    else:
+        _thread.at = max(_thread.at, end)
+
+
+def counted(num_bytes: int) -> int:
+    """Return the bytes of the declared model for those of ours."""
+    counts = _clock is not None and not _clock.is_paused
+    return _clock.device.counted(num_bytes) if counts else num_bytes
+
+
+def slowed(seconds: float) -> float:
+    """Return for how long something takes here that takes so many declared seconds."""
+    counts = _clock is not None and not _clock.is_paused
+    return seconds * _clock.device.slowdown if counts else seconds
+
+
+def late() -> float:
+    """Return by how many seconds (real ones) this rank was late at most, in this recording."""
+    return 0.0 if _clock is None else _clock.latest
+
+
+def begin_recording() -> None:
+    """From here on it counts how late this rank is."""
+    if _clock is not None:
+        _clock.come_true()
+        _clock.catch_up()
+        _clock.latest, _clock.began = 0.0, _clock.at
+
+
+def end_recording(spans: list[Span]) -> list[Span]:
+    """Return the spans in declared seconds. Warns where this machine was too slow for them."""
+    if _clock is None:
+        return spans
+    _clock.come_true()
+    took, late, slowdown = _clock.at - _clock.began, _clock.latest, _clock.device.slowdown
+    if late > LATE * took:
+        warnings.warn(
+            f"this machine was up to {late:.2f} s late with what the emulated device does in "
+            f"{took:.2f} s: slow it down more than {slowdown:g} times, say {10 * slowdown:g}",
+            stacklevel=3,
+        )
+    return [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
+
+
+class _Clock(TorchDispatchMode):
+    """The clock of a rank, which moves with every operation that torch dispatches."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.at = device, time.monotonic()
+        self.began = self.latest = 0.0
+        self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
+        self.stepping = 0.0  # seconds of the step that begins
+        self.known: dict[Any, float] = {}
+        gc.freeze()  # to go through all that was imported would make a rank late
+        self.hooks = [
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._leave_optimizer),
+        ]
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.is_paused, self.is_inside = False, 0  # whatever a call before has left
+        self.catch_up()
+        with operations.fused_norms(), self:
+            yield
+        self.come_true()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and not self.is_paused:
+            with self:  # there, a linear layer comes whole; elsewhere autograd has spelled it out
+                result = op.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = op(*args, **kwargs)
+        if self.is_paused or op.namespace == "c10d" or operations.is_view(op):
+            return result
+        if self.is_inside:  # an optimizer, at its first operation
+            self.at += self.stepping * self.device.slowdown
+            self.stepping = 0.0
+            return result
+        key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
+        if key not in self.known:
+            given, made = operations.tensors((args, kwargs)), operations.tensors(result)
+            work = operations.work_of(op, given, made, args)
+            idle = work is None or not work.num_bytes
+            self.known[key] = 0.0 if idle else operations.seconds_of(work, self.device)
+        self.at += self.known[key] * self.device.slowdown
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around each operation, which nothing here needs
+
+    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.is_inside += 1
+        if self.is_inside == 1 and not self.is_paused:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            num_bytes = operations.bytes_of_step(stepped, list(optimizer.state.values()))
+            self.stepping = self.device.seconds_of_bytes(num_bytes)
+
+    def _leave_optimizer(self, *_: Any) -> None:
+        self.is_inside = max(0, self.is_inside - 1)
+
+    # the clock and the world's
+    def catch_up(self) -> None:
+        """What is past is past: the clock does not lag behind."""
+        self.at = max(self.at, time.monotonic())
+
+    def come_true(self) -> None:
+        """Sleep until the clock's time, or note how late it is."""
+        while (ahead := self.at - time.monotonic()) > 0:
+            time.sleep(ahead)
+        if not self.is_paused:
+            self.latest = max(self.latest, -ahead)

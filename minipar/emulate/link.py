@@ -1,0 +1,294 @@
+"""An emulated link: gloo moves the data, a clock decides when it has arrived.
+
+Idea: on a laptop all ranks share one memory, so communication costs computing time and nothing can
+be hidden behind it. The backend ``link`` lets gloo do the work and then *sleeps* until a real link
+would have been done, so that overlap is real and the processor stays free to compute meanwhile:
+
+    link_group.register()
+    dist.init_process_group("link", ...)            # or dist.new_group(backend="link")
+    use("1gbe")                                     # on every rank; changes all link groups at once
+    use(Topology(2, 2, LINKS["nvlink4"], LINKS["ib-ndr"]).scaled(2000))
+
+Model (alpha-beta; Hockney 1994; Thakur, Rabenseifner & Gropp 2005, section 3; Chan et al. 2007):
+an operation starts when the last rank has called it and the link is free, and takes
+``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`); links work in both directions at
+once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream;
+messages have a lane per peer and direction, where the next one may leave while the last one still
+travels. These wires do not slow each other down: a full mesh. Only on a `Topology` they do: what
+leaves a node, or comes in, by the same network card queues for it, of whatever group it is.
+
+This file is the model: links, topologies, what an operation costs, and which link is in use. The
+backend itself is in `link_group.py`.
+
+Limits: one machine (the ranks share a clock and a table of calls), CPU tensors. In torch: the other
+backends, ``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
+"""
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+import torch.distributed as dist
+
+from minipar.emulate import device
+from minipar.observe.spans import wire_bytes
+
+
+# ---------------------------------------------------------------------- links
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link: `latency` in seconds per step, `bandwidth` in bytes per second."""
+
+    name: str
+    latency: float
+    bandwidth: float
+    source: str = ""
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.latency >= 0 or not self.bandwidth > 0:
+            raise ValueError(
+                f"link {self.name!r}: latency={self.latency} s must be 0 or more, and "
+                f"bandwidth={self.bandwidth} bytes per second more than 0 (inf for no limit)"
+            )
+
+    def scaled(self, factor: float) -> "Link":
+        """Return this link slowed by `factor`, to sit beside a processor as much slower."""
+        if not 0 < factor <= 1e6:
+            raise ValueError(f"cannot slow a link {factor} times; use a factor above 0, up to 1e6")
+        return replace(
+            self,
+            latency=self.latency * factor,
+            bandwidth=self.bandwidth / factor,
+            slowdown=self.slowdown * factor,
+        )
+
+    @property
+    def label(self) -> str:
+        """What a figure must say: "emulated NVLink 4, slowed 2000x"."""
+        return "no emulated link" if self.bandwidth == math.inf else f"emulated {self}"
+
+    def __str__(self) -> str:
+        return self.name + (f", slowed {self.slowdown:g}x" if self.slowdown != 1 else "")
+
+
+_TCP = "; latency: of the order of a TCP message through a switch, rounded"
+_NCCL = "; latency: a ring step in the cost model of NCCL 2.17 (tuning.cc, hwLat, Simple)"
+LINKS = {
+    "none": Link("none", 0.0, math.inf, "as fast as this machine goes"),
+    "1gbe": Link("1 GbE", 50e-6, 125e6, "IEEE 802.3ab, 1 Gb/s" + _TCP),
+    "10gbe": Link("10 GbE", 30e-6, 1.25e9, "IEEE 802.3ae, 10 Gb/s" + _TCP),
+    "25gbe": Link("25 GbE", 20e-6, 3.125e9, "IEEE 802.3by, 25 Gb/s" + _TCP),
+    "100gbe": Link("100 GbE", 20e-6, 12.5e9, "IEEE 802.3ba, 100 Gb/s" + _TCP),
+    "ib-ndr": Link("InfiniBand NDR", 9.6e-6, 50e9, "IBTA NDR 4x, 400 Gb/s" + _NCCL),
+    "pcie5": Link("PCIe 5", 5.7e-6, 63e9, "PCI-SIG, 16 lanes of 32 GT/s" + _NCCL),
+    "nvlink4": Link("NVLink 4", 3.4e-6, 450e9, "NVIDIA H100, 18 links of 25 GB/s" + _NCCL),
+    "nvlink5": Link("NVLink 5", 3.4e-6, 900e9, "NVIDIA B200, 18 links of 50 GB/s" + _NCCL),
+}
+"""Peak rates in one direction, as sold; latencies of one step of a collective, in software too."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Two levels: ranks 0 .. `ranks_per_node` - 1 on node 0, and so on, `intra` inside, `inter`
+    between nodes.
+
+    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once,
+    and its ranks share them evenly; None gives each rank a card, as in machines with one per GPU.
+    Two groups across nodes that talk at once by the same card take twice as long. A flat ring over
+    one card per node does not: in the order of the ranks, one of each node sends to another node,
+    and one receives. Ring and pairwise exchange advance in lockstep, so that the slowest hop rules.
+    """
+
+    nodes: int = 2
+    ranks_per_node: int = 2
+    intra: Link = LINKS["nvlink4"]
+    inter: Link = LINKS["ib-ndr"]
+    cards_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(f"nodes={self.nodes}, ranks_per_node={self.ranks_per_node}: 1 or more")
+        good = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
+        if self.cards_per_node is not None and self.cards_per_node not in good:
+            raise ValueError(
+                f"cards_per_node={self.cards_per_node} does not divide ranks_per_node="
+                f"{self.ranks_per_node}; use {' or '.join(map(str, good))}"
+            )
+
+    def between(self, ranks: Sequence[int]) -> Link:
+        """Return the link that bounds a group of these global ranks."""
+        return self.intra if len({self._node(rank) for rank in ranks}) <= 1 else self.inter
+
+    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return for how many seconds an operation keeps each lane of a card that it crosses.
+
+        Lane 2 c leaves card c, lane 2 c + 1 comes in. `ranks` are global; of a message, the sender
+        and the receiver. An all-to-all is a message per pair, all else a ring in their order.
+        """
+        if verb in ("send", "recv"):
+            hops, carried = [tuple(ranks)], float(num_bytes)
+        elif verb == "all_to_all":
+            hops, carried = list(permutations(ranks, 2)), num_bytes / len(ranks)
+        else:
+            hops = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+            carried = wire_bytes(verb, num_bytes, len(ranks))
+        lanes: dict[int, float] = Counter()
+        for src, dst in hops:
+            if carried and self._node(src) != self._node(dst):
+                for lane in (2 * self._card(src), 2 * self._card(dst) + 1):
+                    lanes[lane] += carried / self.inter.bandwidth
+        return dict(lanes)
+
+    def seconds(self, *calls: tuple[str, int, Sequence[int]]) -> float:
+        """Return how long operations take that start at once: `(verb, num_bytes, global ranks)`."""
+        alone, latencies, busy = [], [0.0], Counter()
+        for verb, num_bytes, ranks in calls:
+            wire = self.between(ranks)
+            alone.append(seconds(verb, num_bytes, len(ranks), wire))
+            if lanes := self.lanes(verb, num_bytes, ranks):
+                latencies.append(_STEPS[verb](len(ranks)) * wire.latency)
+                busy.update(lanes)
+        return max(*alone, max(latencies) + max(busy.values(), default=0.0))
+
+    def _node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def _card(self, rank: int) -> int:
+        cards = self.cards_per_node or self.ranks_per_node
+        node, local = divmod(rank, self.ranks_per_node)
+        return node * cards + local * cards // self.ranks_per_node
+
+    def scaled(self, factor: float) -> "Topology":
+        """Return this topology with both links slowed by `factor`."""
+        return replace(self, intra=self.intra.scaled(factor), inter=self.inter.scaled(factor))
+
+    @property
+    def label(self) -> str:
+        """What a figure must say."""
+        return f"emulated {self}"
+
+    def __str__(self) -> str:
+        shape = f"{self.nodes} nodes x {self.ranks_per_node} ranks"
+        cards = f", {self.cards_per_node} cards per node" if self.cards_per_node else ""
+        return f"{shape} ({self.intra} inside, {self.inter} between{cards})"
+
+
+# ---------------------------------------------------------------------- cost
+_TREES = "broadcast", "reduce", "scatter", "gather", "barrier"
+_STEPS: dict[str, Callable[[int], int]] = {
+    # Rings, and for all_to_all a pairwise exchange.
+    "all_reduce": lambda n: 2 * (n - 1),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: n - 1),
+    # Trees, pipelined: the depth once, the bytes once.
+    **dict.fromkeys(_TREES, lambda n: math.ceil(math.log2(n))),
+    **dict.fromkeys(("send", "recv"), lambda n: 1),
+}
+
+
+def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
+    """Return how long `verb` takes among `size` ranks; `num_bytes` is the whole tensor's.
+
+    Bytes as in `spans.wire_bytes`, except that a receive takes as long as the send.
+    Source: Thakur, Rabenseifner & Gropp 2005, section 4 (ring, pairwise); Chan et al. 2007,
+    table 1 (bounds that pipelined trees approach).
+    """
+    if size == 1:
+        return 0.0
+    sent = wire_bytes("send" if verb == "recv" else verb, num_bytes, size)
+    return _STEPS[verb](size) * link.latency + sent / link.bandwidth
+
+
+# ---------------------------------------------------------------------- settings of this process
+_link: Link | Topology = LINKS["none"]
+checks = True
+observers: list[Callable[[Any], None]] = []
+"""Called with every `LinkWork` that ends: how to record what torch's own DDP and FSDP send."""
+_stands_for: ContextVar[str] = ContextVar("stands_for", default="")
+
+
+def parse(text: str) -> Link:
+    """Return the link of that name; "1gbe*4" is one slowed 4 times. Raises `ValueError`."""
+    name, times, factor = text.partition("*")
+    if name not in LINKS:
+        near = difflib.get_close_matches(name.lower(), LINKS, 1, 0.0)[0]
+        raise ValueError(f"no link {name!r}, did you mean {near!r}? There are {list(LINKS)}")
+    try:
+        return LINKS[name].scaled(float(factor)) if times else LINKS[name]
+    except ValueError as error:
+        raise ValueError(f"link {text!r}: {error}; write it like 1gbe or 1gbe*4") from None
+
+
+def use(link: Link | Topology | str) -> Link | Topology:
+    """Set the link of all link groups, for operations from now on. Call it on every rank.
+
+    Raises `ValueError` for an unknown name, or a topology of another size than the world.
+    """
+    global _link
+    if isinstance(link, str):
+        link = parse(link)
+    if isinstance(link, Topology) and dist.is_initialized():
+        asked, world = link.nodes * link.ranks_per_node, dist.get_world_size()
+        if asked != world:
+            raise ValueError(
+                f"{link.nodes} nodes x {link.ranks_per_node} ranks_per_node = {asked} ranks but "
+                f"there are {world}; their product must be {world}"
+            )
+    _link = link
+    return link
+
+
+def current() -> Link | Topology:
+    """Return the link that `use` has set."""
+    return _link
+
+
+def check_calls(enabled: bool = True) -> None:
+    """Compare the calls of all ranks before each collective (the default). Call it on every rank.
+
+    The check costs a tiny all-gather: switch it off where time is the topic.
+    """
+    global checks
+    checks = enabled
+
+
+@contextmanager
+def standing_for(call: str) -> Iterator[None]:
+    """A collective that is called in here does the work of another, "reduce_scatter(sum)" say.
+
+    Observers and errors know it by that name. It must cost as much.
+    """
+    token = _stands_for.set(call)
+    try:
+        yield
+    finally:
+        _stands_for.reset(token)
+
+
+def stands_for() -> str:
+    """What is called here and now, in other words; empty if it is what it seems."""
+    return _stands_for.get()
+
+
+def among(ranks: Sequence[int]) -> Link:
+    """Return the link that bounds a group of these global ranks now."""
+    return _link.between(ranks) if isinstance(_link, Topology) else _link
+
+
+def cost(verb: str, num_bytes: int, ranks: Sequence[int]) -> tuple[float, dict[int, float]]:
+    """Return the seconds that an operation of these global ranks takes now if it is alone, and for
+    how long it keeps the lanes of network cards: see `Topology.lanes`, empty on a `Link`.
+
+    Beside an emulated device, everything takes as many times longer as there.
+    """
+    if isinstance(_link, Topology):
+        call = verb, num_bytes, ranks
+        lanes = {lane: device.slowed(s) for lane, s in _link.lanes(*call).items()}
+        return device.slowed(_link.seconds(call)), lanes
+    return device.slowed(seconds(verb, num_bytes, len(ranks), _link)), {}

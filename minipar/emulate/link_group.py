@@ -1,0 +1,463 @@
+"""The backend ``link``: a `torch.distributed` process group over gloo with a clock of its own.
+
+Gloo moves the data; a thread per lane then sleeps until the link of `minipar.emulate.link` would
+have carried it. It also does what gloo does not: `LinkGroup.abort` frees every blocked rank at
+once, and ranks that call different things get a `Mismatch` that says who called what, instead of a
+hang.
+"""
+
+import math
+import queue
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+
+from minipar.emulate import device, link, strict
+from minipar.emulate.link_tables import Calls, Cell, Transfer
+from minipar.emulate.operations import tensors as tensors_in
+from minipar.observe.spans import wire_bytes
+
+
+def register() -> None:
+    """Make the backend ``link`` known to `torch.distributed`; a second call does nothing."""
+    if "link" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("link", LinkGroup, extended_api=True, devices=["cpu"])
+
+
+# ---------------------------------------------------------------------- one operation
+class Mismatch(RuntimeError):
+    """The ranks of a group did not all call the same thing. The group stays usable."""
+
+    everywhere = True  # all ranks of the group raise it
+
+
+class LinkWork(dist.Work):
+    """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
+
+    The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
+    `num_bytes`, what this rank sends, are those of `spans.wire_bytes`; of an uneven all-to-all, the
+    bytes of its own slices for others.
+    """
+
+    peer: int | None = None  # of a message: the group's rank at the other end
+
+    def __init__(
+        self,
+        verb: str,
+        num_bytes: int,
+        result: Any,
+        run: Callable[[float], Transfer],
+        inner: dist.Work | None = None,
+        latency: float = 0.0,
+        hold: strict.Hold | None = None,
+    ) -> None:
+        super().__init__()
+        self.verb, self.num_bytes = verb, num_bytes
+        self.t_issue, self.t_start, self.t_end = device.clock(), None, None
+        self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
+        self.run = run  # does the real operation; given when this rank and its link are ready
+        self.latency = latency  # of the time it takes: during it, the link is free for the next
+        self._inner, self._hold = inner, hold
+        self._result, self._error = result, None
+        self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
+        if hold is not None:
+            hold.ended = self._done
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Mark as done, the first time; wake the threads that wait."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._error, self.t_end, self.run = error, self.t_end or time.monotonic(), None
+            for observe in link.observers:
+                observe(self)
+            self._done.set()
+        self.ended.set_result(None)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Start and end on the wire, once done."""
+        return (self.t_issue if self.t_start is None else self.t_start), self.t_end
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until done; raise what went wrong. Signals get through."""
+        limit = timeout.total_seconds()
+        deadline = time.monotonic() + limit if limit > 0 else math.inf
+        while not self._done.wait(0.1):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.verb} did not end within {limit:g} s")
+        self.result()
+        device.reach(self.t_end)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        done = self._done.is_set()
+        if done and self._error is None:
+            self.result()  # who has seen that it is done may read it
+        return done
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> Any:
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if self._error is not None:
+            if hold is not None:
+                hold.drop()
+            raise self._error
+        if hold is not None:
+            hold.settle()
+        return self._result
+
+    def get_future(self) -> Future:
+        # Future.set_exception would make the exception the *value* that C++ sees (DDP then reads a
+        # tensor from it and crashes); only a callback that raises makes a future fail for C++ too.
+        return self.ended.then(lambda _: self.result())
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()
+
+
+# ---------------------------------------------------------------------- the process group
+class LinkGroup(dist.ProcessGroup):
+    """A gloo group whose operations take as long as on the link in `use`."""
+
+    def __init__(self, options: Any, _: Any = None) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        self.inner = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        # Gives the group a name, and the paths that never leave C++ a backend.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._calls = Calls(options.store, rank, size)
+        self._num_collectives, self._num_messages = 0, Counter()
+        self._lanes: dict[Any, queue.SimpleQueue] = {}
+        self._pending: set[LinkWork] = set()
+        self._lock, self._stopped = threading.RLock(), threading.Event()
+        self._reason: str | None = None
+
+    def getBackendName(self) -> str:
+        return "link"
+
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """Make every pending and every later operation raise `RuntimeError(reason)`, at once.
+
+        Callable from any thread. The group is of no use afterwards.
+        """
+        with self._lock:
+            self._reason = self._reason or reason
+            pending = list(self._pending)
+        for work in pending:
+            self._finish(work, self._failed(work.verb, self._reason))
+        self._stopped.set()
+
+    @property
+    def moving(self) -> bool:
+        """Whether an operation has started on the wire that has not ended yet."""
+        with self._lock:
+            return any(work.t_start is not None for work in self._pending)
+
+    def shutdown(self) -> None:
+        """Abort what is pending and end the threads."""
+        self.abort("the process group was destroyed")
+        for works in self._lanes.values():
+            works.put(None)
+
+    # -------- lanes: a thread for collectives, and one per peer and direction for messages
+    def _enqueue(self, lane: Any, work: LinkWork) -> LinkWork:
+        with self._lock:
+            self._raise_if_aborted(work.verb)
+            if lane not in self._lanes:
+                works = self._lanes[lane] = queue.SimpleQueue()
+                name = f"link {self.group_name} {lane}"
+                threading.Thread(
+                    target=self._work_off, args=(works,), name=name, daemon=True
+                ).start()
+            self._pending.add(work)
+            self._lanes[lane].put(work)
+        return work
+
+    def _work_off(self, works: queue.SimpleQueue) -> None:
+        free = 0.0  # when the link has carried the last operation
+        while (work := works.get()) is not None:
+            try:
+                self._raise_if_aborted(work.verb)
+                work.t_start, duration, _ = work.run(max(work.t_issue, free))
+                end = work.t_start + duration + strict.delay()
+                free = end - work.latency
+                while (left := end - time.monotonic()) > 0 and not self._stopped.wait(left):
+                    pass
+                work.t_end = end if device.current() else None  # however late it is here
+                self._finish(work)
+            except Mismatch as error:
+                self._finish(work, error)
+            except Exception as error:
+                self._finish(work, self._failed(work.verb, error))
+            del work  # a lane at rest must not keep tensors alive
+
+    def _finish(self, work: LinkWork, error: Exception | None = None) -> None:
+        with self._lock:
+            self._pending.discard(work)
+        work.finish(error)
+
+    def _failed(self, verb: str, why: Any) -> RuntimeError:
+        return RuntimeError(f"{verb} on rank {self.ranks[self.rank()]}: {why}")
+
+    def _raise_if_aborted(self, verb: str) -> None:
+        if self._reason is not None:
+            raise self._failed(verb, self._reason)
+
+    # -------- collectives: see the table below
+    def _collective(self, op: "_Op", args: Sequence[Any], opts: Any) -> LinkWork:
+        device.synchronize()  # what is to be sent is there
+        pieces, size = args[op.piece : op.piece + 1], self.size()
+        whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
+        is_exchange, flows = op.verb == "all_to_all", [0] * 2 * size
+        if op.gloo in ("_allgather_base", "_reduce_scatter_base"):  # where gloo ends the process
+            joined = tensors_in(args[1 - op.piece : 2 - op.piece])
+            for one, all_of_them in zip(tensors_in(pieces), joined, strict=True):
+                if size * one.numel() != all_of_them.numel():
+                    are_not = f"pieces of {tuple(one.shape)} are not {tuple(all_of_them.shape)}"
+                    raise ValueError(f"{op.verb} over {size} ranks: {size} {are_not}")
+        if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
+            whole = size * _num_bytes(pieces)
+        elif is_exchange:  # slices may be uneven, and all of it another rank's
+            flows = _flows(size, *args)
+            whole = _busiest(flows, self.rank(), size) * size // max(size - 1, 1)
+        duration, lanes = link.cost(op.verb, whole := device.counted(whole), self.ranks)
+        sent = wire_bytes(op.verb, whole, size)
+        if is_exchange:
+            lanes = link.cost(op.verb, 1, self.ranks)[1]  # of a byte: another may send more
+            sent = device.counted(sum(flows[:size]) - flows[self.rank()])
+        checks, call = link.checks, link.stands_for()
+        verb = call.partition("(")[0] or op.verb
+        mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
+        result, hold = tensors_in(args[:1]), None
+        if strict.is_on():
+            hold = strict.Hold(verb, args, *self._read_and_written(op, args, opts))
+            args = hold.travelling
+
+        def run(ready: float) -> Transfer:
+            if checks:
+                self._compare(self._describe(call or op.verb, pieces, opts), flows)
+            self._num_collectives += 1
+            number, transfer = self._num_collectives, Transfer(ready, duration, whole)
+            self._calls.post(mine, number, transfer)
+            for inner in op.launch(self.inner, args, opts):
+                inner.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+            transfer = self._calls.latest(everyone, number, transfer)
+            # As long as the busiest rank needs, whichever asks first.
+            times = transfer.num_bytes if is_exchange else 1
+            taken = {lane: times * seconds for lane, seconds in lanes.items() if times}
+            return self._calls.on_cards((0, 0, 0), number, transfer, taken)
+
+        return self._enqueue("collectives", LinkWork(verb, sent, result, run, hold=hold))
+
+    def _read_and_written(self, op: "_Op", args: Sequence[Any], opts: Any) -> list[list]:
+        """The tensors that an operation reads, and those that it fills."""
+        if op.verb in ("broadcast", "reduce"):  # in place, and one-sided
+            fills = (op.verb == "reduce") == (opts.rootRank == self.rank())
+            return [[], tensors_in(args)] if fills else [tensors_in(args), []]
+        return [tensors_in(args[1:2]), tensors_in(args[:1])]
+
+    def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
+        """This call in words, the same on all ranks if they agree."""
+        kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
+        if verb == "all_to_all":  # shapes may differ
+            kinds = [kind.split()[0] for kind in kinds[:1]]
+        operation = f"({opts.reduceOp.op.name.lower()})" if hasattr(opts, "reduceOp") else ""
+        tensors = f" of {', '.join(kinds)}" if kinds else ""
+        root = f" at rank {self.ranks[opts.rootRank]}" if hasattr(opts, "rootRank") else ""
+        return verb + operation + tensors + root
+
+    def _compare(self, call: str, flows: list[int]) -> None:
+        """Tell each other what we are about to call; raise `Mismatch` unless all say the same.
+
+        `flows`: the bytes that this rank sends to each rank, then those it expects from each.
+        """
+        text = call.encode()
+        if len(text) > 240:
+            text = text[:230] + b"~%08x" % zlib.crc32(text)
+        mine = torch.tensor([*text.ljust(240)], dtype=torch.uint8).view(torch.int64)
+        mine = torch.cat([mine, torch.tensor(flows)])
+        said = torch.empty(self.size() * len(mine), dtype=torch.int64)
+        self.inner._allgather_base(said, mine, c10d.AllgatherOptions()).wait()
+        rows = said.view(self.size(), -1)
+        called: dict[str, list[str]] = {}  # what was called: by which ranks
+        for rank, row in zip(self.ranks, rows, strict=True):
+            text = bytes(row[:30].view(torch.uint8).tolist()).decode(errors="replace").rstrip()
+            called.setdefault(text, []).append(str(rank))
+        if len(called) > 1:
+            who = [
+                f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} called {text}"
+                for text, ranks in called.items()
+            ]
+            raise Mismatch("the ranks do not agree: " + "; ".join(who))
+        sent, expected = rows[:, 30:].view(-1, 2, self.size()).unbind(1)
+        for src, dst in (sent != expected.T).nonzero().tolist():
+            raise self._wrong_size(src, dst, sent[src, dst].item(), expected[dst, src].item())
+
+    def _wrong_size(self, src: int, dst: int, sent: int, expected: int) -> Mismatch:
+        src, dst = self.ranks[src], self.ranks[dst]
+        return Mismatch(
+            f"rank {src} sends {sent} bytes to rank {dst}, which expects {expected} from it"
+        )
+
+    # -------- messages: handed to gloo in the caller, else two ranks that send first would hang
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkWork:
+        """Start to send to the group's rank `peer`."""
+        return self._message("send", (0, self.rank(), peer), tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkWork:
+        """Start to receive from the group's rank `peer`."""
+        return self._message("recv", (1, peer, self.rank()), tensors, peer, tag)
+
+    def _message(
+        self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
+    ) -> LinkWork:
+        self._raise_if_aborted(verb)
+        device.synchronize()  # what is to be sent is there
+        end, src, dst = cell
+        other_end = (1 - end, src, dst)
+        pair = self.ranks[src], self.ranks[dst]
+        num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
+        duration, lanes = link.cost(verb, device.counted(num_bytes), pair)
+        mine = Transfer(device.clock(), duration, num_bytes)
+        latency = device.slowed(link.among(pair).latency)
+        self._calls.post(cell, call, mine)
+        other = self._calls.read(other_end, call)  # the rank that comes second knows both
+        if link.checks and other is not None and other.num_bytes != num_bytes:
+            sizes = (mine.num_bytes, int(other.num_bytes))
+            raise self._wrong_size(src, dst, *(sizes[::-1] if end else sizes))
+        hold, moved = None, tensors
+        if strict.is_on():
+            hold = strict.Hold(verb, tensors, *([tensors, []] if verb == "send" else [[], tensors]))
+            moved = hold.travelling
+        inner = getattr(self.inner, verb)(moved, peer, tag)
+
+        def run(ready: float) -> Transfer:
+            inner.wait()
+            transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
+            return self._calls.on_cards(cell, call, transfer, lanes)
+
+        sent = wire_bytes(verb, device.counted(num_bytes), 2)
+        work = LinkWork(verb, sent, tensors, run, inner, latency, hold)
+        work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
+        return self._enqueue((verb, peer), work)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> LinkWork:
+        """Start to receive from any rank; the slowest link of the group is assumed."""
+        self._raise_if_aborted("recv")
+        wire, num_bytes = link.among(self.ranks), device.counted(_num_bytes(tensors))
+        duration = device.slowed(link.seconds("recv", num_bytes, 2, wire))
+        inner = self.inner.recv_anysource(tensors, tag)
+
+        def run(ready: float) -> Transfer:
+            inner.wait()
+            sender = (0, inner._source_rank(), self.rank())
+            call = self._number("recv", sender[1], tag)
+            transfer = self._calls.latest([sender], call, Transfer(ready, duration))
+            pair = self.ranks[sender[1]], self.ranks[self.rank()]
+            lanes = link.cost("recv", num_bytes, pair)[1]
+            return self._calls.on_cards(sender, call, transfer, lanes)
+
+        work = LinkWork("recv", 0, tensors, run, inner, device.slowed(wire.latency))
+        return self._enqueue(("recv", None), work)
+
+    def _number(self, verb: str, peer: int, tag: int) -> int:
+        """The next message with this peer and tag: those of one tag arrive in order."""
+        self._num_messages[verb, peer, tag] += 1
+        return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
+
+
+def _num_bytes(values: Sequence[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(values))
+
+
+def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int]:
+    """The bytes that an all-to-all sends to each rank, then those it expects from each."""
+    flows = []
+    for tensor, counts in zip((inputs, outputs), splits[::-1] or ((), ()), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            flows += [each.nbytes for each in tensor]
+        elif counts:
+            row = tensor.element_size() * math.prod(tensor.shape[1:])
+            flows += [row * count for count in counts]
+        else:
+            flows += [tensor.nbytes // size] * size
+    return flows
+
+
+def _busiest(flows: list[int], rank: int, size: int) -> int:
+    """The bytes that `rank` sends to others or gets from them, whichever is more."""
+    sent, expected = flows[:size], flows[size:]
+    return max(sum(sent) - sent[rank], sum(expected) - expected[rank])
+
+
+@dataclass(frozen=True)
+class _Op:
+    """How a method of `ProcessGroup` maps onto a verb of the cost model and a method of gloo."""
+
+    verb: str
+    gloo: str
+    options: type
+    piece: int  # which argument is what one rank holds, alike on all ranks
+    each: bool = False  # call gloo once for each pair of tensors, as one transfer
+
+    def launch(self, gloo: Any, args: Sequence[Any], opts: Any) -> list[dist.Work]:
+        call = getattr(gloo, self.gloo)
+        if self.each:
+            return [call(*pair, opts) for pair in zip(*args, strict=True)]
+        return [call(*args, opts)]
+
+    def method(self) -> Callable[..., LinkWork]:
+        def method(group: LinkGroup, *args: Any, opts: Any = None) -> LinkWork:
+            if opts is None and args and isinstance(args[-1], self.options):
+                *args, opts = args
+            return group._collective(self, args, opts or self.options())
+
+        return method
+
+
+_GATHER, _SCATTER = c10d.AllgatherOptions, c10d.ReduceScatterOptions
+_COALESCED = c10d.AllreduceCoalescedOptions
+_OPS = {
+    "allreduce": _Op("all_reduce", "allreduce", c10d.AllreduceOptions, 0),
+    "allreduce_coalesced": _Op("all_reduce", "allreduce_coalesced", _COALESCED, 0),
+    "broadcast": _Op("broadcast", "broadcast", c10d.BroadcastOptions, 0),
+    "reduce": _Op("reduce", "reduce", c10d.ReduceOptions, 0),
+    "allgather": _Op("all_gather", "allgather", _GATHER, 1),
+    "allgather_coalesced": _Op("all_gather", "allgather_coalesced", _GATHER, 1),
+    "all_gather_single": _Op("all_gather", "_allgather_base", _GATHER, 1),
+    "all_gather_single_coalesced": _Op("all_gather", "_allgather_base", _GATHER, 1, each=True),
+    "reduce_scatter": _Op("reduce_scatter", "reduce_scatter", _SCATTER, 0),
+    "reduce_scatter_single": _Op("reduce_scatter", "_reduce_scatter_base", _SCATTER, 0),
+    "reduce_scatter_single_coalesced": _Op(
+        "reduce_scatter", "_reduce_scatter_base", _SCATTER, 0, each=True
+    ),
+    "all_to_all_single": _Op("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1),
+    "alltoall": _Op("all_to_all", "alltoall", c10d.AllToAllOptions, 1),
+    "gather": _Op("gather", "gather", c10d.GatherOptions, 1),
+    "scatter": _Op("scatter", "scatter", c10d.ScatterOptions, 0),
+    "barrier": _Op("barrier", "barrier", c10d.BarrierOptions, 0),
+}
+for _name, _op in _OPS.items():
+    setattr(LinkGroup, _name, _op.method())

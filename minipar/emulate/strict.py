@@ -1,0 +1,226 @@
+"""A race detector for collectives: the emulated link, as unforgiving as a GPU.
+
+On a GPU a collective has only *begun* when its call returns: its result is there after `wait`, and
+until then what it was handed must be neither written to nor freed. Gloo forgives most such slips,
+so code that is right on a laptop computes nonsense on a cluster, now and then. In here it cannot:
+
+    with strict.watching():              # on every rank, with the backend ``link``
+        train_step(...)                  # raises `Race`, which names the call and the tensor
+
+    Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
+
+*   What travels are copies. The caller's outputs are full of NaN until `wait` puts the result in.
+*   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
+    meanwhile is a race, even if its bytes had left long before.
+*   Every operation ends later than it should, by a random time, so that groups overtake each other.
+*   An operation whose handle is gone before it was waited for is reported at the end of the body,
+    and so is work in a thread (`comm.background`), even if that thread waits for all it launches.
+
+Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
+what is computed from it, and where a value is written that was there before, nothing is seen.
+In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
+Proved by: tests/emulate/test_strict.py.
+"""
+
+import gc
+import random
+import re
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DELAY = 1e-3
+"""Seconds by which an operation is late, in the mean of an exponential law."""
+
+PATIENCE = 2.0
+"""Seconds in which what is under way at the end of a body may end: some message may never."""
+
+LOOKS = 20
+"""How often, 10 ms apart, it is looked whether other threads have let go of what has ended. Not
+seconds: where the whole machine stalls, time passes and those threads do not run."""
+
+_flying: "weakref.WeakSet[Handle] | None" = None  # not waited for yet; None: not watching
+_alone = False  # whether operations that began before the body do not count
+_lost: list[str] = []
+_random = random.Random()
+
+
+class Race(RuntimeError):
+    """A tensor was used by two at once: by a collective in flight and by its caller."""
+
+    report: str | None = None  # in the place of a traceback, where that shows no line of the caller
+
+
+@contextmanager
+def watching(*, alone: bool = False) -> Iterator[None]:
+    """Find races of this rank's link groups in the body; raises `Race` where one is seen.
+
+    With `alone`, operations that began before the body, such as in one that failed, do not count.
+    Raises `ValueError` where there is no link group: over other backends nothing would be seen.
+    """
+    global _flying, _alone
+    backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
+    if "link" not in backends:
+        raise ValueError(
+            f"strict.watching() sees collectives of the backend link, and here they go over "
+            f"{', '.join(sorted(set(backends))) or 'none'}; use Ranks(n, backend='link')"
+        )
+    before = _flying, _alone
+    _flying, _alone = weakref.WeakSet(), alone
+    _lost.clear()
+    try:
+        yield
+        until = time.monotonic() + PATIENCE
+        for handle in list(_flying):
+            handle.ended.wait(max(0.0, until - time.monotonic()))
+        handle = None
+        for _ in range(LOOKS):
+            if not _flying:
+                break
+            time.sleep(0.01)
+        gc.collect()  # a handle in a cycle is as lost as any other
+        if _lost:
+            race = Race(f"never waited for: {'; '.join(sorted(set(_lost)))}")
+            race.report = f"Race: {race}"
+            raise race
+    finally:
+        _flying, _alone = before
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Look for no races in the body: what is timed there takes as long as ever."""
+    global _flying
+    before, _flying = _flying, None
+    try:
+        yield
+    finally:
+        _flying = before
+
+
+def is_on() -> bool:
+    """Whether `watching` is open on this rank."""
+    return _flying is not None
+
+
+def delay() -> float:
+    """Return by how many seconds an operation is to be late."""
+    return _random.expovariate(1 / DELAY) if is_on() else 0.0
+
+
+class Handle:
+    """An operation, or work in a thread: it is lost when this is gone before a wait."""
+
+    def __init__(self, what: str, tensors: Sequence[Tensor] = ()) -> None:
+        self.what, self.is_settled = f"{what}{_call_site()}", False
+        self.ended = threading.Event()  # of an operation, replaced by that of its work
+        self._tensors = dict.fromkeys(map(_words, tensors))
+        self._watch = _flying
+        _flying.add(self)
+
+    def drop(self) -> None:
+        """It has been waited for, or who waits for it is told that it has failed."""
+        self.is_settled = True
+        if _flying is not None:
+            _flying.discard(self)
+
+    def __del__(self) -> None:
+        counts = self._watch is _flying or not _alone
+        if counts and not self.is_settled:
+            _lost.append(", ".join([self.what, *self._tensors]))
+
+
+class Hold(Handle):
+    """The tensors of one operation: `travelling` holds copies to move in the place of `args`.
+
+    `read` and `written` say which of the tensors in `args` it reads, and which it fills.
+    """
+
+    def __init__(
+        self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
+        copies: dict[int, Tensor] = {}
+        with torch.inference_mode(False):  # the thread of the link writes into them outside of it
+            self.travelling = _copied(args, copies)
+        # What is gathered in place is read from the output: it will change, and rightly so.
+        apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
+        self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
+        self._written = [(tensor, copies[id(tensor)]) for tensor in written]
+        for tensor in written:
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().fill_(_poison(tensor.dtype))
+        super().__init__(verb, (*read, *written))
+
+    def settle(self) -> None:
+        """Look whether all is as it was, and put the results in. Raises `Race`."""
+        self.drop()
+        for tensor, before in self._read:
+            self._check(tensor, before, "it is sent from there")
+        for tensor, arrived in self._written:
+            poison = torch.full_like(arrived, _poison(arrived.dtype))
+            self._check(tensor, poison, "it arrives there")
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().copy_(arrived)
+
+    def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
+        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+        if freed or not torch.equal(_bytes(tensor), _bytes(before)):
+            raise Race(
+                f"{self.what}: its tensor of {_words(tensor)} was "
+                f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
+                f"then; wait first, or use another buffer"
+            )
+
+
+def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
+    """Nested lists with a copy of each tensor."""
+    if isinstance(value, Tensor):
+        return copies.setdefault(id(value), value.detach().clone())
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return value
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (start, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (a, b))
+    return start < last and first < end
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _call_site() -> str:
+    """Where the operation was called: the innermost line outside of torch and `_CARRIERS`."""
+    for frame in reversed(traceback.extract_stack()):
+        path = frame.filename.replace("\\", "/")
+        if cell := _CELL.fullmatch(path):
+            return f" at Cell In[{cell[1]}], line {frame.lineno}"
+        if "/torch/" not in path and not path.endswith(_CARRIERS):
+            return f" at {'/'.join(path.split('/')[-2:])}:{frame.lineno}"
+    return ""
+
+
+_CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
+_CARRIERS = tuple(
+    f"comm/{name}.py"
+    for name in ("strict", "link_group", "calls", "collectives", "autograd", "background")
+)

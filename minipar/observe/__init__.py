@@ -1,0 +1,1 @@
+"""Seeing what ranks do: timelines, the recorder, the watchdog, memory."""

@@ -1,0 +1,343 @@
+"""Who computed, who talked, who waited: spans on one clock, and how much was hidden.
+
+Idea:   A training step is a set of spans (rank, kind, start, end). Communication that runs while
+        the same rank computes is hidden and costs nothing; the rest is exposed and adds time.
+Record: `with record(model) as timeline:` around any step. Hooks mark forward and backward of each
+        block and every optimizer; each verb of `collectives.py` reports itself with its bytes.
+Clock:  seconds of `time.monotonic()`, one clock for all processes of a machine. `Timeline.gather`
+        aligns the clocks of several machines at a barrier.
+Files:  `save` writes Chrome trace events, which Perfetto (https://ui.perfetto.dev) opens;
+        `tools.traces.from_profiler` reads the traces that `torch.profiler` wrote in any training.
+GPU:    a GPU works after the Python that asked it to, so there `record` has `torch.profiler` time
+        the kernels, and takes from its own spans only the names and the bytes.
+"""
+
+import gzip
+import json
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from minipar.emulate import device
+from minipar.observe import kineto
+from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
+from minipar.observe.spans import (
+    NOT_COMPUTE,
+    Interval,
+    Span,
+    aligned,
+    covered,
+    intersect,
+    is_number,
+    measure,
+    moved,
+    printable,
+    read_json,
+)
+from minipar.ranks.meeting import boot_id
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Communication of one rank along one axis, in seconds: `total = hidden + exposed`."""
+
+    rank: int
+    axis: str
+    total: float
+    hidden: float
+    exposed: float
+    num_bytes: int
+    count: int
+
+
+class Timeline:
+    """Spans of any number of ranks, in order of their start. `label` says where they come from.
+
+    `notes` are sentences on what was left out or guessed where the spans were read from files;
+    `steps`, by rank, the steps that a profiler was told of: name, start, end.
+    """
+
+    def __init__(
+        self, spans: Iterable[Span] = (), label: str = "", notes: Iterable[str] = ()
+    ) -> None:
+        self.steps: dict[int, list[tuple[int, float, float]]] = {}
+        self.spans = sorted(spans, key=lambda span: (span.start, span.rank, span.end))
+        self.label, self.notes = label, tuple(notes)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        return self.spans == other.spans and self.label == other.label
+
+    __hash__ = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have spans, sorted."""
+        return sorted({span.rank for span in self.spans})
+
+    @property
+    def start(self) -> float:
+        """Start of the first span in seconds."""
+        return min((span.start for span in self.spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """End of the last span in seconds."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first start to the last end, over all ranks."""
+        return self.end - self.start
+
+    def shifted(self, to: float = 0.0) -> "Timeline":
+        """The same spans, moved so that the first one starts at `to` seconds."""
+        return Timeline(moved(self.spans, to - self.start), self.label, self.notes)
+
+    def select(self, **wanted: Any) -> "Timeline":
+        """Spans for which every word given is equal: `kind`, `rank`, `axis` or `name`."""
+        keep = (s for s in self.spans if all(getattr(s, k) == v for k, v in wanted.items()))
+        return Timeline(keep, self.label)
+
+    def overlap(self) -> list[Overlap]:
+        """Total, hidden and exposed communication per rank and axis.
+
+        Total is the measure of the *union* of the spans: where two collectives are in flight along
+        one axis together, time counts once. Hidden is the part in which the same rank computes.
+        """
+        comm: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            if span.kind == "comm":
+                comm[span.rank, span.axis].append(span)
+        busy, rows = self.busy(), []
+        for (rank, axis), spans in sorted(comm.items()):
+            talking = covered(spans)
+            total, hidden = measure(talking), measure(intersect(talking, busy[rank]))
+            num_bytes = sum(span.num_bytes for span in spans)
+            rows.append(Overlap(rank, axis, total, hidden, total - hidden, num_bytes, len(spans)))
+        return rows
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Hidden / total communication of all ranks, a rank's axes united; nan if there is none."""
+        united = (replace(s, axis="") if s.kind == "comm" else s for s in self.spans)
+        rows = Timeline(united).overlap()
+        total = sum(row.total for row in rows)
+        return sum(row.hidden for row in rows) / total if total else float("nan")
+
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes sent along each axis, summed over the ranks."""
+        result: dict[str, int] = defaultdict(int)
+        for span in self.spans:
+            if span.kind == "comm":
+                result[span.axis] += span.num_bytes
+        return dict(sorted(result.items()))
+
+    def busy(self) -> dict[int, list[Interval]]:
+        """When each rank computes: disjoint intervals in order."""
+        computing: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
+        for span in self.spans:
+            if span.kind not in NOT_COMPUTE:
+                computing[span.rank].append(span)
+        return {rank: covered(spans) for rank, spans in computing.items()}
+
+    def table(self) -> str:
+        """`overlap()` as a table in plain text: milliseconds and megabytes per rank and axis."""
+        rows = [
+            ("rank", "axis", "calls", "MB sent", "total ms", "hidden ms", "exposed ms", "hidden")
+        ]
+        for o in self.overlap():
+            times = (f"{1e3 * t:.1f}" for t in (o.total, o.hidden, o.exposed))
+            part = f"{o.hidden / o.total:.0%}" if o.total else "-"
+            sent = f"{o.num_bytes / 1e6:.2f}"
+            rows.append((str(o.rank), o.axis or "not recorded", str(o.count), sent, *times, part))
+        return "\n".join(aligned(rows, left=0))
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.spans)} spans of ranks {self.ranks}, {self.duration:.6f} s)"
+
+    def __str__(self) -> str:
+        title = f"{1e3 * self.duration:.1f} ms, {len(self.ranks)} ranks, {len(self.spans)} spans"
+        if self.label:
+            title += f" ({self.label})"
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        if not any(span.kind == "comm" for span in self.spans):
+            return f"{title}, no communication{notes}"
+        hidden = f"{self.hidden_fraction:.0%} of communication hidden"
+        return f"{title}, {hidden}\n{self.table()}{notes}"
+
+    def gather(self, axis: Any) -> "Timeline":
+        """The spans of all ranks along `axis` (an `Axis`), on each of them, which all call this.
+
+        Clocks of different machines are read right after a barrier and taken to agree there, which
+        is as exact as the latency of the network.
+        """
+        if axis.group is None:
+            return Timeline(self.spans, self.label)
+        every: list[Any] = [None] * axis.size
+        with device.paused():
+            dist.barrier(group=axis.group)
+            mine = (boot_id() or platform.node(), time.monotonic(), self.spans)
+            dist.all_gather_object(every, mine, group=axis.group)
+        clocks = {machine: clock for machine, clock, _ in reversed(every)}  # of its first rank
+        here = every[0][0]
+        shifted = (moved(spans, clocks[here] - clocks[machine]) for machine, _, spans in every)
+        return Timeline((span for spans in shifted for span in spans), self.label)
+
+    def save(self, path: str | Path) -> Path:
+        """Write Chrome trace events for https://ui.perfetto.dev; gzipped if `path` ends with .gz.
+
+        A process per rank, with a thread for compute and one for communication; or more, because
+        the format wants the spans of a thread nested, and collectives may be in flight together.
+        """
+        zero, events, lanes = self.start, [], _lanes(self.spans)
+        for rank in self.ranks:
+            events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+            events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+        for rank, tid, name in sorted(
+            {(s.rank, *lane) for s, lane in zip(self.spans, lanes, strict=True)}
+        ):
+            events.append(_metadata("thread_name", rank, tid, name=name))
+            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
+        for span, (tid, _) in zip(self.spans, lanes, strict=True):
+            # ts and dur are rounded microseconds for the viewer; args are exact, for `load`.
+            args = {"start": span.start, "end": span.end, "meta": span.meta}
+            if span.kind == "comm":
+                args |= {"axis": span.axis, "bytes": span.num_bytes}
+            event = {"ph": "X", "cat": span.kind, "name": span.name, "pid": span.rank, "tid": tid}
+            ts, dur = 1e6 * (span.start - zero), 1e6 * span.duration
+            events.append(event | {"ts": round(ts, 3), "dur": round(dur, 3), "args": args})
+        document = {"minipar": 1, "label": self.label, "displayTimeUnit": "ms"}
+        document["traceEvents"] = events
+        path, text = Path(path), json.dumps(document)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(text.encode(), mtime=0))
+        else:
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> "Timeline":
+        """Read what `save` wrote, exactly. Raises ValueError for any other file."""
+        document = read_json(path)
+        if "minipar" not in document:
+            raise ValueError(
+                f"{path} was not written by Timeline.save; try tools.traces.from_profiler"
+            )
+        try:
+            spans = [_loaded(e) for e in document["traceEvents"] if e["ph"] == "X"]
+            return Timeline(spans, printable(document["label"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
+
+
+# ---------------------------------------------------------------------- the recorder
+
+_active: Recorder | None = None
+
+
+def active() -> Recorder | None:
+    """The recorder of this process, or None when nothing is recorded (the only cost then)."""
+    return _active
+
+
+def span(kind: str, name: str) -> AbstractContextManager:
+    """Record the body as compute: `with span("compute", "loss"):`. Does nothing if none records."""
+    return nullcontext() if _active is None else _active.span(kind, name)
+
+
+def blocked() -> AbstractContextManager:
+    """In the body this thread waits for communication; see `Recorder.blocked`."""
+    return nullcontext() if _active is None else _active.blocked()
+
+
+@contextmanager
+def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline]:
+    """Record this rank's work in the body; the yielded Timeline is filled when the body ends.
+
+    Communication and optimizers are always seen; with `model`, forward and backward of its blocks
+    (`recorder.blocks` says which) and what the model does between them. Recomputing a checkpointed
+    block is backward. What a loss computes outside of the model is idle unless it is in a `span`;
+    its backward is seen. A collective that still travels at the end of the body ends there; beside
+    torch's profiler, which runs where there is a GPU, it is waited for.
+    Raises RuntimeError when this process is recording already.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("this process is recording already; end that `with record()` first")
+    recorder, timeline = Recorder(), Timeline(label=label)
+    device.begin_recording()
+    profiler = kineto.start_profiler()
+    remove = hook_optimizers(recorder) + (hook_model(recorder, model) if model is not None else [])
+    _active = recorder
+    # An emulated device's clock stands still but for work and waiting: all else is work, too.
+    rest = recorder.open("compute", "step") if device.current() else None
+    patience = 5.0  # in vain where the body fails and the others do not come
+    try:
+        yield timeline
+        patience = 60.0
+    finally:
+        recorder.close(rest)
+        if profiler is not None:
+            recorder.land(patience)
+        recorder.finish()
+        _active, recorder.on = None, False
+        for undo in remove:
+            undo()
+        spans = device.end_recording(list(recorder.spans))
+        if profiler is not None:
+            spans = kineto.with_kernels(profiler, spans, recorder.rank)
+        timeline.spans = Timeline(spans).spans
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _loaded(event: dict[str, Any]) -> Span:
+    """A span out of a file that `save` wrote; KeyError or TypeError for one that it did not."""
+    args, rank = event["args"], event["pid"]
+    start, end, meta, num_bytes = args["start"], args["end"], args["meta"], args.get("bytes", 0)
+    numbers = is_number(start) and is_number(end) and start <= end
+    numbers = numbers and kineto.whole(rank, -1) >= 0 and kineto.whole(num_bytes, -1) >= 0
+    plain = isinstance(meta, dict) and all(isinstance(meta.get(key), _PLAIN) for key in _READ)
+    if not (numbers and plain):
+        raise TypeError(f"the event {event!s:.100} is none of ours")
+    kind, name, axis = (printable(x) for x in (event["cat"], event["name"], args.get("axis", "")))
+    return Span(kind, name, rank, start, end, axis, num_bytes, meta)
+
+
+_PLAIN = str | int | float | None
+_READ = "group", "launched", "seq", "site"  # what is read of `meta`; the rest is the user's
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
+    """(tid, name) of each span: 0 for compute, then as many as communication in flight needs."""
+    free: dict[tuple[int, bool], list[float]] = defaultdict(list)  # when each lane ends
+    result = []
+    for span in spans:
+        talks = span.kind in NOT_COMPUTE
+        ends = free[span.rank, talks]
+        lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        name = "communication" if talks else "compute"
+        result.append((2 * lane + talks, f"{name} {lane + 1}" if lane else name))
+    return result

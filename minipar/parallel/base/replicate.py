@@ -1,0 +1,83 @@
+"""Tensors that one rank gives to all others, such as a model to begin with; small ones together."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.collectives import all_gather_object, broadcast
+from minipar.comm.mesh import Axis
+from minipar.parallel.base.shards import copies_axis, is_spread_over
+from minipar.parallel.base.strategy import share_counts
+
+TOGETHER = 2**20
+"""Bytes up to which tensors travel together: in a call of fewer, latency is most of the time."""
+
+
+def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
+    """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
+
+    If it `is_data`, those that have copies of them; and what routers count is of all of them.
+    Raises `ValueError` on all ranks where these have different names, shapes or dtypes.
+    """
+    if is_data:
+        share_counts(model, axis)
+    alike: dict[Axis, list[Tensor]] = defaultdict(list)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_meta or is_spread_over(tensor, axis):
+            continue  # its first value is yet to come, alike for all; or each rank has its own
+        alike[copies_axis(tensor, axis) if is_data else axis].append(tensor)
+    names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    for those, tensors in alike.items():
+        own = [f"{names[id(t)]} {tuple(t.shape)} of {t.dtype}" for t in tensors]
+        every = all_gather_object(own, those)
+        other = next((r for r, theirs in enumerate(every) if theirs != every[0]), None)
+        if other is not None:
+            first, differs = next(
+                pair for pair in zip_longest(every[0], every[other]) if len({*pair}) > 1
+            )
+            raise ValueError(
+                f"ranks 0 and {other} of {those.name} have different models: {first} and {differs}"
+            )
+        broadcast_all(tensors, those)
+
+
+def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
+    """Give `tensors` the values that they have on rank `src` of `axis`, in place; a collective.
+
+    Of any shapes, dtypes and strides, but of the same shapes and dtypes on all ranks. In torch:
+    `broadcast_coalesced`.
+    """
+    for own in _batches(map(_as_it_lies, tensors)):
+        if len(own) == 1:
+            broadcast(own[0], axis, src, out=own[0])
+            continue
+        flat = broadcast(torch.cat([t.reshape(-1) for t in own]), axis, src)
+        if axis.rank != src:
+            for t, values in zip(own, flat.split([t.numel() for t in own]), strict=True):
+                t.copy_(values.view(t.shape))
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of one dtype and device that may travel together."""
+    alike: dict[tuple, list[Tensor]] = defaultdict(list)
+    num_bytes: dict[tuple, int] = defaultdict(int)
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if alike[kind] and num_bytes[kind] + tensor.nbytes > TOGETHER:
+            yield alike.pop(kind)
+            num_bytes.pop(kind)
+        alike[kind].append(tensor)
+        num_bytes[kind] += tensor.nbytes
+    yield from alike.values()
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """What of a tensor has a place in memory of its own, to be written to."""
+    own = tensor.data.conj() if tensor.is_conj() else tensor.data
+    for dim, stride in enumerate(own.stride()):
+        if stride == 0 and own.numel():  # expanded: one place in memory for all along `dim`
+            own = own.narrow(dim, 0, 1)
+    return own

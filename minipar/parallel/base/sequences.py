@@ -1,0 +1,93 @@
+"""Sequences cut along their tokens: what ring attention and Ulysses have in common.
+
+All of a Llama but attention treats tokens one by one. Two parts have to know that there are more of
+them on other ranks: attention, and RoPE, which turns by the position in the whole sequence (T19).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm.mesh import Axis
+from minipar.model.llama import Attention, Core, LlamaModel
+from minipar.parallel.base.strategy import Strategy
+
+
+class CutSequences(Strategy):
+    """A Llama that is given the tokens of this rank, [B, T/n], and numbers them itself.
+
+    A subclass says which ones these are (`own_tokens`) and how they attend to all (`attend`).
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        super().__init__(model, axis)
+        for module in model.modules() if axis.size > 1 else ():
+            if isinstance(module, LlamaModel):
+                module.register_forward_pre_hook(self._position_hook(), with_kwargs=True)
+            if isinstance(module, Attention):
+                module.core = self._split(module.core)
+
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        """Cut this rank's tokens out of the last dim of `whole`: [..., T] -> [..., T/n]."""
+        raise NotImplementedError
+
+    def attend(
+        self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention of own queries to all keys, q [B, H, T/n, K], k and v [B, G, T/n, K].
+
+        `core` is what computed attention before, on one device.
+        """
+        raise NotImplementedError
+
+    # Both return functions, no methods: a copy of the model must not copy the process groups.
+    def _split(self, core: Core) -> Core:
+        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.attend(core, q, k, v, mask)
+
+        return split_core
+
+    def _position_hook(self) -> Callable:
+        """Say where in the sequence this rank's tokens are, unless the caller has."""
+
+        def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
+            call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
+            if call.get("positions") is not None:
+                return None
+            seq_len = call["x"].shape[1] * self.axis.size
+            module.config.check_length(seq_len)
+            positions = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
+            return (call["x"], positions, call.get("mask")), {}
+
+        return number
+
+    def finish_backward(self) -> None:
+        """Nothing is left to send: gradients of keys have come home during backward.
+
+        Those of the parameters are parts of a sum over cp and over dp, and the strategy that adds
+        up the latter does it for both, over their joint axis.
+        """
+
+
+def attentions_of(model: nn.Module) -> list[Attention]:
+    """Return the layers of `model` in which tokens meet; raise `ValueError` if there are none."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no Attention of minipar.model.llama to split")
+    return layers
+
+
+def chunks_of_equal_length(tensor: Tensor, count: int, dim: int, why: str) -> tuple[Tensor, ...]:
+    """Cut `dim`, the tokens, into `count` chunks: [..., T, ...] -> [..., T/count, ...] each.
+
+    Raises `ValueError`, beginning with `why`, unless `count` divides T.
+    """
+    length = tensor.shape[dim]
+    if length % count:
+        below = length - length % count
+        raise ValueError(
+            f"{why} {length} tokens; pad them to {below + count}"
+            + (f" or cut them to {below}" if below else "")
+        )
+    return tensor.chunk(count, dim)

@@ -1,0 +1,1 @@
+"""Tools for anybody's training: prove, overlap, hang, doctor."""

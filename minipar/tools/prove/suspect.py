@@ -1,0 +1,76 @@
+"""The first difference as `minipar.tools.prove.causes` sees it: what every rank has."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minipar.comm.mesh import coordinates, rank_at
+from minipar.tools.prove.compare import Form, forms, is_close
+from minipar.tools.prove.job import DATA
+from minipar.tools.prove.observe import Seen, Trial
+
+
+@dataclass(frozen=True)
+class Both:
+    """A trial on one device, and on every rank of a mesh."""
+
+    trial: Trial
+    sizes: dict[str, int]
+    device: Seen
+    seen: list[Seen]  # by rank
+    rtol: float
+
+    def share_of(self, rank: int) -> int:
+        """The number of the share of the batch that a rank has, in row-major order."""
+        data = {axis: size for axis, size in self.sizes.items() if axis in self.device.data}
+        return rank_at(coordinates(rank, self.sizes), data)
+
+    def form_of(self, name: str) -> Form | None:
+        """How ranks hold the output of a module; None where it is none of one device's."""
+        expected, pieces = self.device.outputs[name], [one.outputs.get(name) for one in self.seen]
+        if any(piece is None for piece in pieces):
+            return {}  # a module that is not run, or not there, on some rank
+        for form, joined in forms(pieces, self.sizes, expected.shape, "sum"):
+            if all(is_close(together, expected, self.rtol, 1e-13) for together in joined):
+                return form
+        return None
+
+
+@dataclass(frozen=True)
+class Suspect(Both):
+    """The first tensor, or number, that differs, as every rank has it."""
+
+    stage: str
+    step: int
+    name: str
+    found: list[Tensor]  # by rank, whole
+    expected: Tensor
+    ranks: list[int]  # those that are wrong
+    wrong: int  # how many names of this stage are
+
+    def are(self, values: list[Tensor] | Tensor, rtol: float = 0.0) -> bool:
+        """Whether the wrong ranks have `values`: one tensor for all, or a list, one per rank."""
+        own = values if isinstance(values, list) else [values] * len(self.found)
+        return all(is_close(self.found[r], own[r], max(rtol, self.rtol)) for r in self.ranks)
+
+    def axes(self) -> Iterator[tuple[str, int]]:
+        """Axes of several ranks, and all together."""
+        several = {axis: size for axis, size in self.sizes.items() if size > 1}
+        yield from several.items()
+        if len(several) > 1:
+            yield " x ".join(several), math.prod(several.values())
+
+    def over_data(self, *axes: str) -> bool:
+        """Whether ranks of one of the axes have samples of their own."""
+        return any(axis in self.device.data or axis.startswith(DATA) for axis in axes)
+
+    def chunks(self) -> Iterator[tuple[str, int, list[Tensor]]]:
+        """Axis, dim, and what the first wrong rank has, in as many pieces as the axis has ranks."""
+        found = self.found[self.ranks[0]]
+        # Those first whose ranks share their samples: it is for these that tensors are cut.
+        for axis, size in sorted(self.sizes.items(), key=lambda item: self.over_data(item[0])):
+            for dim in range(found.ndim if size > 1 else 0):
+                if found.shape[dim] and found.shape[dim] % size == 0:
+                    yield axis, dim, list(found.chunk(size, dim))

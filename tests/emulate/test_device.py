@@ -1,0 +1,196 @@
+"""An emulated device takes the time that it promises, asleep, and changes no bit."""
+
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minipar.comm import algorithms, collectives
+from minipar.comm.mesh import Mesh
+from minipar.emulate import device, link
+from minipar.emulate.device import Device
+from minipar.observe import timeline
+from minipar.ranks.launch import Ranks
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A device on which a product takes as long as it says, and nothing else any time."""
+
+    product: float = 0.1
+    byte: float = 0.0
+    name: str = "slate"
+
+    def seconds_of_matmul(self, m, n, k, dtype, *, batch):
+        return self.product * m * n * k / 8**3
+
+    def seconds_of_attention(self, *sizes, causal, backward):
+        return 0.0
+
+    def seconds_of_bytes(self, num_bytes):
+        return self.byte * num_bytes
+
+
+@contextmanager
+def emulating(ranks, size, emulated, wire="none"):
+    pool = ranks(size, "link")
+    pool.run(device.use, emulated)
+    pool.run(link.use, wire)
+    try:
+        yield pool
+    finally:
+        pool.run(device.use, None)
+        pool.run(link.use, "none")
+
+
+def multiply(count):
+    """Clock, real seconds and spans of some products in a row, and their result."""
+    axis, a = Mesh(dp=2).dp, torch.eye(8)
+    collectives.barrier(axis)
+    begun, start = device.now(), time.monotonic()
+    with timeline.record() as recorded, timeline.span("forward", "products"):
+        for _ in range(count):
+            a = a @ torch.eye(8)
+    return device.now() - begun, time.monotonic() - start, recorded.spans, a
+
+
+@pytest.mark.slow
+def test_products_take_their_time_asleep(ranks):
+    """Declared seconds in the timeline, slowed ones on the clock. Mutant: no sleep at the end."""
+    with emulating(ranks, 2, Device(Sheet(), slowdown=3)) as pool:
+        cpu = -sum(pool.run(time.process_time))
+        found = pool.run(multiply, 4)
+        cpu += sum(pool.run(time.process_time))
+    for declared, real, spans, result in found:
+        assert declared == pytest.approx(0.4, abs=0.1)  # and a barrier, in which both wait
+        assert real >= 1.2
+        work = [s for s in spans if s.kind == "forward"]
+        assert sum(s.duration for s in work) == pytest.approx(0.4, rel=1e-6)
+        assert torch.equal(result, torch.eye(8))
+    assert cpu < 0.5 * 2.4  # two ranks, each of which would have been at work for 1.2 s
+
+
+def talk(num_numbers):
+    axis, a = Mesh(dp=2).dp, torch.eye(8)
+    with timeline.record() as recorded:
+        a @ a
+        pending = collectives.all_reduce(torch.ones(num_numbers), axis, async_op=True)
+        a @ a
+        total = pending.wait()
+        a @ a
+    return recorded.spans, total
+
+
+def test_a_call_begins_when_its_input_is_there_and_holds_up_who_waits(ranks):
+    """0.1 s of work, a call of 0.25 s that starts then, 0.1 s beside it, and 0.1 s after it.
+
+    Mutant: a clock that a wait does not move.
+    """
+    wire = link.Link("wire", 0.0, 4e6)
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2, magnify=1), wire) as pool:
+        found = pool.run(talk, 250_000)
+    for spans, total in found:
+        assert torch.equal(total, torch.full((250_000,), 2.0))
+        begin = min(s.start for s in spans)
+        call = next(s for s in spans if s.kind == "comm")
+        assert call.duration == pytest.approx(0.25, rel=0.01) and call.num_bytes == 1_000_000
+        work = sorted((s.start - begin, s.end - begin) for s in spans if s.kind != "comm")
+        assert sum(end - start for start, end in work) == pytest.approx(0.3, rel=0.01)
+        assert work[-1] == pytest.approx((0.35, 0.45), abs=0.05)
+
+
+def rounds_beside_products():
+    axis, a, x = Mesh(dp=2).dp, torch.eye(8), torch.ones(250_000)
+    start, ends = device.now(), []
+    with timeline.record() as recorded:
+        pending = [algorithms.all_reduce(x, axis, async_op=True) for _ in range(2)]
+        for _ in range(4):
+            a = a @ a
+        for each in pending:
+            assert torch.equal(each.wait(), torch.full((250_000,), 2.0))
+            ends.append(device.now() - start)
+        late = algorithms.all_reduce(x, axis, async_op=True)
+        algorithms.all_reduce(x[:2], axis)  # waits for its turn
+        ends.append(device.now() - start)
+        late.wait()
+    return ends, recorded.hidden_fraction
+
+
+@pytest.mark.slow
+def test_rounds_in_a_thread_go_on_beside_products(ranks):
+    """Two rings of 0.25 s, one after the other, beside 0.4 s of work: 0.5 s; then one alone.
+
+    Mutants: later rounds wait for the work; the second ring begins with the first; who waits is not
+    held up, nor is a call whose turn comes later.
+    """
+    wire = link.Link("wire", 0.0, 4e6)
+    with emulating(ranks, 2, Device(Sheet(), slowdown=2), wire) as pool:
+        for ends, hidden in pool.run(rounds_beside_products):
+            assert ends == pytest.approx([0.4, 0.5, 0.75], abs=0.04)
+            assert hidden == pytest.approx(0.4 / 0.75, abs=0.04)
+
+
+def products_of(mode):
+    axis, a = Mesh(dp=2).dp, torch.eye(8)
+    with mode():
+        start = device.now()
+        F.linear(a, a)
+        a @ a
+        took = device.now() - start
+        return took, collectives.all_reduce(a, axis)
+
+
+def test_without_gradients_products_are_products_as_well(ranks):
+    """Mutant: in inference mode a linear layer, which torch hands over whole, costs its bytes."""
+    with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
+        for mode in (torch.no_grad, torch.inference_mode):
+            for took, total in pool.run(products_of, mode):
+                assert took == pytest.approx(0.1) and torch.equal(total, 2 * torch.eye(8))
+
+
+def test_magnified_sides_make_cubes_of_flops_and_squares_of_bytes():
+    """Mutant: bytes counted `magnify` times."""
+    emulated = Device(Sheet(byte=1e-9), magnify=10)
+    assert emulated.seconds_of_matmul(8, 8, 8, "float32") == pytest.approx(100)
+    assert emulated.seconds_of_bytes(1000) == pytest.approx(1e-4)
+    assert emulated.counted(3) == 300
+
+
+def setting_up():
+    with device.paused():
+        start = device.now()
+        torch.eye(8) @ torch.eye(8)
+        collectives.all_gather_object("hello" * 1000, Mesh(dp=2).dp)
+        return device.now() - start
+
+
+def too_much():
+    with warnings.catch_warnings(record=True) as said, timeline.record():
+        warnings.simplefilter("always")
+        torch.eye(8) @ torch.eye(8)
+        time.sleep(0.2)  # what is no work of the device
+    return [str(w.message) for w in said]
+
+
+def test_a_pause_takes_no_time_and_a_slow_machine_is_told(ranks):
+    """Mutant: lateness that nobody hears of."""
+    with emulating(ranks, 2, Device(Sheet(), slowdown=1, magnify=1000), "1gbe") as pool:
+        assert max(pool.run(setting_up)) < 1  # not 40 s
+    with emulating(ranks, 2, Device(Sheet(product=0.05))) as pool:
+        for said in pool.run(too_much):
+            assert len(said) == 1 and "slow it down more than 1 times, say 10" in said[0]
+
+
+def test_bad_devices_are_refused():
+    """Before any process starts, in one line."""
+    with pytest.raises(ValueError, match="backend 'link'"):
+        Ranks(2, device=Device(Sheet()))
+    with pytest.raises(ValueError, match=r"emulate.device\('h100/100'\)"):
+        Ranks(2, backend="link", device="h100")
+    for bad in ({"slowdown": 0.5}, {"magnify": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* must be from 1 up"):
+            Device(Sheet(), **bad)

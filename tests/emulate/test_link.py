@@ -1,0 +1,971 @@
+"""The emulated link: it takes the time it promises, changes no bit, and never hangs."""
+
+import math
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from minipar.comm import algorithms, collectives
+from minipar.comm.mesh import Axis
+from minipar.emulate import link, link_group, link_tables
+from minipar.emulate.link import LINKS, Link, Topology
+from minipar.emulate.link_tables import Cards
+from tests.on_ranks import on_ranks
+from tests.patience import busy, until
+
+SLACK = 0.1  # seconds that a busy machine may add to an emulated time
+
+
+@contextmanager
+def a_link_group(setting="none", checks=False, ranks=None):
+    """A link group beside the pool's own group; every rank makes it."""
+    link_group.register()
+    link.use(setting)
+    link.check_calls(checks)
+    group = dist.new_group(ranks, backend="link")
+    try:
+        yield group
+        dist.barrier()  # nobody closes connections that another still reads from
+    finally:
+        link.use("none")
+        link.check_calls(True)
+        if isinstance(group, link_group.LinkGroup):
+            dist.destroy_process_group(group)
+
+
+def axis_of(name, *groups):
+    """Make a link group of each of these ranks; return the axis that this rank is on."""
+    made = {ranks: dist.new_group(list(ranks), backend="link") for ranks in groups}
+    mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return Axis(name, mine.index(dist.get_rank()), len(mine), mine, made[mine])
+
+
+def clock(fn, *args):
+    """Call in step with the other ranks; return (result, seconds)."""
+    dist.barrier()
+    start = time.monotonic()
+    result = fn(*args)
+    return result, time.monotonic() - start
+
+
+def data(*shape, salt=0):
+    """Random values, different on every rank."""
+    generator = torch.Generator().manual_seed(100 * salt + dist.get_rank())
+    return torch.randn(*shape, generator=generator)
+
+
+# ---------------------------------------------------------------------- the cost model, pure
+ALPHA, BETA = 1e-3, 1e8  # 1 ms, 100 MB/s
+
+
+@pytest.mark.parametrize(
+    "verb, size, steps, sent",
+    [
+        # Ring, as in Thakur, Rabenseifner & Gropp 2005 and Patarasuk & Yuan 2009.
+        ("all_reduce", 4, 6, 1_500_000),
+        ("all_reduce", 3, 4, 1_333_333),
+        ("all_reduce", 2, 2, 1_000_000),
+        ("all_gather", 4, 3, 750_000),
+        ("reduce_scatter", 4, 3, 750_000),
+        ("all_to_all", 8, 7, 875_000),
+        # Pipelined trees, as in the lower bounds of Chan et al. 2007.
+        ("broadcast", 8, 3, 1_000_000),
+        ("broadcast", 5, 3, 1_000_000),
+        ("reduce", 4, 2, 1_000_000),
+        ("scatter", 4, 2, 750_000),
+        ("gather", 4, 2, 750_000),
+        ("barrier", 6, 3, 0),
+        ("send", 2, 1, 1_000_000),
+        ("recv", 2, 1, 1_000_000),
+    ],
+)
+def test_cost_table(verb, size, steps, sent):
+    """Numbers worked out by hand: catches a wrong step count and 2(n-1)/n for (n-1)/n."""
+    cost = link.seconds(verb, 1_000_000, size, Link("test", ALPHA, BETA))
+    assert cost == pytest.approx(steps * ALPHA + sent / BETA, rel=1e-9)
+
+
+def test_one_rank_costs_nothing():
+    for verb in link._STEPS:
+        assert link.seconds(verb, 1_000_000, 1, Link("test", ALPHA, BETA)) == 0
+
+
+def test_links_are_plausible_and_sourced():
+    assert LINKS["1gbe"].bandwidth == 1e9 / 8
+    assert LINKS["ib-ndr"].bandwidth == 400e9 / 8
+    assert LINKS["nvlink4"].bandwidth == 450e9
+    assert LINKS["none"].bandwidth == math.inf and LINKS["none"].latency == 0
+    assert all(each.source for each in LINKS.values())
+
+
+def test_scaling_keeps_the_ratio_and_says_so():
+    slow = LINKS["nvlink4"].scaled(1000).scaled(2)
+    assert slow.label == "emulated NVLink 4, slowed 2000x"
+    assert LINKS["1gbe"].label == "emulated 1 GbE"
+    assert LINKS["none"].label == "no emulated link"
+    for verb in ("all_reduce", "broadcast"):
+        fast = link.seconds(verb, 10**9, 4, LINKS["nvlink4"])
+        assert link.seconds(verb, 10**9, 4, slow) == pytest.approx(2000 * fast)
+    assert "slowed 10x" in Topology().scaled(10).label
+    assert link.parse("1gbe*4") == LINKS["1gbe"].scaled(4) and link.parse("none") == LINKS["none"]
+
+
+def test_topology_picks_the_slowest_hop():
+    topology = Topology(2, 4, LINKS["nvlink4"], LINKS["100gbe"])
+    assert topology.between([0, 1, 2, 3]) == LINKS["nvlink4"]
+    assert topology.between([4, 7]) == LINKS["nvlink4"]
+    assert topology.between([3, 4]) == LINKS["100gbe"]
+    assert topology.between(range(8)) == LINKS["100gbe"]
+
+
+SLOW = Link("slow", 1e-3, 1e6)
+ACROSS = [("all_reduce", 500_000, (0, 2)), ("all_reduce", 500_000, (1, 3))]
+
+
+@pytest.mark.parametrize(
+    "cards, calls, seconds",
+    [
+        # 1 MB/s and 1 ms; 1.5 MB go round a ring of four, one hop of each node out, one in.
+        (None, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
+        (1, [("all_reduce", 1_000_000, (0, 1, 2, 3))], 1.506),
+        (None, ACROSS, 0.502),
+        (1, ACROSS, 1.002),
+        (None, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (1, 3))], 1.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (1, 3))], 2.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (3, 1))], 1.001),
+        (1, [("send", 1_000_000, (0, 2)), ("send", 1_000_000, (0, 1))], 1.001),
+        # 250 kB for each pair: from each rank 2 across, so 4 by a card, where a rank sends 3.
+        (None, [("all_to_all", 1_000_000, (0, 1, 2, 3))], 0.753),
+        (1, [("all_to_all", 1_000_000, (0, 1, 2, 3))], 1.003),
+        (1, [("barrier", 0, (0, 1, 2, 3)), ("broadcast", 9, (0, 1))], 0.002),
+    ],
+)
+def test_what_crosses_a_card_at_once_shares_it(cards, calls, seconds):
+    """By hand. Mutants: a port per rank always; all of a node divided by its ranks; one direction
+    slows the other; what stays inside of a node counts, also where both links are the same."""
+    for fast in (Link("fast", 0, math.inf), SLOW):
+        got = Topology(2, 2, fast, SLOW, cards).seconds(*calls)
+        if fast is SLOW and calls[0][0] == "barrier":
+            seconds = 0.002  # the latencies of log2 4 steps
+        assert got == pytest.approx(seconds, rel=1e-4)
+
+
+def test_cards_are_those_of_the_node():
+    eight = Topology(2, 4, LINKS["nvlink4"], SLOW, cards_per_node=2)
+    lanes = [set(eight.lanes("send", 10, pair)) for pair in ((0, 4), (1, 7), (2, 4), (3, 4))]
+    assert lanes == [{0, 5}, {0, 7}, {2, 5}, {2, 5}]
+    assert eight.lanes("send", 10, (0, 3)) == {} == eight.lanes("barrier", 0, range(8))
+    assert "2 cards per node" in eight.label and eight.scaled(3).cards_per_node == 2
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="cards_per_node=3 does not divide.*; use 1 or 2 or 4"):
+        Topology(2, 4, cards_per_node=3)
+    with pytest.raises(ValueError, match="did you mean 'nvlink4'"):
+        link.use("NVLink-4")
+    with pytest.raises(ValueError, match="write it like"):
+        link.parse("1gbe*fast")
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        Link("broken", 0, 0)
+    with pytest.raises(ValueError, match="latency=-1"):
+        Link("broken", -1, 1)
+    with pytest.raises(ValueError, match="factor"):
+        LINKS["1gbe"].scaled(0)
+    with pytest.raises(ValueError, match="ranks_per_node=0"):
+        Topology(2, 0)
+
+
+# ---------------------------------------------------------------------- measured against the model
+def call(verb, num_bytes, group):
+    """Return a function that does `verb`; `num_bytes` is the whole tensor's."""
+    rank, n = dist.get_rank(group), group.size()
+    whole, piece = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4 // n)
+    pieces = list(whole.chunk(n)) if rank == 0 else None
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, piece, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "scatter": lambda: dist.scatter(piece, pieces, 0, group=group),
+        "gather": lambda: dist.gather(piece, pieces, 0, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+        "send": lambda: (dist.recv, dist.send)[rank == 0](whole, 1 - rank, group=group),
+    }[verb]
+
+
+def measure(verbs, sizes, setting):
+    rows = []
+    with a_link_group(setting) as group:
+        for verb in verbs:
+            for num_bytes in sizes:
+                model = link.seconds(verb, num_bytes, group.size(), setting)
+                fn, best = call(verb, num_bytes, group), math.inf
+                for _ in range(6):
+                    best = min(best, clock(fn)[1])
+                    good = torch.tensor(best < 1.1 * model, dtype=torch.int32)
+                    dist.all_reduce(good, dist.ReduceOp.MIN)  # all ranks try again, or none
+                    if good:
+                        break
+                rows.append((verb, num_bytes, model, best))
+    return rows
+
+
+def report_and_check(results):
+    for rows in zip(*results, strict=True):
+        verb, num_bytes, model, _ = rows[0]
+        measured = [row[3] for row in rows]
+        print(f"{verb:15}{num_bytes:>12,} B  model {1e3 * model:8.2f} ms  measured", end=" ")
+        print(" ".join(f"{1e3 * each:8.2f} ms ({each / model - 1:+.1%})" for each in measured))
+        assert model > 0
+        for each in measured:
+            assert 0.999 * model <= each <= 1.10 * model, (verb, num_bytes, model, measured)
+
+
+VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+VERBS += ["broadcast", "reduce", "scatter", "gather"]
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_time_follows_the_model_from_1kb_to_64mb(ranks):
+    """Catches a term missing from the wait, and waits that add up over what gloo takes itself."""
+    sizes = [1_000, 64_000, 1_000_000, 8_000_000, 64_000_000]
+    setting = Link("test", 25e-3, 100e6)
+    report_and_check(ranks(2).run(measure, [*VERBS, "send"], sizes, setting))
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_time_follows_the_model_on_four_ranks(ranks):
+    """Catches formulas that are right for two ranks only."""
+    setting = Link("test", 20e-3, 50e6)
+    report_and_check(ranks(4).run(measure, [*VERBS, "barrier"], [4_000_000], setting))
+
+
+@on_ranks(2)
+def test_an_uneven_all_to_all_costs_what_goes_to_others():
+    """A rank that only receives sends nothing, and is as long busy.
+
+    Mutants: half of the tensor, as if it were even; what the busiest rank sends, on every rank.
+    """
+    even, swap = [(6, 6), (6, 6)], [(0, 12), (12, 0)]
+    one_way, stay = [(0, 12), (0, 0)], [(12, 0), (0, 12)]
+    flows = [even, swap, one_way, stay]
+    sent, took = [], []
+
+    def note(work):
+        start, end = work.times
+        sent.append(work.num_bytes)
+        took.append(end - start)
+
+    with a_link_group(Link("test", 0, 4800)) as group:
+        rank = dist.get_rank(group)
+        link.observers.append(note)
+        for flow in flows:
+            counts, received = list(flow[rank]), [row[rank] for row in flow]
+            out = torch.empty(sum(received))
+            dist.all_to_all_single(out, torch.zeros(sum(counts)), received, counts, group=group)
+        link.observers.remove(note)
+    assert sent == [24, 48, [48, 0][rank], 0]
+    assert all(s >= least for s, least in zip(took, [0.0049, 0.0099, 0.0099, 0], strict=True)), took
+
+
+# ---------------------------------------------------------------------- the bits are gloo's
+def every_verb(group):
+    """One result per way of communicating that torch has."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    out = {}
+    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+        out[name] = data(5)
+        dist.all_reduce(out[name], getattr(dist.ReduceOp, name), group=group)
+    out["async"] = data(1000, salt=1)
+    work = dist.all_reduce(out["async"], group=group, async_op=True)
+    out["future"] = work.get_future().wait()[0]
+    out["all_gather_single"] = torch.empty(3 * n)
+    dist.all_gather_single(out["all_gather_single"], data(3, salt=2), group=group)
+    out["all_gather"] = [torch.empty(2, 3) for _ in range(n)]
+    dist.all_gather(out["all_gather"], data(2, 3, salt=3), group=group)
+    out["reduce_scatter_single"] = torch.empty(3)
+    dist.reduce_scatter_single(out["reduce_scatter_single"], data(3 * n, salt=4), group=group)
+    out["reduce_scatter"] = torch.empty(3)
+    dist.reduce_scatter(out["reduce_scatter"], list(data(n, 3, salt=5)), group=group)
+    out["all_to_all_single"] = torch.empty(2 * n)
+    dist.all_to_all_single(out["all_to_all_single"], data(2 * n, salt=6), group=group)
+    sent, received = [(rank + to) % 3 for to in range(n)], [(rank + at) % 3 for at in range(n)]
+    out["uneven"] = torch.empty(sum(received), 2)
+    rows = data(sum(sent), 2, salt=7)
+    dist.all_to_all_single(out["uneven"], rows, received, sent, group=group)
+    out["broadcast"] = data(4, salt=9)
+    dist.broadcast(out["broadcast"], 1, group=group)
+    out["reduce"] = data(4, salt=10)
+    dist.reduce(out["reduce"], 1, group=group)
+    if rank != 1:
+        del out["reduce"]  # of no meaning elsewhere
+    out["gather"] = [torch.empty(2) for _ in range(n)] if rank == 1 else None
+    dist.gather(data(2, salt=11), out["gather"], 1, group=group)
+    out["scatter"] = torch.empty(2)
+    dist.scatter(out["scatter"], list(data(n, 2)) if rank == 1 else None, 1, group=group)
+    out["ring"] = torch.empty(3)
+    works = [dist.isend(data(3), right, group=group), dist.irecv(out["ring"], left, group=group)]
+    out["batch"] = torch.empty(3)
+    ops = [
+        dist.P2POp(dist.isend, data(3), right, group=group),
+        dist.P2POp(dist.irecv, out["batch"], left, group=group),
+    ]
+    for work in works + dist.batch_isend_irecv(ops):
+        work.wait()
+    if rank == 0:
+        out["from any"] = [torch.empty(1) for _ in range(1, n)]
+        sources = [dist.recv(buffer, group=group) for buffer in out["from any"]]
+        order = sorted(range(n - 1), key=lambda i: sources[i])
+        out["from any"] = [out["from any"][i] for i in order]
+    else:
+        dist.send(torch.tensor([1.0 * rank]), 0, group=group)
+    out["objects"] = [None] * n
+    dist.all_gather_object(out["objects"], {"rank": rank}, group=group)
+    out["object"] = [f"from {rank}"]
+    dist.broadcast_object_list(out["object"], 1, group=group)
+    out["coalesced"] = [data(2), data(3)]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for tensor in out["coalesced"]:
+            dist.all_reduce(tensor, group=group)
+    manager.wait()
+    dist.barrier(group=group)
+    for name, result in {
+        "f.all_reduce": funcol.all_reduce(data(3), "sum", group),
+        "f.all_gather": funcol.all_gather_single(data(3), 0, group),
+        "f.reduce_scatter": funcol.reduce_scatter_single(data(3 * n), "sum", 0, group),
+        "f.all_to_all": funcol.all_to_all_single(data(n), None, None, group),
+        "f.broadcast": funcol.broadcast(data(3), 1, group),
+    }.items():
+        out[name] = funcol.wait_tensor(result)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+    out["DTensor"] = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]).full_tensor()
+    return out
+
+
+def gathers_coalesced(group):
+    n, gathered = group.size(), [torch.empty(2 * group.size()), torch.empty(3 * group.size())]
+    scattered = [torch.empty(2), torch.empty(3)]
+    with dist._coalescing_manager(group):
+        for whole in gathered:
+            dist.all_gather_single(whole, data(len(whole) // n), group=group)
+    with dist._coalescing_manager(group):
+        for piece in scattered:
+            dist.reduce_scatter_single(piece, data(n * len(piece)), group=group)
+    return gathered, scattered
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@on_ranks(4)
+def test_every_verb_gives_the_bits_of_gloo(checks):
+    """With the checks on it also catches a check that refuses a correct call."""
+    gloo = dist.new_group(backend="gloo")
+    n = dist.get_world_size()
+    with a_link_group("none", checks=checks) as group:
+        ours, truth = every_verb(group), every_verb(gloo)
+        assert ours.keys() == truth.keys() and len(truth) > 25
+        wrong = [name for name in truth if not equal(ours[name], truth[name])]
+        gathered, scattered = gathers_coalesced(group)
+    one, another, *_ = ours["all_gather"]
+    assert not torch.equal(one, another)  # the ranks did hold different data
+    for whole, piece in zip(gathered, scattered, strict=True):
+        single = torch.empty_like(whole)
+        dist.all_gather_single(single, data(len(whole) // n))
+        assert torch.equal(whole, single)
+        dist.reduce_scatter_single(single[: len(piece)], data(n * len(piece)))
+        assert torch.equal(piece, single[: len(piece)])
+    dist.destroy_process_group(gloo)
+    assert wrong == []
+
+
+def train(wrap, group, steps=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
+    before = model[0].weight.detach().clone()
+    model = wrap(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        model(data(4, 32, salt=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    assert not torch.equal(before, state[0])
+    return state
+
+
+def ddp(model, group):
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.005)
+
+
+def fsdp(model, group):
+    # Named, because torch takes two meshes of the same ranks for equal, and caches by mesh.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@on_ranks(2)
+def test_torchs_own_data_parallelism_trains_to_the_same_bits(wrap):
+    gloo = dist.new_group(backend="gloo")
+    seen = []
+    with a_link_group(Link("test", 1e-3, 100e6)) as group:
+        link.observers.append(seen.append)
+        ours = train(wrap, group)
+        link.observers.clear()
+    truth, alone = train(wrap, gloo), train(lambda model, group: model, None)
+    dist.destroy_process_group(gloo)
+    assert not equal(alone, truth)  # the ranks did train on different data
+    assert equal(ours, truth)
+    verbs = {"all_reduce"} if wrap is ddp else {"all_gather", "reduce_scatter"}
+    assert verbs <= {work.verb for work in seen}
+
+
+# ---------------------------------------------------------------------- overlap, queues, lateness
+@pytest.mark.slow
+@pytest.mark.timed
+@on_ranks(2)
+def test_communication_hides_behind_computing():
+    """Catches a work that only waits when waited for: it would take the sum, not the maximum."""
+    with a_link_group(Link("test", 0.1, math.inf)) as group:  # 2 ranks: an all-reduce takes 0.2 s
+
+        def step(hide):
+            work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+            if not hide:
+                work.wait()
+            time.sleep(0.2)  # stands for computing
+            work.wait()
+
+        exposed, hidden = clock(step, False)[1], clock(step, True)[1]
+    assert 0.4 <= exposed < 0.4 + SLACK
+    assert 0.2 <= hidden < 0.2 + SLACK
+
+
+@pytest.mark.timed
+@on_ranks(2)
+def test_two_operations_queue_on_the_link():
+    """Catches a link without memory of when it is free: both would take 0.1 s."""
+    slack = SLACK * busy()
+    with a_link_group(Link("test", 0, 40e6)) as group:
+        tensors = [torch.ones(1_000_000) for _ in range(2)]  # 4 MB: 0.1 s each
+        works, issue = clock(
+            lambda: [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+        )
+        for work in works:
+            work.wait()
+        (start_1, end_1), (start_2, end_2) = (work.times for work in works)
+    assert issue < 0.02
+    assert 0.0999 <= end_1 - start_1 < 0.1 + slack
+    assert 0.0999 <= start_2 - start_1 < 0.1 + slack
+    assert 0.1999 <= end_2 - start_1 < 0.2 + slack
+
+
+@pytest.mark.timed
+@on_ranks(2)
+def test_messages_pass_in_both_directions_and_in_a_row():
+    """0.2 s each way at once; the second message leaves while the first one still travels.
+
+    Mutant: it leaves when the first has arrived, which takes 0.4 s, as long as waiting in between.
+    """
+    peer = 1 - dist.get_rank()
+    with a_link_group(Link("test", 0.1, 40e6)) as group:
+
+        def swap(count):
+            works = []
+            for _ in range(count):  # both send first: a single queue would deadlock
+                works.append(dist.isend(torch.ones(1_000_000), peer, group=group))
+            for _ in range(count):
+                works.append(dist.irecv(torch.empty(1_000_000), peer, group=group))
+            for work in works:
+                work.wait()
+
+        calls = (lambda: swap(1)), (lambda: swap(2)), (lambda: [swap(1), swap(1)])
+        tries = [[clock(call)[1] for call in calls] for _ in range(3)]
+        one, two, in_turn = map(min, zip(*tries, strict=True))
+    assert 0.2 <= one < 0.2 + SLACK
+    assert 0.3 <= two < in_turn - 0.04 and in_turn >= 0.4
+
+
+def late(verb, checks):
+    """Return when this rank called, and when the wire began and ended. Rank 0 calls late."""
+    rank = dist.get_rank()
+    with a_link_group(Link("test", 0.05, math.inf), checks=checks) as group:
+        tensor = torch.ones(4)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.2)
+        if verb == "all_reduce":  # 0.1 s
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+        elif verb == "all_gather":  # 0.05 s
+            work = dist.all_gather_single(torch.empty(8), tensor, group=group, async_op=True)
+        elif verb == "broadcast":
+            work = dist.broadcast(tensor, 0, group=group, async_op=True)
+        elif (verb == "send") == (rank == 0):
+            work = dist.isend(tensor, 1 - rank, group=group)
+        else:
+            work = dist.irecv(tensor, 1 - rank, group=group)
+        work.wait()
+        return work.t_issue, *work.times
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize(
+    "verb, duration",
+    [
+        ("all_reduce", 0.1),
+        ("all_gather", 0.05),
+        ("broadcast", 0.05),
+        ("send", 0.05),
+        ("recv", 0.05),
+    ],
+)
+def test_time_runs_from_the_last_call(ranks, verb, duration, checks):
+    """Catches a clock that starts at each rank's own call: the early one would end too soon."""
+    (issued, start_0, end_0), (early, start_1, end_1) = ranks(2).run(late, verb, checks)
+    assert issued - early > 0.19
+    for start, end in ((start_0, end_0), (start_1, end_1)):
+        assert start == pytest.approx(issued, abs=1e-6)
+        assert duration <= end - issued < duration + SLACK
+
+
+@pytest.mark.timed
+@on_ranks(2)
+def test_the_busiest_rank_rules_an_uneven_exchange():
+    """8 MB arrive at rank 0: 4 MB over the wire by the formula, 0.2 s, on both ranks."""
+    rank = dist.get_rank()
+    with a_link_group(Link("test", 0, 20e6)) as group:
+        # Rank 0 is the popular expert: it keeps all of its rows and gets all of rank 1's.
+        sent, received = [1_000_000, 0], [1_000_000, 1_000_000] if rank == 0 else [0, 0]
+        out = torch.empty(sum(received))
+        rows = torch.ones(1_000_000)
+        work = lambda: dist.all_to_all_single(out, rows, received, sent, group=group)  # noqa: E731
+        took = clock(work)[1]
+    assert 0.2 <= took < 0.2 + SLACK
+
+
+@pytest.mark.timed
+@on_ranks(2)
+def test_use_takes_effect_between_calls():
+    seen = []
+    with a_link_group("none") as group:
+        for latency in (0.0, 0.05, 0.1, 0.0):
+            link.use(Link("test", latency, math.inf))
+            seen.append(clock(lambda: dist.all_reduce(torch.ones(4), group=group))[1])
+        assert link.current().latency == 0
+    none, some, more, again = seen
+    assert none < SLACK and again < SLACK
+    assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+@on_ranks(4)
+def test_topology_times():
+    """Catches a topology that mistakes a group's own numbering for global ranks."""
+    rank = dist.get_rank()
+    fast, slow = Link("fast", 0.02, math.inf), Link("slow", 0.2, math.inf)
+    took = {}
+    with a_link_group(Topology(2, 2, fast, slow)) as world:
+        gather = lambda: dist.all_gather_single(torch.empty(4), torch.ones(1), world)  # noqa: E731
+        took["world"] = clock(gather)[1]
+        for axis in axis_of("intra", (0, 1), (2, 3)), axis_of("inter", (0, 2), (1, 3)):
+            took[axis.name] = clock(lambda g=axis.group: dist.all_reduce(torch.ones(1), group=g))[1]
+            hop = (dist.send, dist.recv)[axis.rank]
+            peer = None, axis.group, 0, 1 - axis.rank
+            took[f"{axis.name} hop"] = clock(hop, torch.ones(1), *peer)[1]
+            dist.barrier()
+            dist.destroy_process_group(axis.group)
+        for name, peer in {"next": rank ^ 1, "far": (rank + 2) % 4}.items():
+
+            def swap(peer=peer):
+                work = dist.isend(torch.ones(1), peer, group=world)
+                dist.recv(torch.ones(1), peer, group=world)
+                work.wait()
+
+            took[name] = clock(swap)[1]
+        with pytest.raises(ValueError, match="their product must be 4"):
+            link.use(Topology(2, 3))
+    model = {"world": 3 * 0.2, "intra": 2 * 0.02, "inter": 2 * 0.2}
+    model |= {"intra hop": 0.02, "inter hop": 0.2, "next": 0.02, "far": 0.2}
+    assert took.keys() == model.keys()
+    for name, want in model.items():
+        assert want <= took[name] < want + SLACK, (name, took)
+
+
+def shared_cards():
+    """Seconds of calls that cross at once, by 20 MB/s and one card per node: 4 MB take 0.2 s."""
+    rank, took = dist.get_rank(), {}
+    wires = Topology(2, 2, Link("fast", 0, math.inf), Link("slow", 0, 20e6), 1)
+    with a_link_group(wires) as world:
+        inside, across = axis_of("inside", (0, 1), (2, 3)), axis_of("across", (0, 2), (1, 3))
+        whole = Axis("all", rank, 4, (0, 1, 2, 3), world)
+        tensor, half = torch.ones(1_000_000), torch.ones(500_000)
+
+        def hop(way):  # 0: to node 1
+            if across.rank == way:
+                return collectives.send(tensor, across, 1 - across.rank)
+            return collectives.recv(torch.empty_like(tensor), across, 1 - across.rank)
+
+        def two_groups():  # ranks 0 and 2 talk in another group than 1 and 3
+            axis, peer = (across, 1 - across.rank) if inside.rank else (whole, rank ^ 2)
+            if across.rank == 0:
+                return collectives.send(tensor, axis, peer)
+            return collectives.recv(torch.empty_like(tensor), axis, peer)
+
+        ways = {
+            "flat": lambda: collectives.all_reduce(tensor, whole),
+            "our flat ring": lambda: algorithms.all_reduce(tensor, whole),
+            "across": lambda: collectives.all_reduce(half, across),
+            "our hierarchical": lambda: algorithms.hierarchical_all_reduce(tensor, inside, across),
+            "two hops": lambda: hop(0),
+            "opposite hops": lambda: hop(inside.rank),
+            "two groups": two_groups,
+            "all_to_all": lambda: collectives.all_to_all(tensor, whole),
+        }
+        for name, way in ways.items():
+            way()
+            took[name] = [clock(way)[1] for _ in range(2)]
+        link.use(Topology(2, 2, wires.intra, wires.inter))
+        took["a card each"] = [clock(hop, 0)[1]]
+        dist.barrier()
+        for axis in inside, across:
+            dist.destroy_process_group(axis.group)
+    return took
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_ranks_of_a_node_share_its_card(ranks):
+    """The emulation follows `Topology.seconds`, also between groups. Mutant: a table per group."""
+    model = {"flat": 0.3, "our flat ring": 0.3, "across": 0.2, "our hierarchical": 0.2}
+    model |= {"two hops": 0.4, "opposite hops": 0.2, "two groups": 0.4, "all_to_all": 0.2}
+    model |= {"a card each": 0.2}
+    every = ranks(4).run(shared_cards)
+    for name, want in model.items():
+        last = [max(took) for took in zip(*(rank[name] for rank in every), strict=True)]
+        assert 0.95 * want <= min(last) < want + SLACK, (name, last)
+
+
+@on_ranks(4)
+def test_an_uneven_all_to_all_keeps_the_cards_as_long_as_its_busiest_rank():
+    """4 MB from rank 0 to rank 2, a card per node: 0.2 s, also where an idle rank asks first.
+
+    Mutant: the cards are kept as long as the rank that asks first is busy itself.
+    """
+    rank, wires = dist.get_rank(), Topology(2, 2, Link("a", 0, 1e12), Link("b", 0, 80e6), 1)
+    sent, received = [0] * 4, [0] * 4
+    if rank in (0, 2):
+        [sent, received][rank // 2][2 - rank] = 1_000_000
+    else:
+        [sent, received][rank // 2][4 - rank] = 1
+    on_cards = link_tables.Calls.on_cards
+
+    def asks_late(*args):
+        time.sleep(0.05 * (rank in (0, 2)))
+        return on_cards(*args)
+
+    with a_link_group(wires) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_tables.Calls, "on_cards", asks_late)
+        out, rows = torch.empty(sum(received)), torch.ones(sum(sent))
+        work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+        work.wait()
+        starts = [None] * 4
+        dist.all_gather_object(starts, work.t_start)
+        with Cards.of_this_job().locked() as free:
+            kept = [lane - max(starts) for lane in free[:4]]
+    # Pairs advance in lockstep: each hop between the nodes takes as long as the longest.
+    want = wires.lanes("all_to_all", 4_000_000 * 4 // 3, range(4))
+    assert kept == pytest.approx([want[lane] for lane in range(4)], rel=1e-3)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    """Mutant: a hole, and whoever writes into it on a full disk is killed."""
+    monkeypatch.setattr(link_tables.tempfile, "tempdir", str(tmp_path))
+    assert 512 * os.stat(link_tables._new_file(10_000)).st_blocks >= 80_000
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most[1]))
+    with pytest.raises(OSError, match=r"minipar-link-\w+: .* for what an emulated link notes"):
+        link_tables._new_file(10_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+HOLD = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, 2); print(1, flush=True); "
+
+
+@pytest.mark.timed
+def test_a_dead_rank_frees_the_cards():
+    """A rank killed while it holds the table blocks no other."""
+    store = dist.HashStore()
+    cards = Cards(store, 9)
+    path = store.get("minipar cards").decode()
+    command = [sys.executable, "-c", HOLD + "input()", path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"1\n"
+        waiting = threading.Thread(target=lambda: cards.locked().__enter__(), daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()  # the lock does lock
+        rank.kill()
+        waiting.join(5)
+        assert not waiting.is_alive()
+    os.unlink(path)  # the other eight never came
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+@on_ranks(2)
+def test_waiting_burns_no_cpu():
+    with a_link_group(Link("test", 0.4, math.inf)) as group:
+        dist.all_reduce(torch.ones(1), group=group)
+        start = time.process_time()
+        _, took = clock(lambda: dist.all_reduce(torch.ones(1), group=group))
+        burnt = time.process_time() - start
+    assert took >= 0.8 and burnt < 0.04
+
+
+# ---------------------------------------------------------------------- when things go wrong
+class Block(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.ddp = DistributedDataParallel(self.layers, process_group=group, bucket_cap_mb=0.001)
+
+
+def hang(what):
+    """Rank 0 does not take part; rank 1 is freed by its own timer, after 0.3 s."""
+    rank = dist.get_rank()
+    with a_link_group("none") as group:
+        model = Block(group).ddp if what == "backward" else None
+        dist.barrier()
+        if rank == 1:
+            threading.Timer(0.3, group.abort, ["rank 0 has left"]).start()
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match="rank 0 has left"):
+                if what == "all_reduce":
+                    dist.all_reduce(torch.ones(4), group=group)
+                elif what == "recv":
+                    dist.recv(torch.ones(4), 0, group=group)
+                else:
+                    model(torch.ones(2, 16)).sum().backward()
+            took = time.monotonic() - start
+            late = []
+
+            def later():
+                for call in (group.barrier, lambda: dist.send(torch.ones(1), 0, group=group)):
+                    try:
+                        call()
+                    except RuntimeError as error:
+                        late.append(str(error))
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            thread.join(5)
+            assert len(late) == 2 and all("rank 0 has left" in error for error in late)
+        dist.barrier()
+        return took if rank == 1 else None
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "backward"])
+def test_abort_frees_a_blocked_rank(ranks, what):
+    """Gloo's own abort does nothing. A future that fails in Python only crashes DDP's backward."""
+    _, took = ranks(2).run(hang, what)
+    assert 0.29 < took < 10
+
+
+@pytest.mark.timed
+@on_ranks(2)
+def test_abort_ends_an_emulated_transfer():
+    with a_link_group(Link("test", 3600, 1)) as group:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        dist.barrier()
+        start = time.monotonic()
+        threading.Timer(0.1, group.abort, ["enough"]).start()
+        with pytest.raises(RuntimeError, match="all_reduce on rank .: enough"):
+            work.wait()
+        failed = work.get_future()
+        with pytest.raises(RuntimeError, match="enough"):
+            failed.wait()
+        assert work.is_completed() and not work.is_success() and work.exception() is not None
+        assert time.monotonic() - start < 1.0
+
+
+@on_ranks(2)
+def test_a_reduce_scatter_made_of_slices_goes_by_its_name():
+    """Mutant: to observers, and in errors, it is the all-to-all that carries the slices."""
+    rank, seen = dist.get_rank(), []
+    note = lambda work: seen.append((work.verb, work.num_bytes))  # noqa: E731
+    with a_link_group("none", checks=True) as group:
+        axis = Axis("dp", rank, 2, (0, 1), group)
+        link.observers.append(note)
+        try:
+            part = collectives.reduce_scatter(torch.arange(4.0), axis)
+        finally:
+            link.observers.remove(note)
+        assert part.tolist() == [[0, 2], [4, 6]][rank]
+        with pytest.raises(link_group.Mismatch) as error:
+            collectives.reduce_scatter(torch.ones(4), axis, op="max" if rank else "sum")
+    assert seen == [("reduce_scatter", 8)]
+    assert all(f"reduce_scatter({op})" in str(error.value) for op in ("sum", "max"))
+
+
+def disagree(what):
+    rank = dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        start = time.monotonic()
+        with pytest.raises(link_group.Mismatch) as error:
+            if what == "shape":
+                dist.all_reduce(torch.ones(3 if rank == 1 else 4), group=group)
+            elif what == "dtype":
+                dtype = torch.float64 if rank == 1 else torch.float32
+                dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
+            elif what == "reduction":
+                op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+                dist.all_reduce(torch.ones(4), op, group=group)
+            elif what == "root":
+                dist.broadcast(torch.ones(4), 1 if rank == 1 else 0, group=group)
+            elif rank == 1:
+                dist.barrier(group=group)
+            else:
+                dist.all_reduce(torch.ones(4), group=group)
+        took = time.monotonic() - start
+        total = torch.ones(4)
+        dist.all_reduce(total, group=group)  # the group is still good
+        assert total.tolist() == [4.0] * 4
+        return took, str(error.value)
+
+
+@pytest.mark.parametrize(
+    "what, others, one",
+    [
+        ("shape", "all_reduce(sum) of float32 (4,)", "all_reduce(sum) of float32 (3,)"),
+        ("dtype", "all_reduce(sum) of float32 (4,)", "all_reduce(sum) of float64 (4,)"),
+        ("reduction", "all_reduce(sum) of float32 (4,)", "all_reduce(max) of float32 (4,)"),
+        ("root", "broadcast of float32 (4,) at rank 0", "broadcast of float32 (4,) at rank 1"),
+        ("verb", "all_reduce(sum) of float32 (4,)", "barrier"),
+    ],
+)
+def test_mismatch_says_who_called_what(ranks, what, others, one):
+    """On gloo these hang, end the process, or (the shape) give wrong sums in silence."""
+    for took, message in ranks(4).run(disagree, what):
+        assert took < 10  # and not until gloo's own time is up
+        assert message == (
+            f"the ranks do not agree: ranks 0, 2, 3 called {others}; rank 1 called {one}"
+        )
+
+
+def wrong_sizes(what):
+    rank = dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        start = time.monotonic()
+        errors = []
+        try:
+            if what == "splits":
+                received = [3, 2] if rank == 0 else [1, 2]
+                rows = torch.ones(5), received, [3, 2]
+                dist.all_to_all_single(torch.empty(sum(received)), *rows, group=group)
+            elif (what == "late send") == (rank == 0):
+                time.sleep(0.2)
+            if what != "splits":  # whoever came first waits, until it is freed
+                threading.Timer(0.5, group.abort, ["freed"]).start()
+                if rank == 0:
+                    dist.send(torch.ones(4), 1, group=group)
+                else:
+                    dist.recv(torch.ones(3), 0, group=group)
+        except RuntimeError as error:
+            errors.append(str(error))
+        return errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("what", ["splits", "late send", "late recv"])
+def test_messages_of_a_wrong_size_are_refused(ranks, what):
+    """On gloo a message longer than its buffer ends the process."""
+    (sender, took_0), (receiver, took_1) = ranks(2).run(wrong_sizes, what)
+    assert max(took_0, took_1) < 10
+    if what == "splits":
+        says = "rank 0 sends 8 bytes to rank 1, which expects 4 from it"
+        assert sender == receiver == [says]
+    else:
+        says = "rank 0 sends 16 bytes to rank 1, which expects 12 from it"
+        first, second = (receiver, sender) if what == "late send" else (sender, receiver)
+        assert second == [says] and "freed" in first[0]
+
+
+@on_ranks(2)
+def test_tags_are_kept_apart():
+    """Messages of different tags are received in another order than they were sent in."""
+    peer = 1 - dist.get_rank()
+    with a_link_group("none", checks=True) as group:
+        sent = [dist.isend(torch.ones(n), peer, group=group, tag=n) for n in (1, 2, 3)]
+        received = {n: torch.zeros(n) for n in (3, 1, 2)}
+        for n, buffer in received.items():
+            dist.recv(buffer, peer, group=group, tag=n)
+        for work in sent:
+            work.wait()
+    assert all(torch.equal(buffer, torch.ones(n)) for n, buffer in received.items())
+
+
+def test_messages_of_several_tags_are_under_way_at_once():
+    """Mutant: they share a slot, where the second wipes out when the first was sent."""
+    calls = link_tables.Calls(dist.HashStore(), 0, 1)
+    sent = {tag * calls.PER_TAG + 1: float(tag) for tag in (0, 1, 2, 3, 5, 2**31 - 1)}
+    for number, at in sent.items():
+        calls.post((0, 0, 0), number, link_tables.Transfer(at, 1.0))
+    for number, at in sent.items():
+        assert calls.read((0, 0, 0), number) == (at, 1.0, 0)
+
+
+@on_ranks(2)
+def test_a_message_waits_for_its_sender_whatever_its_tag():
+    """Mutant: the number of a message with a large tag is none that a float can hold."""
+    rank = dist.get_rank()
+    with a_link_group() as group:
+        dist.barrier()
+        time.sleep(0.1 * (rank == 0))
+        call = [dist.isend, dist.irecv][rank]
+        work = call(torch.ones(2), 1 - rank, group=group, tag=2**31 - 1)
+        work.wait()
+        sent = [None, None]
+        dist.all_gather_object(sent, work.t_issue)
+    assert work.t_start >= sent[0]
+
+
+@on_ranks(2)
+def test_threads_end_with_the_group():
+    def lanes():
+        return [t for t in threading.enumerate() if t.name.startswith(f"link {name} ")]
+
+    with a_link_group("none") as group:
+        name = group.group_name
+        dist.all_reduce(torch.ones(1), group=group)
+        assert len(lanes()) == 1
+    until(lambda: not lanes(), 5)
+    assert not lanes()

@@ -1,0 +1,163 @@
+"""The race detector by itself: what it sees, what it lets pass, and where it cannot look."""
+
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.comm.background import Background
+from minipar.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    exchange,
+    reduce_scatter,
+)
+from minipar.comm.mesh import Mesh
+from minipar.emulate import strict
+from minipar.emulate.strict import Race
+from minipar.ranks.launch import RankError, Ranks
+
+
+def watch(body) -> str:
+    """What `Race` says of `body`; nothing where there is none."""
+    try:
+        with strict.watching():
+            body(Mesh(dp=2).dp)
+    except Race as race:
+        return str(race)
+    return ""
+
+
+def waits(axis) -> None:
+    pending = all_reduce(torch.ones(4), axis, async_op=True)
+    assert pending.wait().tolist() == [2.0] * 4
+
+
+def polls(axis) -> None:
+    tensor = torch.ones(4)
+    work = dist.all_reduce(tensor, group=axis.group, async_op=True)
+    while not work.is_completed():
+        time.sleep(1e-3)
+    assert tensor.tolist() == [2.0] * 4
+
+
+def writes(axis) -> None:
+    tensor = torch.ones(4)
+    pending = all_reduce(tensor, axis, out=tensor, async_op=True)
+    tensor.zero_()
+    pending.wait()
+
+
+def frees(axis) -> None:
+    tensor = torch.ones(4)
+    pending = all_reduce(tensor, axis, out=tensor, async_op=True)
+    tensor.untyped_storage().resize_(0)
+    pending.wait()
+
+
+def forgets(axis) -> None:
+    all_reduce(torch.ones(4), axis, async_op=True)
+
+
+def forgets_a_cycle(axis) -> None:
+    kept = [all_reduce(torch.ones(4), axis, async_op=True)]
+    kept.append(kept)
+
+
+def beside(axis) -> Background:
+    return Background(partial(waits, axis), [], torch.device("cpu"), "compression")
+
+
+def waits_beside(axis) -> None:
+    beside(axis).wait()
+
+
+def forgets_beside(axis) -> None:
+    beside(axis)
+
+
+def fails(axis) -> None:
+    with pytest.raises(RuntimeError, match="the ranks do not agree"):
+        all_reduce(torch.ones(3 + axis.rank), axis)
+
+
+def reads(axis) -> None:
+    out = torch.zeros(4)
+    pending = all_reduce(torch.ones(4), axis, out=out, async_op=True)
+    assert out.isnan().all()  # and not yet the sum, as gloo may have it
+    pending.wait()
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (waits, ""),
+        (polls, ""),
+        (reads, ""),
+        (fails, ""),
+        (waits_beside, ""),
+        (writes, "its tensor of float32 \\(4,\\) was written to before `wait`"),
+        (frees, "its tensor of float32 \\(4,\\) was freed before `wait`"),
+        (forgets, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
+        (forgets_a_cycle, "never waited for: all_reduce at .*, float32 \\(4,\\)"),
+        (forgets_beside, "never waited for: compression at .*"),
+    ],
+)
+def test_a_race_is_named_with_its_place(ranks, body, says):
+    """Mutants: no copy travels; a tensor that was freed passes; a lost handle is forgotten, or
+    looked for before cycles are; one that has raised what went wrong counts as never waited for."""
+    for said in ranks(2, "link").run(watch, body):
+        if not says:
+            assert said == ""
+        else:
+            assert re.search(says, said), said
+            assert "emulate/test_strict.py:" in said
+
+
+def without_grad(axis) -> None:
+    with torch.inference_mode():
+        ones = torch.ones(4)
+        pending = all_reduce(ones, axis, out=ones, async_op=True)
+        assert pending.wait().tolist() == [2.0] * 4
+        assert broadcast(torch.full((4,), 1.0 + axis.rank), axis).tolist() == [1.0] * 4
+        assert all_gather(ones, axis).tolist() == [2.0] * 8
+        assert reduce_scatter(ones, axis).tolist() == [4.0] * 2
+        assert all_to_all(ones, axis).tolist() == [2.0] * 4
+        there, peer = torch.empty(4), 1 - axis.rank
+        exchange([(ones, peer)], [(there, peer)], axis)
+        assert there.tolist() == [2.0] * 4
+
+
+def test_what_has_no_gradient_travels_as_well(ranks):
+    """Mutant: copies made under inference mode, which the thread of the link may not write to."""
+    assert ranks(2, "link").run(watch, without_grad) == ["", ""]
+
+
+def test_over_other_backends_it_says_that_it_sees_nothing(ranks):
+    """Mutant: no question asked, and all that runs over gloo counts as without a race."""
+    with pytest.raises(RankError, match="backend link, and here they go over gloo; use Ranks"):
+        ranks(2).run(watch, waits)
+    with pytest.raises(ValueError, match="here they go over none"), strict.watching():
+        pass
+    assert not strict.is_on()
+
+
+def in_two_calls(body) -> bool:
+    body(Mesh(dp=2).dp)
+    return strict.is_on()
+
+
+def test_a_pool_watches_each_of_its_calls():
+    """Mutants: strict=True is not handed on; a second call is not watched."""
+    with Ranks(2, backend="link", strict=True) as pool:
+        for body in (writes, forgets):
+            with pytest.raises(RankError, match="Race: .*all_reduce at emulate/test_strict.py:"):
+                pool.run(in_two_calls, body)
+            assert pool.run(in_two_calls, waits) == [True, True]
+    with pytest.raises(ValueError, match="strict=True watches the backend 'link', not 'gloo'"):
+        Ranks(2, strict=True)

@@ -1,0 +1,376 @@
+"""The watchdog: the conclusion that it draws, alone; then real ranks that keep others waiting."""
+
+import glob
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from minipar.comm import collectives as comm
+from minipar.comm.mesh import Axis, Mesh
+from minipar.observe import timeline, watchdog
+from minipar.observe.stalls import Call, State, explain
+from minipar.tools import hang
+from tests.on_ranks import on_ranks
+
+EVERYONE = (0, 1, 2, 3)
+
+
+def call(number: int = 1, verb: str = "all_reduce", axis: str = "dp", **more) -> Call:
+    values = dict(ranks=EVERYONE, num_bytes=0, seconds=61.0)
+    return Call(verb, axis, number=number, **{**values, **more})
+
+
+def state(rank: int, begun=(), awaited=(), stack: str = "its stack") -> State:
+    return State(rank, f"rank {rank} of 4 (dp={rank})", tuple(begun), tuple(awaited), stack)
+
+
+def waiting(rank: int, *calls: Call) -> State:
+    return state(rank, calls, calls, stack=f"stack of {rank}, which waits")
+
+
+# ---------------------------------------------------------------------- the conclusion
+def test_names_who_is_missing_and_not_who_waits():
+    late = state(2, [call(117, seconds=63.0)], stack="  File here, line 1")
+    here = call(118, num_bytes=4_000_000)
+    assert explain([waiting(0, here), waiting(1, here), late, waiting(3, here)]) == (
+        "minipar: stalled\n"
+        "rank 2 of 4 (dp=2) has not reached all_reduce #118 on dp (4.0 MB on the wire), in which "
+        "ranks 0, 1, 3 have waited for 61 s.\n"
+        "rank 2 of 4 (dp=2): its last was all_reduce #117 on dp, begun 63 s ago. It is here:\n"
+        "  File here, line 1"
+    )
+
+
+def test_a_chain_of_waits_leads_to_its_end():
+    """0 and 1 wait for 2, which waits for 3 on another axis: the stack to see is that of 3."""
+    first, second = call(5, axis="dp", ranks=(0, 1, 2)), call(9, axis="tp", ranks=(2, 3))
+    text = explain([waiting(0, first), waiting(1, first), waiting(2, second), state(3)])
+    assert "rank 2 of 4 (dp=2) has not reached all_reduce #5 on dp" in text
+    assert "rank 3 of 4 (dp=3) has not reached all_reduce #9 on tp" in text
+    assert "rank 3 of 4 (dp=3): it has called none. It is here:\nits stack" in text
+    assert "which waits" not in text
+
+
+def test_a_circle_shows_everybody():
+    """Each waits for a message from the next."""
+    messages = [call(verb="recv", peers=((rank + 1) % 4,)) for rank in EVERYONE]
+    text = explain([waiting(rank, messages[rank]) for rank in EVERYONE])
+    assert "rank 3 of 4 (dp=3) has waited for 61 s in recv on dp with rank 0." in text
+    assert all(f"stack of {rank}, which waits" in text for rank in EVERYONE)
+
+
+def test_different_collectives_are_told_apart():
+    """Catches: by their numbers alone all are there."""
+    reduce, barrier = call(3), call(3, verb="barrier")
+    states = [waiting(0, reduce), waiting(1, barrier), waiting(2, reduce), waiting(3, reduce)]
+    assert explain(states).splitlines()[1] == (
+        "ranks 0, 2, 3 called all_reduce #3 on dp, but rank 1 of 4 (dp=1) called barrier #3 on dp: "
+        "they wait for each other."
+    )
+
+
+def test_who_is_there_but_does_not_answer_is_named():
+    """Stopped inside of the collective: it has called all that the others have."""
+    stopped = State(1, "rank 1 of 4 (dp=1)", (call(3),), (call(3),), silence="it was stopped")
+    text = explain([waiting(0, call(3)), stopped, waiting(2, call(3)), waiting(3, call(3))])
+    assert "in all_reduce #3 on dp, which all have reached, and which does not end." in text
+    assert text.splitlines()[2:] == [
+        "rank 1 of 4 (dp=1): its last was all_reduce #3 on dp, begun 61 s ago; it was stopped."
+    ]
+
+
+def test_who_is_further_on_is_not_missing():
+    """Asynchronous calls: rank 1 has begun #5 and waits in nothing, rank 2 has not begun #3."""
+    text = explain([waiting(0, call(3)), state(1, [call(5)]), state(2), state(3, [call(4)])])
+    assert text.splitlines()[1].startswith("rank 2 of 4 (dp=2) has not reached all_reduce #3 on dp")
+
+
+def test_messages_count_apart_from_collectives():
+    """Rank 1 has sent five messages, and begun no collective: the first is what it misses."""
+    message = call(5, "send", peers=(0,))
+    text = explain(
+        [waiting(0, call(1)), state(1, [message]), *(waiting(r, call(1)) for r in (2, 3))]
+    )
+    assert "rank 1 of 4 (dp=1) has not reached all_reduce #1 on dp" in text
+    late = state(1, [call(1), call(1, "send", peers=(0,))])
+    text = explain([waiting(0, call(1)), late, *(waiting(r, call(1)) for r in (2, 3))])
+    assert "which all have reached" in text and "called send" not in text
+
+
+def test_many_ranks_are_counted():
+    ranks = tuple(range(100))
+    states = [waiting(rank, call(1, ranks=ranks)) for rank in ranks[:99]] + [state(99)]
+    assert "in which ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (99 in all) have" in explain(states)
+
+
+def test_of_a_rank_that_is_not_heard_of_nothing_is_claimed():
+    """On another host, which is down. Mutant: "it has called none", after 825 calls."""
+    gone = State(1, "rank 1 of 3 on host b, process 7", is_known=False)
+    here = call(3, ranks=(0, 1, 2))
+    text = explain([waiting(0, here), gone, state(2, [here])])
+    assert text.splitlines()[1:] == [
+        "rank 0 of 4 (dp=0) has waited for 61 s in all_reduce #3 on dp. Whether rank 1 of 3 on "
+        "host b, process 7 has reached it is unknown.",
+        "rank 1 of 3 on host b, process 7: nothing is heard of it; it does not answer.",
+    ]
+
+
+def test_a_state_travels_as_json_and_nothing_else_is_believed():
+    """Mutant: pickles, which whoever reaches the store could have run."""
+    sent = waiting(2, call(7, num_bytes=12), call(verb="recv", peers=(1, 3)))
+    assert State.from_json(json.dumps(asdict(sent))) == sent
+    junk = [pickle.dumps(sent), b"", b"[]", b"null", b'{"rank": 1}', b'{"begun": [1]}', b"\xff"]
+    for data in junk:
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            State.from_json(data)
+
+
+# ---------------------------------------------------------------------- real ranks
+BOUND = 0.3  # seconds; a rank that is to be late is so by several times as much
+
+
+def late_for_all_reduce(record: bool) -> tuple[list[str], float]:
+    """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum."""
+    mesh, told, x = Mesh(dp=2, tp=2), [], torch.ones(1000)
+    with watchdog.watch(BOUND, told.append):
+        with timeline.record() if record else watchdog._UNWATCHED:
+            for _ in range(3):
+                comm.all_reduce(x, mesh.tp)
+            if mesh.rank == 1:
+                dawdle(5 * BOUND)
+            total = comm.all_reduce(x, mesh.tp)
+        # Time for the others to have waited too, and for a second report: there must be none.
+        dawdle(2 * BOUND if mesh.rank < 2 else 7 * BOUND)
+    return told, total.sum().item()
+
+
+def dawdle(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "record", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "recording"]
+)
+def test_a_late_rank_is_named_once_with_its_stack_and_then_all_go_on(ranks, record):
+    results = ranks(4).run(late_for_all_reduce, record)
+    assert all(total == 2000 for _, total in results)
+    (report,) = [report for told, _ in results for report in told]
+    assert (
+        "rank 1 of 4 (dp=0, tp=1) has not reached all_reduce #4 on tp (4 kB on the wire), in which "
+        "rank 0 of 4 (dp=0, tp=0) has waited for "
+    ) in report
+    assert "rank 1 of 4 (dp=0, tp=1): its last was all_reduce #3 on tp" in report
+    assert "in dawdle\n    time.sleep(seconds)" in report
+
+
+def late_for_a_message(dump: str) -> list[str]:
+    mesh, told, x = Mesh(dp=4), [], torch.ones(1000)
+    with watchdog.watch(BOUND, told.append, Path(dump)):
+        if mesh.rank == 2:
+            dawdle(5 * BOUND)
+            comm.send(x, mesh.dp, 0)
+        if mesh.rank == 0:
+            comm.recv(x, mesh.dp, 2)
+    return told
+
+
+@pytest.mark.slow
+def test_a_message_that_does_not_come_names_its_sender(ranks, tmp_path):
+    dump = tmp_path / "stalled.json"
+    (report,) = sum(ranks(4).run(late_for_a_message, str(dump)), [])
+    page = hang.explain(*hang.read([dump]))
+    assert page.findings == [
+        "rank 0 waits in recv #1 from rank 2 on dp; rank 2 has no send for it open."
+    ]
+    assert page.culprits == [2] and "in dawdle" in str(page)
+    assert "rank 0 of 4 (dp=0) has waited for " in report
+    assert " s in recv on dp with rank 2.\nrank 2 of 4 (dp=2): it has called none" in report
+    assert "in dawdle" in report
+
+
+@on_ranks(2)
+def test_computing_while_a_collective_is_in_flight_is_no_stall():
+    """Nobody waits in it. Mutants: time counted from the call; a wait whose end is not noted."""
+    mesh, told = Mesh(dp=2), []
+    with watchdog.watch(BOUND, told.append):
+        pending = comm.all_reduce(torch.ones(10), mesh.dp, async_op=True)
+        dawdle(3 * BOUND)
+        pending.wait()
+    assert told == []
+
+
+def stopped(folder: str) -> list[str]:
+    mesh, told = Mesh(dp=2), []
+    with watchdog.watch(BOUND, told.append):
+        comm.all_reduce(torch.ones(10), mesh.dp)
+        if mesh.rank == 1:
+            open(f"{folder}/{os.getpid()}", "w", encoding="utf-8").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.all_reduce(torch.ones(10), mesh.dp)
+    return told
+
+
+def wake_later(folder: str) -> None:
+    while not os.listdir(folder):
+        time.sleep(0.01)
+    (pid,) = map(int, os.listdir(folder))
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    time.sleep(8 * BOUND + 1)  # the others grant a second for an answer
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_cannot_answer_but_its_page_can(ranks, tmp_path):
+    waker = threading.Thread(target=wake_later, args=(str(tmp_path),))
+    waker.start()
+    reports = ranks(2).run(stopped, str(tmp_path))
+    waker.join()
+    assert reports[1] == []
+    (report,) = reports[0]
+    (pid,) = os.listdir(tmp_path)
+    assert re.search(r"rank 1 of 2 .dp=1. has not reached all_reduce #2 on dp .40 bytes on", report)
+    assert re.search(
+        rf"rank 1 of 2 \(dp=1\): its last was all_reduce #1 on dp \(40 bytes on the wire\), begun "
+        rf"[0-9.]+ s ago; its process {pid} was stopped by a signal; kill -CONT {pid} lets it go "
+        rf"on\.$",
+        report,
+    )
+
+
+def on_two_machines(no_files: bool) -> list[str]:
+    """As if no rank could see the pages of another: all that is known goes through the store.
+
+    `no_files`: nor could it make one of its own, as on a full disk.
+    """
+    mesh, told, usual = Mesh(dp=2), [], watchdog._Page.__init__
+    seen = []
+
+    def own_only(page: watchdog._Page, path: str | None) -> None:
+        seen.append(path)
+        if path is not None and (no_files or len(seen) - 1 != mesh.rank):
+            raise FileNotFoundError(path)
+        usual(page, path)
+
+    with (
+        mock.patch.object(watchdog._Page, "__init__", own_only),
+        watchdog.watch(BOUND, told.append),
+    ):
+        if mesh.rank == 0:
+            dawdle(5 * BOUND)
+        comm.barrier(mesh.dp)
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("no_files", [False, True])
+def test_ranks_of_other_machines_answer_through_the_store(ranks, no_files):
+    (report,) = sum(ranks(2).run(on_two_machines, no_files), [])
+    assert "rank 0 of 2 (dp=0) has not reached barrier #1 on dp" in report
+    assert "in dawdle" in report
+
+
+# ---------------------------------------------------------------------- leaving, and costs
+def many_watches() -> tuple[int, bool]:
+    mesh = Mesh(dp=2)
+    before = threading.active_count()
+    for _ in range(5):
+        with watchdog.watch(60):
+            comm.barrier(mesh.dp)
+            assert threading.active_count() == before + 1
+    with pytest.raises(ZeroDivisionError), watchdog.watch(60):
+        1 / 0  # noqa: B018
+    return threading.active_count() - before, watchdog._active is None
+
+
+def test_leaves_no_thread_and_no_file(ranks):
+    pattern = os.path.join(tempfile.gettempdir(), "minipar-watch-*")
+    before = set(glob.glob(pattern))
+    assert ranks(2).run(many_watches) == [(0, True)] * 2
+    assert set(glob.glob(pattern)) <= before
+
+
+@on_ranks(2)
+def test_a_page_has_its_room_before_anyone_writes():
+    """Mutants: a hole, and on a full disk whoever writes there is killed; or a short file fails."""
+    made, init = {}, watchdog._Page.__init__
+    rank, most = torch.distributed.get_rank(), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def note(page: watchdog._Page, path: str | None) -> None:
+        made[path] = path and 512 * os.stat(path).st_blocks
+        init(page, path)
+
+    if rank == 1:  # as if its disk were full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (watchdog._Page.NUM_BYTES - 1, most[1]))
+    with mock.patch.object(watchdog._Page, "__init__", note), watchdog.watch(60):
+        assert list(watchdog._active._pages) == [0, 1][: 1 + rank]
+        comm.barrier(Mesh(dp=2).dp)
+    resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert next(iter(made.values())) >= watchdog._Page.NUM_BYTES
+
+
+def test_alone_there_is_nobody_to_wait_for():
+    with watchdog.watch(0.01), watchdog.watch(0):
+        assert watchdog._active is None
+    with (
+        pytest.raises(ValueError, match="must be above 0, or 0 for no watchdog"),
+        watchdog.watch(-1),
+    ):
+        pass
+
+
+@pytest.fixture
+def watching(tmp_path, monkeypatch):
+    """A watchdog of one rank, which only writes its page."""
+    (tmp_path / "page").write_bytes(bytes(watchdog._Page.NUM_BYTES))
+    watching = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    watching._page, watching._slots = watchdog._Page(str(tmp_path / "page")), {}
+    watching._page.write_header()
+    watching._lock = threading.Lock()
+    monkeypatch.setattr(watchdog, "_active", watching)
+    return watching
+
+
+def test_axes_of_one_name_count_apart_where_their_ranks_differ(watching):
+    """As dp of 2 x 2 ranks in either order. Mutant: the first rank and the size tell them apart, so
+    that who is missing on one counts as present on the other."""
+    for _ in range(3):
+        watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 2)), 12)
+    watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 1)), 12)
+    begun, _ = watching._page.calls()
+    assert [(call.ranks, call.number) for call in begun] == [((0, 2), 3), ((0, 1), 1)]
+
+
+def test_a_call_costs_microseconds(watching):
+    """1.4 on a quiet machine, far less than any collective; and the page says what was called."""
+    axis, count = Axis("dp", 1, 3, (4, 6, 8)), 2000
+    fastest = []
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(count):
+            with watchdog.begin("all_reduce", axis, 12):
+                pass
+        fastest.append((time.perf_counter() - start) / count)
+    assert min(fastest) < 20e-6
+    with watchdog.begin("a send with a name that is too long", axis, 7, [0, 2]):
+        (collective, message), (awaited,) = watching._page.calls()
+    assert collective.number == 10 * count and collective.ranks == (4, 6, 8)
+    assert str(collective) == f"all_reduce #{10 * count} on dp (12 bytes on the wire)"
+    assert str(message) == "a send with a name that  on dp with ranks 4, 8 (7 bytes on the wire)"
+    assert awaited.key == message.key and awaited.peers == (4, 8)
+    assert watching._page.calls()[1] == ()
+    assert watchdog.begin("exchange", axis, 0, []) is watchdog._UNWATCHED  # nobody at the other end

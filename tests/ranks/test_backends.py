@@ -1,0 +1,147 @@
+"""Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
+
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.comm import collectives
+from minipar.comm.mesh import Mesh
+from minipar.observe import timeline
+from minipar.ranks import backends, meeting
+from minipar.ranks.launch import Ranks
+from tests.on_ranks import on_ranks
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
+    """Mutant: by rank. Rank 5 of hosts with two ranks and four GPUs would use GPU 1 here, and
+    another where its backend was set: NCCL hangs.
+    """
+    monkeypatch.setenv("RANK", "5")
+    for local, expected in ((1, "cuda:1"), (6, "cuda:2")):  # the second shares its GPU
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert backends.compute_device() == torch.device(expected)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "link")
+    assert backends.compute_device() == torch.device("cpu")
+
+
+def test_a_launcher_must_number_the_ranks_of_a_host(four_gpus, monkeypatch):
+    """Mutant: all ranks of a host take its first GPU, and talk through gloo."""
+    backends._check_numbered(["a", "b", ""])
+    with pytest.raises(ValueError, match="share a GPU, and this host has 4: which is for whom"):
+        backends._check_numbered(["a", "b", "a"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    backends._check_numbered(["a", "a"])  # more ranks than GPUs, numbered all the same
+
+
+@pytest.mark.slow
+def test_restarts_are_counted(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert backends.restarts() == 2 and backends.restarts_left() == 1
+
+
+@pytest.mark.slow
+def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
+    spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
+    (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{torch.__path__[0]}/..")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Ranks(2, backend="link", preload=("no_gpu_please",)) as ranks:
+        assert ranks.run(lambda: 1) == [1, 1]
+
+
+def test_nccl_needs_a_gpu_per_rank_wherever_it_is():
+    """Under a scheduler each rank may see one GPU only, which is not that of the others."""
+    assert backends.pick_among(["a", "b"]) == "nccl"
+    assert backends.pick_among(["a", "a"]) == backends.pick_among(["", ""]) == "gloo"
+    assert backends.pick_among(["a", ""]) == "gloo"
+    assert backends.pick_among(["a", "b"], "gloo") == "gloo"
+    with pytest.raises(ValueError, match="3 ranks have 1 GPUs; use gloo"):
+        backends.pick_among(["a", "a", ""], "nccl")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank of torchrun whose process group is of paper; yields what is done to it."""
+    calls = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(backends, "_store", lambda _: dist.HashStore())
+    monkeypatch.setattr(backends, "_gpu", lambda: "a")
+    monkeypatch.setattr(meeting, "meet", lambda *_: (1, [SimpleNamespace(gpu="a")]))
+    usual = dist.init_process_group
+
+    def init(carriers, **where):
+        calls.append(carriers)
+        usual("gloo", **where)
+
+    def abort():
+        calls.append("abort")
+        dist.destroy_process_group()
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    return calls
+
+
+def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
+    """Destroying waits for collectives in flight: for ever, if another rank has left."""
+    with backends.joined("auto"):
+        pass
+    assert alone == ["cpu:gloo,cuda:nccl"] and not dist.is_initialized()
+    with pytest.raises(KeyError), backends.joined("auto"):
+        raise KeyError
+    assert alone[1:] == ["cpu:gloo,cuda:nccl", "abort"] and not dist.is_initialized()
+    with pytest.raises(KeyError), backends.joined("gloo"):
+        raise KeyError
+    assert alone[3:] == ["gloo"] and not dist.is_initialized()
+
+
+def _messages(staged: bool) -> list[float]:
+    axis, usual, seen = Mesh(ring=4).ring, collectives._staged, []
+
+    def stand_in(tensor, axis):
+        seen.append(tensor.numel())
+        return tensor.clone() if staged else usual(tensor, axis)
+
+    with mock.patch.object(collectives, "_staged", stand_in):
+        mine, way = torch.full((3,), float(axis.rank)), (1 + axis.rank) % 4
+        ring = collectives.exchange(
+            [(mine, way)], [(torch.empty(3), axis.rank - 1 & 3)], axis, async_op=True
+        )
+        found = ring.wait()[0].tolist()
+        other = axis.rank ^ 1
+        if axis.rank < other:
+            collectives.send(mine, axis, other)
+        else:
+            found += collectives.recv(torch.empty(3), axis, other).tolist()
+    assert len(seen) == 3  # no message passes by
+    return found
+
+
+def test_ranks_that_share_a_gpu_send_messages_through_the_host(ranks):
+    assert ranks(4).run(_messages, True) == ranks(4).run(_messages, False)
+
+
+@on_ranks(2)
+def test_recording_does_not_wait_for_a_gpu():
+    """A thread that waits for NCCL's work would stop the stream on which the model computes."""
+    axis, started, start = Mesh(ring=2).ring, [], threading.Thread.start
+    sends = [(torch.ones(3), 1 - axis.rank)]
+    with pytest.MonkeyPatch.context() as patch, timeline.record() as spans:
+        patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+        patch.setattr(threading.Thread, "start", lambda t: started.append(t) or start(t))
+        collectives.exchange(sends, [(torch.empty(3), 1 - axis.rank)], axis)
+    assert [span.name for span in spans] == ["exchange"] and not started

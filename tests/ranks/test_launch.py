@@ -1,0 +1,1119 @@
+"""The standing group of ranks: results, output, every way to fail, and every way to end.
+
+The functions named after a fault run on four ranks. Each leaves the others in the worst place: in a
+collective that the failing rank never joins.
+"""
+
+import gc
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.comm import collectives as comm
+from minipar.comm.mesh import Mesh
+from minipar.ranks import launch, worker
+from minipar.ranks.jobs import Job
+from minipar.ranks.launch import RankError, Ranks, spawn
+from minipar.ranks.processes import Nursery
+from minipar.ranks.worker import Failure
+from tests.patience import is_alive, until, within
+
+pytestmark = pytest.mark.slow  # many processes come and go here
+
+ALONE = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+"""What a script in an interpreter of its own needs."""
+RECOVERY = 5.0  # seconds in which a failed call must have returned, with the group mended
+
+
+@pytest.fixture(scope="module")
+def pool():
+    # What this file imports, fresh ranks find imported.
+    with Ranks(4, grace=0.2, sink=lambda *_: None, preload=("psutil", "pytest")) as pool:
+        yield pool
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def total() -> float:
+    """1 + 2 + 3 + 4 = 10 along all ranks: the group works."""
+    return comm.all_reduce(torch.tensor(rank() + 1.0), Mesh(dp=4).dp).item()
+
+
+def assert_works(pool: Ranks) -> None:
+    assert pool.run(total) == [10] * 4
+
+
+# ---------------------------------------------------------------------- calls and results
+def test_results_come_in_rank_order(pool):
+    def late_first(scale: int, *, offset: int) -> tuple[int, int]:
+        time.sleep(0.05 * (3 - rank()))  # the last rank answers first
+        return rank() * scale + offset, os.getpid()
+
+    results = pool.run(late_first, 10, offset=1)
+    assert [number for number, _ in results] == [1, 11, 21, 31]
+    assert [pid for _, pid in results] == pool.pids
+    assert os.getpid() not in pool.pids
+
+
+def test_any_function_travels(pool):
+    captured = torch.arange(3.0)
+
+    class Local:
+        def __init__(self, x: float) -> None:
+            self.x = x
+
+    def closure(y: float) -> Local:
+        return Local(captured.sum().item() + y)
+
+    assert [local.x for local in pool.run(closure, 2.0)] == [5.0] * 4
+    assert pool.run(lambda local: local.x + rank(), Local(1)) == [1, 2, 3, 4]
+    assert [type(local) for local in pool.run(Local, 7)] == [Local] * 4  # comes back as it went
+    big = torch.randn(1_000_000)  # more than a pipe holds
+    for result in pool.run(lambda x: -x, big):
+        assert torch.equal(result, -big)
+
+
+def test_run_each(pool):
+    call = [(1,), None, (3,), (4,)]
+    assert pool.run_each(lambda x, k: (rank(), x * k), call, k=2) == [(0, 2), None, (2, 6), (3, 8)]
+    for entries in ([()], [()] * 5):
+        with pytest.raises(ValueError, match=f"{len(entries)} entries for 4 ranks; give each rank"):
+            pool.run_each(rank, entries)
+    assert_works(pool)
+
+
+def test_variables_of_a_rank_survive(pool):
+    def keep(x: int) -> None:
+        sys.modules["minipar"].kept_by_a_test = x + rank()
+
+    pool.run(keep, 5)
+    assert pool.run(lambda: sys.modules["minipar"].kept_by_a_test) == [5, 6, 7, 8]
+
+
+def test_ranks_compute_on_the_threads_they_were_given(pool):
+    assert pool.run(torch.get_num_threads) == [1] * 4
+
+
+def test_what_was_imported_is_not_for_ranks_to_collect(pool):
+    """A collection would take a third of a second, and copy 70 MB for each rank.
+
+    Mutant: nothing is frozen before ranks are forked.
+    """
+    assert min(pool.run(gc.get_freeze_count)) > 100_000
+
+
+def test_dataloader_workers_inside_a_rank(pool):
+    """And a rank that is killed is missed at once, though its workers still hold its pipe."""
+
+    def load(die: bool) -> list[list[int]]:
+        loader = torch.utils.data.DataLoader(
+            range(8), batch_size=4, num_workers=2, persistent_workers=True
+        )
+        batches = [batch.tolist() for batch in loader]
+        if die and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if die:
+            total()
+        return batches
+
+    assert pool.run(load, False) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 4
+    with within(RECOVERY), pytest.raises(RankError, match="SIGKILL"):
+        pool.run(load, True)
+    assert_works(pool)
+
+
+def test_threads_take_turns(pool):
+    """Catches: answers without the number of their call (30 of 30 went to another thread)."""
+
+    def ask(thread: int) -> None:
+        for i in range(25):
+            mine = thread, i
+            assert pool.run(lambda mine: (time.sleep(0.001), mine)[1], mine) == [mine] * 4
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(ask, range(6)))
+
+
+def test_an_answer_to_another_call_is_dropped(pool):
+    """As of a rank that answers twice."""
+
+    def answer_twice() -> str:
+        worker._worker.say("result", worker.pack("of no call"), True)  # the number is right ...
+        worker._worker.call -= 1  # ... and this one's is not
+        return "late"
+
+    pool.run(lambda: None)
+    assert pool.run(answer_twice) == ["of no call"] * 4
+    assert pool.run(rank) == [0, 1, 2, 3]
+
+
+def test_a_sink_cannot_call_the_ranks(pool, monkeypatch):
+    """A call within a call would wait for answers that the other takes away."""
+    with monkeypatch.context() as patch, within(RECOVERY):
+        patch.setattr(pool, "sink", lambda *_: pool.run(rank))
+        with pytest.raises(RuntimeError, match="a sink cannot call the ranks"):
+            pool.run(lambda: print("hello"))
+    assert_works(pool)
+
+
+def test_a_fork_of_this_process_leaves_the_ranks_alone(pool):
+    """Its atexit would end ranks that are not its own; its calls would take others' answers."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            pool.close()
+            try:
+                pool.run(rank)
+            except RuntimeError as error:
+                code = 7 * ("not a fork of it" in str(error))
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- what user code leaves
+def test_a_child_that_a_rank_forks_never_answers(pool, monkeypatch):
+    """Catches: the child falls into the rank's loop and answers; what it prints cuts messages."""
+    heard = []
+    monkeypatch.setattr(pool, "sink", lambda *what: heard.append(what))
+
+    def fork(how: str) -> tuple[int, int]:
+        pid = os.fork()
+        if pid:
+            return os.getpid(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print("from a child")
+        if how == "raises":
+            raise ValueError("in the child")
+        return 0, 0
+
+    assert pool.run(fork, "returns") == [(pid, 0) for pid in pool.pids]
+    assert [text for _, _, text in heard] == ["from a child\n"] * 4
+    assert pool.run(fork, "raises") == [(pid, 1) for pid in pool.pids]
+    errors = "".join(text for _, stream, text in heard if stream == "stderr")
+    assert errors.count("ValueError: in the child") == 4
+    assert_works(pool)
+
+
+def start_a_child() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+@pytest.mark.parametrize("end", ["killed", "restart"])
+def test_what_ranks_have_started_ends_with_them(pool, end):
+    children = pool.run(start_a_child)
+    assert all(map(is_alive, children))
+    if end == "restart":
+        pool.restart()
+    else:
+        with pytest.raises(RankError):
+            pool.run(killed)
+    gone = children if end == "restart" else children[2:3]
+    until(lambda: not any(map(is_alive, gone)), 3)
+    assert [is_alive(pid) for pid in children] == [pid not in gone for pid in children]
+    assert_works(pool)
+
+
+def test_ranks_join_again_after_destroy_process_group(pool):
+    """The last line of every tutorial. Catches: a pool that is of no use until `restart`."""
+    remade, pids = pool.remade, pool.pids
+    with within(RECOVERY):
+        pool.run(lambda: dist.destroy_process_group())
+        assert_works(pool)
+        pool.run(lambda: dist.destroy_process_group() if rank() == 2 else None)
+        assert_works(pool)
+    assert pool.remade == remade + 2 and pool.pids == pids
+
+    def joins_for_itself() -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    pool.run(joins_for_itself)  # a group, but not ours
+    assert_works(pool)
+    with pytest.raises(RankError, match="twice!\nThe ranks have joined before your code runs"):
+        pool.run(lambda: dist.init_process_group("gloo"))
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- output
+@pytest.fixture
+def brief(pool, monkeypatch):
+    """The pool, with five lines a call."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_setup", replace(pool._setup, max_lines=5))
+        pool.restart()
+        yield pool
+    pool.restart()
+
+
+def test_a_flood_is_cut_off_and_the_time_limit_comes_through(brief, monkeypatch):
+    """Catches: a pipe so full of `hello` that nothing else is heard (90 s later: no end)."""
+
+    def flood() -> None:
+        print("an error", file=sys.stderr)
+        while True:
+            print("hello")
+
+    heard = []
+    monkeypatch.setattr(brief, "sink", lambda *what: heard.append(what))
+    monkeypatch.setattr(brief, "time_limit", 0.5)
+    with within(0.5 + 1), pytest.raises(TimeoutError, match="not done after 0.5 s"):
+        brief.run(flood)
+    for r in range(4):
+        said = [text for who, stream, text in heard if who == r and stream == "stdout"]
+        lines = "".join(said).splitlines()
+        assert lines[:-1] == ["hello"] * 4  # and one to stderr
+        assert re.fullmatch(rf"\.\.\. [\d,]+ more lines of rank {r}", lines[-1])
+    assert len(heard) < 40
+    heard.clear()
+    brief.run(lambda: print("next"))  # every call has its five lines
+    assert sorted(heard) == [(r, "stdout", "next\n") for r in range(4)]
+
+
+def test_output_goes_through_the_sink(pool, monkeypatch):
+    heard = []
+    monkeypatch.setattr(pool, "sink", lambda *what: heard.append((*what, time.monotonic())))
+
+    def talk() -> float:
+        print("one", rank())
+        print("half ", end="")
+        print("and half")
+        print("error", file=sys.stderr)
+        sys.stdout.writelines(["a\n", "b\n"])
+        print("progress 1\rprogress 2", end="\r")
+        said = time.monotonic()
+        time.sleep(0.3)
+        worker.say("figure", {"rank": rank()})
+        print("no newline", end="")
+        return said
+
+    said = pool.run(talk)
+    for r in range(4):
+        mine = [(stream, text, when) for who, stream, text, when in heard if who == r]
+        out = [text for stream, text, _ in mine if stream == "stdout"]
+        assert "".join(out) == (f"one {r}\nhalf and half\na\nb\nprogress 1\rprogress 2\rno newline")
+        assert all(text.endswith(("\n", "\r")) for text in out[:-1])  # lines are whole
+        assert [text for stream, text, _ in mine if stream == "stderr"] == ["error\n"]
+        assert [content for stream, content, _ in mine if stream == "figure"] == [{"rank": r}]
+        streams = [stream for stream, _, _ in mine]
+        assert streams.index("figure") == len(streams) - 2  # in the order in which it was said
+        heard_at = next(when for _, text, when in mine if text.startswith(f"one {r}\n"))
+        assert heard_at < said[r] + 0.3  # while the rank was still running
+
+
+def test_default_sink_puts_the_rank_before_every_line(capsys):
+    launch.prefixed(2, "stdout", "a\nb\n")
+    launch.prefixed(0, "stderr", "c\n")
+    assert capsys.readouterr() == ("[2] a\n[2] b\n", "[0] c\n")
+
+
+def test_a_sink_that_fails_ends_the_call(pool, monkeypatch):
+    """Catches: an OSError of the sink that is taken for the end of a rank (then: waits forever)."""
+
+    def full(*_: object) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    with monkeypatch.context() as patch, within(RECOVERY):
+        patch.setattr(pool, "sink", full)
+        with pytest.raises(BrokenPipeError, match="nobody reads"):
+            pool.run(lambda: print("hello"))
+    assert_works(pool)
+
+
+def test_a_rank_that_never_stops_talking_hides_no_failure(pool):
+    def chatter() -> None:
+        if rank() == 0:
+            raise ValueError("rank 0 knows better")
+        while True:
+            print("bla" * 20)
+
+    with within(RECOVERY), pytest.raises(RankError, match="rank 0 knows better") as error:
+        pool.run(chatter)
+    assert list(error.value.failures) == [0]
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- failures
+class Unpicklable(Exception):
+    def __init__(self, number: int) -> None:
+        self.lock, self.number = threading.Lock(), number
+
+    def __str__(self) -> str:
+        return f"number {self.number}"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Odd(Exception):
+    """It has other things under the names that errors of ours use."""
+
+    everywhere = "yes"
+
+    def report(self) -> int:
+        return 1
+
+    @property
+    def kind(self) -> str:
+        raise RuntimeError("no kind")
+
+
+def raises_before_all_reduce() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    total()
+
+
+def raises_in_a_subgroup() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    comm.all_reduce(torch.ones(1), mesh.tp)  # only rank 0 hangs here, ...
+    comm.all_reduce(torch.ones(1), mesh.dp)  # ... ranks 2 and 3 here
+
+
+def raises_in_p2p() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    comm.recv(torch.empty(1), mesh.world, 1)
+
+
+def raises_while_others_compute() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    while rank() == 0:
+        pass
+    time.sleep(60)
+
+
+def raises_while_others_cannot_be_stopped() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    while rank() == 2:
+        with suppress(BaseException):
+            time.sleep(60)
+    dist.new_group([0, 3])  # waits for all at the store, which no abort reaches
+
+
+def raises_while_another_holds_the_interpreter() -> None:
+    Mesh(dp=2, tp=2)
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    if rank() == 2:
+        re.match(r"(a+)+$", "a" * 60 + "b")  # years in C, deaf to signals
+
+
+def raises_in_backward() -> None:
+    world = Mesh(dp=2, tp=2).world
+    weight = torch.nn.Parameter(torch.ones(2))
+    if rank() == 1:
+        weight.register_hook(lambda _: raise_it())
+    else:
+        weight.register_hook(lambda grad: comm.all_reduce(grad, world))
+    weight.sum().backward()
+
+
+def raise_it() -> None:
+    raise ValueError("my own mistake")
+
+
+RAISES = [
+    raises_before_all_reduce,
+    raises_in_a_subgroup,
+    raises_in_p2p,
+    raises_while_others_compute,
+    raises_while_others_cannot_be_stopped,
+    raises_while_another_holds_the_interpreter,
+    raises_in_backward,
+]
+
+
+def test_alike_are_those_that_all_failed_and_kept_their_connections():
+    """Else the group is mended. Mutants: one is as good as all; a lost connection is none."""
+    one, broken = (Failure("", "E", "", "", broken=lost) for lost in (False, True))
+    for failures, is_alike in ([one], False), ([one, one], True), ([one, broken], False):
+        job = Job(1, {0, 1}, None)
+        for rank, failure in enumerate(failures):
+            job.failed(rank, failure)
+        assert job.all_alike == is_alike
+
+
+def a_runtime_error_of_my_own() -> None:
+    Mesh(dp=4)
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_an_error_of_the_code_is_none_of_the_connection(pool):
+    with pytest.raises(RankError) as error:
+        pool.run(a_runtime_error_of_my_own)
+    assert not any(failure.broken for failure in error.value.failures.values())
+
+
+@pytest.mark.parametrize("fault", RAISES, ids=lambda fault: fault.__name__)
+def test_who_raises_is_shown_alone_and_the_group_goes_on(pool, fault):
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fault)
+    assert list(error.value.failures) == [1]  # nobody's consequences
+    (failure,) = error.value.failures.values()
+    assert failure.label == "rank 1 of 4 (dp=0, tp=1)"
+    assert (failure.kind, failure.message) == ("ValueError", "my own mistake")
+    shown = str(error.value)
+    assert shown.startswith("a rank failed\nrank 1 of 4 (dp=0, tp=1):\nTraceback")
+    assert shown.endswith("ValueError: my own mistake")
+    assert shown.count("Traceback") == 1
+    assert fault.__name__ in shown and "ranks/launch.py" not in shown  # frames of the function only
+    with within(1.0):
+        assert_works(pool)
+
+
+def cleans_up(naps: int, done: Path) -> None:
+    if rank() == 1:
+        raise ValueError("my own mistake")
+    try:
+        time.sleep(60)
+    finally:
+        for _ in range(naps):
+            time.sleep(0.05)
+        (done / str(rank())).touch()
+
+
+@pytest.mark.parametrize(("naps", "all_done"), [(10, True), (1200, False)], ids=["short", "long"])
+def test_who_is_stopped_cleans_up_for_a_second(pool, tmp_path, naps, all_done):
+    """Else it would keep a lock, say; and none is killed for it. Mutants: interrupted again while
+    it does so; never interrupted there.
+    """
+    before = pool.pids
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(cleans_up, naps, tmp_path)
+    assert list(error.value.failures) == [1]
+    assert {path.name for path in tmp_path.iterdir()} == ({"0", "2", "3"} if all_done else set())
+    assert pool.pids == before
+    assert_works(pool)
+
+
+def killed() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total()
+
+
+def left() -> None:
+    if rank() == 2:
+        os._exit(3)
+    total()
+
+
+def crashed() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    total()
+
+
+def killed_while_others_compute() -> None:
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def killed_slowly() -> None:
+    """As a process whose GPU's memory is given back last. Mutant: stopped before it is gone."""
+    if rank() == 2:
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_WR)
+        time.sleep(0.8)
+        os.kill(os.getpid(), signal.SIGKILL)
+    total()
+
+
+DEATHS = {
+    killed: (-9, "signal 9 (SIGKILL)"),
+    killed_slowly: (-9, "signal 9 (SIGKILL)"),
+    left: (3, "exit 3"),
+    crashed: (-11, "signal 11 (SIGSEGV)"),
+    killed_while_others_compute: (-9, "signal 9 (SIGKILL)"),
+}
+
+
+@pytest.mark.parametrize("fault", DEATHS, ids=lambda fault: fault.__name__)
+def test_who_dies_is_replaced_and_the_others_stay(pool, fault):
+    """Catches: the broken connections of the others shown as failures; ranks lost needlessly."""
+    exitcode, how = DEATHS[fault]
+    pids = pool.pids
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fault)
+    assert list(error.value.failures) == [2]
+    failure = error.value.failures[2]
+    assert failure.exitcode == exitcode
+    assert failure.message == f"the process ended by {how}"
+    assert str(error.value) == f"a rank failed\nrank 2 of 4:\n{failure.message}"
+    assert [a == b for a, b in zip(pids, pool.pids, strict=True)] == [True, True, False, True]
+    assert not psutil.pid_exists(pids[2])  # no zombie
+    with within(1.0):
+        assert_works(pool)
+
+
+def test_who_died_between_two_calls_is_replaced(pool):
+    os.kill(pool.pids[3], signal.SIGKILL)
+    with within(RECOVERY), pytest.raises(RankError, match="rank 3 of 4:\nthe process ended by sig"):
+        pool.run(total)
+    assert_works(pool)
+
+
+def test_what_gloo_ends_says_why(pool):
+    """It aborts a process that meets another collective than it called."""
+    with pytest.raises(RankError, match="SIGABRT.; gloo ends it where ranks call different"):
+        pool.run(os.abort)
+    assert_works(pool)
+
+
+def test_the_nursery_itself_may_die(pool):
+    os.kill(pool._nursery._process.pid, signal.SIGKILL)
+    until(lambda: not any(map(is_alive, pool.pids)), 3)
+    with pytest.raises(RankError, match="ended by signal 9"):
+        pool.run(total)
+    assert_works(pool)
+
+
+def test_all_ranks_raise_alike(pool):
+    """Then they are still in step: the group, and the objects that hold it, live on."""
+
+    def fail() -> None:
+        comm.barrier(Mesh(dp=4).dp)
+        raise KeyError(f"of rank {rank()}" if rank() == 3 else "same")
+
+    before = pool.remade
+    both = r"ranks 0, 1, 2 of 4:\n(.|\n)*rank 3 of 4 \(dp=3\)"
+    with pytest.raises(RankError, match=both) as error:
+        pool.run(fail)
+    assert list(error.value.failures) == [0, 1, 2, 3]
+    assert str(error.value).count("Traceback") == 2  # one per message, not one per rank
+    assert pool.remade == before
+    assert_works(pool)
+
+
+def test_all_ranks_fail_alike_because_the_connection_broke(pool):
+    """Alike, and yet the group is of no use. Catches: ranks in step taken for a working group."""
+
+    def cut() -> None:
+        comm.barrier(Mesh(dp=4).dp)
+        worker.abort_groups()
+        total()
+
+    before = pool.remade
+    with pytest.raises(RankError):
+        pool.run(cut)
+    assert pool.remade > before
+    assert_works(pool)
+
+
+def test_communicators_of_nccl_are_aborted_together(monkeypatch):
+    """As torch does it: ended one by one, the first may wait for the second. Only then gloo's
+    sockets: NCCL's are among them. Mutants: one by one; gloo's first."""
+    done = []
+
+    class Group(str):
+        def _get_backend(self, device):
+            names = "_group_start", "_group_end"
+            return SimpleNamespace(**{n: partial(done.append, n.strip("_")) for n in names})
+
+        def abort(self):
+            done.append(f"abort {self}")
+
+    groups = {Group("a"): "cpu:gloo,cuda:nccl", Group("b"): "gloo", Group("c"): "nccl"}
+    world = SimpleNamespace(pg_map=groups)
+    monkeypatch.setattr(worker.dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(worker.dist, "get_backend", groups.__getitem__)
+    monkeypatch.setattr(worker, "_cut_connections", partial(done.append, "cut"))
+    worker.abort_groups()
+    assert done == ["group_start", "abort a", "abort c", "group_end", "cut"]
+
+
+@pytest.mark.parametrize(
+    ("exception", "kind", "message"),
+    [
+        (Unpicklable(7), "Unpicklable", "number 7"),
+        (Mute(), "Mute", "<str() of this Mute fails>"),
+        (SystemExit(3), "SystemExit", "3"),
+        (KeyboardInterrupt("mine"), "KeyboardInterrupt", "mine"),
+        (Odd("odd"), "Odd", "odd"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_exception_comes_home(pool, exception, kind, message):
+    """Mutant: what users have called `report`, `kind` or `everywhere` is taken for ours."""
+    name, args = type(exception), getattr(exception, "args", ())
+
+    def fail() -> None:
+        if rank() == 1:
+            raise name(*args)
+        total()
+
+    with within(RECOVERY), pytest.raises(RankError) as error:
+        pool.run(fail)
+    (failure,) = error.value.failures.values()
+    assert (failure.kind, failure.message, failure.exitcode) == (kind, message, None)
+    assert failure.everywhere is False
+    assert "in fail" in failure.report
+    assert_works(pool)
+
+
+class Unloadable:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def test_results_that_cannot_travel(pool):
+    with pytest.raises(RankError, match="cannot pickle .*lock") as error:
+        pool.run(lambda: threading.Lock() if rank() == 2 else 1)
+    assert list(error.value.failures) == [2]
+    assert_works(pool)
+    with pytest.raises(ValueError, match="not a number"):  # it is we who cannot load it
+        pool.run(lambda: Unloadable() if rank() == 2 else 1)
+    assert_works(pool)
+    assert_works(pool)
+
+
+def test_what_cannot_be_sent_is_named(pool):
+    """Catches: "cannot pickle 'socket' object", and nobody knows whose."""
+    with pytest.raises(TypeError, match="argument 0 cannot be sent to the ranks: cannot pickle"):
+        pool.run(lambda lock: None, threading.Lock())
+    lock = threading.Lock()
+
+    def inner() -> None:
+        lock.acquire()
+
+    def outer() -> None:
+        inner()
+
+    path = "the function `outer` mentions `inner`, which mentions `lock`, which cannot be sent"
+    with pytest.raises(TypeError, match=path):
+        pool.run(outer)
+    with pytest.raises(TypeError, match="mentions `pool`, which .* did you mean `rank`?"):
+        pool.run(lambda: pool)
+    assert_works(pool)
+
+
+def test_a_cached_function_travels(pool, monkeypatch):
+    """Mutant: it goes by a name that a rank does not know, also where it calls itself by that."""
+
+    @lru_cache(maxsize=7)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    def numbers() -> tuple:
+        return fibonacci(30), fibonacci.cache_parameters()["maxsize"]
+
+    assert pool.run(numbers) == [(832040, 7)] * 4
+    assert pool.run(fibonacci, 30) == [832040] * 4
+
+    @cache
+    def of_main(n: int) -> int:
+        return n + 1
+
+    for function in (of_main, of_main.__wrapped__):
+        function.__module__, function.__qualname__ = "__main__", "of_main"
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    assert pool.run(of_main, 1) == [2] * 4
+
+
+def test_a_function_that_says_torch_and_config_travels(pool):
+    """cloudpickle takes torch.compiler.config along, a module of a class that it does not know."""
+
+    def both(model: object) -> tuple:
+        return torch.compiler.is_compiling(), model.config
+
+    model = type("Model", (), {"config": 3})()
+    assert isinstance(sys.modules["torch.compiler.config"], type(sys)), "no such module any more"
+    assert pool.run(both, model) == [(False, 3)] * 4
+
+
+def test_an_error_of_ranks_can_be_pickled(pool):
+    """A process pool around a pool of ranks, or a test that runs in a process of its own."""
+    import pickle
+
+    with pytest.raises(RankError) as error:
+        pool.run(raises_before_all_reduce)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert str(again) == str(error.value) and again.failures == error.value.failures
+
+
+def test_a_failure_told_late_is_told(pool):
+    """Rank 0 takes longer than the others' patience to put into words what it found itself."""
+
+    class Wordy(ValueError):
+        def __str__(self) -> str:
+            worker.shield()
+            time.sleep(0.6 * (rank() == 0))
+            return "found by itself"
+
+    def find() -> None:
+        raise Wordy
+
+    with pytest.raises(RankError) as error:
+        pool.run(find)
+    assert sorted(error.value.failures) == [0, 1, 2, 3]
+    assert_works(pool)
+
+
+def test_what_all_ranks_will_find_is_waited_for(pool):
+    """A slow rank comes late to a failure that its group shares; others are stopped at once."""
+
+    class Shared(ValueError):
+        everywhere = True
+
+    def find(kind: type[Exception]) -> None:
+        time.sleep(0.6 * (rank() == 0))  # the pool's patience is 0.2 s
+        raise kind("found")
+
+    for kind, is_told in ((Shared, True), (ValueError, False)):
+        with pytest.raises(RankError) as error:
+            pool.run(find, kind)
+        assert (0 in error.value.failures) == is_told
+    assert_works(pool)
+
+
+# ---------------------------------------------------------------------- interrupts
+def hang_in_all_reduce() -> None:
+    if rank() != 0:
+        total()
+    comm.recv(torch.empty(1), Mesh(dp=4).dp, 1)
+
+
+def hang_in_sleep() -> None:
+    time.sleep(60)
+
+
+def hang_in_a_loop() -> None:
+    while True:
+        pass
+
+
+def hang_talking() -> None:
+    while True:
+        print("bla" * 10_000)  # messages that a careless interrupt would cut in two
+
+
+@contextmanager
+def interrupt_after(seconds: float):
+    """Send this process one SIGINT, as Ctrl-C does."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+HANGS = [hang_in_all_reduce, hang_in_sleep, hang_in_a_loop, hang_talking]
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_interrupt_while_ranks_hang(pool, hang):
+    pids, handler = pool.pids, signal.getsignal(signal.SIGINT)
+    for _ in range(2):
+        with within(RECOVERY), interrupt_after(0.3), pytest.raises(KeyboardInterrupt):
+            pool.run(hang)
+        with within(1.0):
+            assert_works(pool)
+    assert pool.pids == pids  # nobody was killed for it: variables are kept
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_time_limit(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "time_limit", 0.3)
+        with within(RECOVERY), pytest.raises(TimeoutError, match="ranks 0, 1, 2, 3: not done.*0.3"):
+            pool.run(hang_in_all_reduce)
+        assert_works(pool)
+
+
+# ---------------------------------------------------------------------- stress
+def test_twenty_random_faults(pool):
+    """The state of the pool is a long story here, not a fresh start each time."""
+    rng = random.Random(3)
+    quick = [f for f in RAISES if "cannot" not in f.__name__ and "holds" not in f.__name__]
+    faults: list[Callable] = [*quick, *DEATHS, *HANGS]
+    seen = Counter()
+    for _ in range(20):
+        fault = rng.choice(faults)
+        seen[fault in HANGS] += 1
+        with within(RECOVERY):
+            if fault in HANGS:
+                with interrupt_after(rng.uniform(0, 0.1)), pytest.raises(KeyboardInterrupt):
+                    pool.run(fault)
+            else:
+                with pytest.raises(RankError) as error:
+                    pool.run(fault)
+                assert list(error.value.failures) == [1 if fault in RAISES else 2], fault
+        assert_works(pool)
+    assert min(seen[True], seen[False]) > 3
+
+
+# ---------------------------------------------------------------------- starting and ending
+def test_bad_arguments_start_nothing():
+    with pytest.raises(ValueError, match=r"Ranks\(0\): a group needs at least 1 rank"):
+        Ranks(0)
+    with pytest.raises(ValueError, match="backend='mpi' is unknown; use one of gloo, nccl, link"):
+        Ranks(2, backend="mpi")
+    with pytest.raises(ValueError, match="start='thread' is unknown; use fork or spawn"):
+        Ranks(2, start="thread")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU per rank: 2 ranks but 0 GPUs; use gloo"):
+            Ranks(2, backend="nccl")
+
+
+def test_trap_08_twenty_starts_and_ends_in_a_row(pool, capfd):
+    """Every round makes all processes, connections and the meeting point anew."""
+    pids = set(pool.pids)
+    for _ in range(20):
+        pool.restart()
+        assert_works(pool)
+        assert not pids & set(pool.pids)
+        pids |= set(pool.pids)
+    assert len(pids) == 4 * 21
+    assert capfd.readouterr() == ("", "")
+
+
+LEAVE = """
+import gc, os, socket, sys
+from minipar.ranks.backends import joined, under_torchrun
+from minipar.comm.mesh import Mesh
+import torch, torch.distributed as dist
+def one(rank):
+    assert not under_torchrun()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
+    assert under_torchrun()
+    with joined("gloo", timeout=20):
+        mesh, tensor = Mesh(dp=2), torch.ones(1)
+        dist.all_reduce(tensor, group=mesh.dp.group)
+        assert tensor.item() == 2 and mesh.label == f"rank {rank} of 2 (dp={rank})"
+    assert not dist.is_initialized()
+    sys.exit(0)  # the whole way out of the interpreter, where the races are
+gc.collect()
+gc.freeze()  # what the children inherit need not be taken apart by each of them
+for round in range(10):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            one(rank)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 0], codes
+print("10 rounds")
+"""
+
+
+def test_trap_08_ranks_leave_in_order():
+    """10 rounds of `joined`: no SIGABRT on the way out, no noise on stderr."""
+    env = os.environ | ALONE | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    how = dict(capture_output=True, env=env, timeout=100, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", LEAVE], **how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10 rounds\n", "")
+
+
+def test_trap_08_two_pools_at_once(pool, ranks):
+    """Catches: a fixed port, or a meeting point with a fixed name."""
+    other = ranks(2)
+    assert pool._folder != other._folder
+
+    def in_turn(of: Ranks) -> list:
+        return [
+            of.run(lambda: comm.all_reduce(torch.ones(1), Mesh(dp=dist.get_world_size()).dp).item())
+            for _ in range(10)
+        ]
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(in_turn, (pool, other))) == [[[4] * 4] * 10, [[2, 2]] * 10]
+
+
+def test_closing(monkeypatch):
+    """`close` twice, after use, in a `with`; everything that was started is gone."""
+    monkeypatch.setattr(launch, "Nursery", Nursery)  # not the one that tests share
+    with Ranks(1, sink=None) as small:
+        assert small.run(lambda: Mesh().size) == [1]
+        pids = [*small.pids, small._nursery._process.pid]
+        folder = small._folder
+        assert os.path.isdir(folder)
+        # By another thread, in the middle of a call, which must not mend what ends on purpose.
+        threading.Timer(0.3, small.close).start()
+        with within(RECOVERY), pytest.raises(RuntimeError, match="ended during the call"):
+            small.run(time.sleep, 60)
+    assert small.closed and small.pids == []
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not os.path.exists(folder)
+    small.close()
+    for call in lambda: small.run(rank), small.restart:
+        with pytest.raises(RuntimeError, match="these ranks have ended; start new ones"):
+            call()
+
+
+def test_spawn_from_scratch_and_mend_false():
+    """The way of macOS: every rank an interpreter of its own. With mend=False a failure ends it."""
+    with Ranks(2, start="spawn", mend=False, grace=0.2, preload=("colorsys",)) as two:
+        assert two._nursery is None
+        pids, folder = two.pids, two._folder
+        assert two.run(lambda: (rank(), "colorsys" in sys.modules)) == [(0, True), (1, True)]
+        with within(RECOVERY), pytest.raises(RankError, match="only rank 1") as error:
+            two.run(lambda: raise_on(1) or dist.barrier())
+        assert list(error.value.failures) == [1]
+        assert two.closed
+        assert not any(psutil.pid_exists(pid) for pid in pids) and not os.path.exists(folder)
+
+
+def raise_on(who: int) -> None:
+    if rank() == who:
+        raise ValueError(f"only rank {who}")
+
+
+# ---------------------------------------------------------------------- nothing survives
+PARENT = """
+import os, signal, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+from minipar.ranks.launch import Ranks
+start, end = sys.argv[1:]
+ranks = Ranks(3, start=start, sink=None)
+nursery = [ranks._nursery._process.pid] if ranks._nursery else []
+print(*ranks.pids, *nursery, ranks._folder, flush=True)
+if nursery and end == "SIGKILL" and os.fork() == 0:  # it holds all that its parent has open
+    time.sleep(20)
+    os._exit(0)
+def busy():
+    subprocess.Popen(["sleep", "600"])
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), 1)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    while True:
+        pass
+def later():
+    time.sleep(0.5)
+    print("busy", flush=True)
+    if end == "exit":
+        os._exit(5)
+    if end == "exception":
+        os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=later, daemon=True).start()
+if end == "falls off":
+    ranks.run(lambda: None)
+    time.sleep(1)
+else:
+    ranks.run(busy)
+"""
+
+
+@pytest.fixture
+def parent(start, end):
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | ALONE)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, start, end], **pipes)
+    yield parent
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("fork", "SIGKILL"),
+        pytest.param("fork", "exit", marks=pytest.mark.exhaustive),
+        ("fork", "exception"),
+        pytest.param("fork", "falls off", marks=pytest.mark.exhaustive),
+        ("spawn", "SIGKILL"),
+    ],
+)
+def test_nothing_survives_the_parent(parent, start, end):
+    """With one rank in a collective, one asleep and one in a busy loop."""
+    *pids, folder = parent.stdout.readline().decode().split()
+    pids = [int(pid) for pid in pids]
+    assert len(pids) == (4 if start == "fork" else 3)
+    if end == "SIGKILL":  # the others end by themselves, maybe already
+        assert all(map(is_alive, pids)) and os.path.isdir(folder)
+    assert parent.stdout.readline() == b"busy\n"
+    children = []
+    if end == "SIGKILL":  # else they may have ended by now
+        ranks = [psutil.Process(pid) for pid in pids[:3]]
+        until(lambda: sum(len(rank.children()) for rank in ranks) == 3, 10)
+        children = [child.pid for rank in ranks for child in rank.children()]
+        assert len(children) == 3
+        parent.kill()
+    parent.wait(20)
+    pids += children
+    until(lambda: not any(map(is_alive, pids)) and not os.path.exists(folder), 3)
+    left = [pid for pid in pids if is_alive(pid)]
+    for pid in left:  # leave nothing behind even if this test fails
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked from one")
+def test_a_session_of_its_own_ends_with_the_pool():
+    """Mutants: a server that a rank has started outlives it; zombies of ranks that were mended."""
+
+    def serve(dies: bool) -> int:
+        pid = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        return os.kill(os.getpid(), signal.SIGKILL) if dies else pid
+
+    with Ranks(2, preload=("json",)) as pool:  # a nursery of its own
+        below = psutil.Process(pool._nursery._process.pid)
+        with pytest.raises(RankError):
+            pool.run(serve, True)
+        pids = pool.run(serve, False)
+        left = [each.pid for each in below.children(recursive=True) if each.name() == "sleep"]
+        assert len(left) == 4 and set(pids) < set(left)
+        pool.restart()
+        os.kill(left[0], signal.SIGKILL)
+        pool.restart()
+        assert all(each.status() != psutil.STATUS_ZOMBIE for each in below.children())
+        assert all(map(is_alive, left[1:]))  # until the pool ends, as servers should
+    assert not any(map(is_alive, left))
+
+
+def test_spawn_is_a_pool_for_one_call(ranks):
+    assert ranks(1).pids  # so that what it shares with the others is here before
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert spawn(lambda x, y: (rank(), x - y), 2, 5, y=3) == [(0, 2), (1, 2)]
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert after <= before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked from one")
+def test_why_no_rank_can_be_forked_is_told(tmp_path, monkeypatch):
+    """Mutant: that the nursery has ended, and never why."""
+    no = "import os\ndef fork(): raise BlockingIOError(11, 'no more processes')\nos.fork = fork"
+    (tmp_path / "no_forks.py").write_text(no, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(OSError, match="cannot be forked: no more processes; see ulimit -u"):
+        Ranks(1, preload=("no_forks",))

@@ -1,0 +1,380 @@
+"""A second gallery: mistakes in dividing, sending, cutting and updating that are in no list.
+
+Each is a `Job` with the sizes of its mesh, and what is to be said of it, see `told`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minipar.comm import autograd
+from minipar.comm.mesh import Mesh
+from minipar.parallel.base.replicate import replicate
+from tests.tools import gallery
+from tests.tools.gallery import WIDTH, Column, Net, Row, megatron, plain, torch_ddp
+
+DP, TP, CP, BOTH = {"dp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}
+
+
+def average(gradient: Tensor, group=None) -> Tensor:
+    dist.all_reduce(gradient, group=group)
+    return gradient / dist.get_world_size(group)
+
+
+# ---------------------------------------------------------------------- gradients
+def by_hand(model, mesh, change):
+    """After backward, every gradient is what `change` makes of it."""
+    replicate(model, mesh.world)
+
+    def after() -> None:
+        for p in model.parameters():
+            p.grad = change(p.grad)
+
+    return model, after
+
+
+def clips_first(model, mesh):
+    """Each rank clips by the norm of its own share."""
+    model, reduce = by_hand(model, mesh, average)
+
+    def after() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        reduce()
+
+    return model, after
+
+
+def sends_one(gradient: Tensor) -> Tensor:
+    dist.broadcast(gradient, 0)
+    return gradient
+
+
+def largest(gradient: Tensor) -> Tensor:
+    dist.all_reduce(gradient, dist.ReduceOp.MAX)
+    return gradient
+
+
+def in_bfloat16(gradient: Tensor) -> Tensor:
+    return average(gradient.bfloat16()).double()
+
+
+def fills_once(model, mesh):
+    """The bucket is filled in the first step only."""
+    bucket: dict[nn.Parameter, Tensor] = {}
+    replicate(model, mesh.dp)
+
+    def after() -> None:
+        for p in model.parameters():
+            p.grad = average(bucket.setdefault(p, p.grad.clone()).clone())
+
+    return model, after
+
+
+def sums_again(model, mesh):
+    """A hook on what has accumulated: earlier microbatches are summed over the ranks twice."""
+    replicate(model, mesh.dp)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+
+    def after() -> None:
+        for p in model.parameters():
+            p.grad /= 2
+
+    return model, after
+
+
+def divides_again(model, mesh):
+    """By microbatches, by which the loss has been divided."""
+    model, count = torch_ddp(model, mesh), []
+    model.register_forward_hook(lambda *_: count.append(1))
+
+    def after() -> None:
+        for p in model.parameters():
+            p.grad /= len(count)
+        count.clear()
+
+    return model, after
+
+
+def one_module_summed(model, mesh):
+    def after() -> None:
+        for p in model.up.parameters():
+            p.grad *= 2
+
+    return torch_ddp(model, mesh), after
+
+
+def over_the_world(model, mesh, group=None, parts: int = 4):
+    """Pieces of tensor parallelism, averaged over all ranks as if they were copies."""
+    replicate(model, mesh.world)
+    model.up, model.down = Column(model.up, mesh.tp), Row(model.down, mesh.tp)
+
+    def after() -> None:
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=group(mesh) if group else None)
+            p.grad /= parts
+
+    return model, after
+
+
+def global_denominator(model, batch):
+    """Divided by the tokens of all ranks; then DDP divides by the ranks, too."""
+    total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+    count = (batch[1] != -100).sum().double()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(count)
+    return total / count
+
+
+# ---------------------------------------------------------------------- the optimizer
+class Owned(torch.optim.AdamW):
+    """ZeRO-1: every rank updates its own parameters; nothing is sent."""
+
+    def step(self, closure=None):
+        params, (rank, ranks) = (
+            self.param_groups[0]["params"],
+            (dist.get_rank(), dist.get_world_size()),
+        )
+        gradients = [p.grad for p in params]
+        for i, p in enumerate(params):
+            p.grad = p.grad if i % ranks == rank else None
+        super().step(closure)
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+
+
+class Sent(Owned):
+    """And then everything is sent: by its owner, or by the next rank."""
+
+    shift = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(p.data, (i + self.shift) % dist.get_world_size())
+
+
+class SentByTheNext(Sent):
+    shift = 1
+
+
+def owned(model, kind=Owned):
+    return kind(model.parameters(), lr=0.01)
+
+
+def adam(model, lr=lambda ranks: 0.01, decay=lambda ranks: 0.1):
+    ranks = dist.get_world_size()
+    return torch.optim.AdamW(model.parameters(), lr(ranks), weight_decay=decay(ranks), eps=1e-6)
+
+
+# ---------------------------------------------------------------------- pieces, and samples
+class PositionNet(Net):
+    """With learned positions, and attention of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(8, WIDTH)
+        self.attention = Attention()
+        self.start = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1]) + self.start
+        x = self.norm(self.embed(tokens) + self.positions(places))
+        return self.head(x + self.attention(x))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+
+
+def local_attention(model, mesh, starts: bool = True):
+    model.start = 2 * mesh.cp.rank * starts
+    return DistributedDataParallel(model, process_group=mesh.cp.group, find_unused_parameters=True)
+
+
+def averaged(x: Tensor, axis, to: str) -> Tensor:
+    return autograd.all_reduce(x, axis, to=to) / axis.size
+
+
+class WithoutBias(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.bias.detach()
+
+
+def forgets_bias(model, mesh):
+    model = megatron(model, mesh)
+    model.down.__class__ = WithoutBias
+    return model
+
+
+def twice_reduced(x: Tensor, axis, to: str) -> Tensor:
+    """Summed in forward, and once more in backward, as of torch.distributed.nn (T14)."""
+    return autograd.all_reduce(x, axis, to="R")
+
+
+def drawn_again(model, mesh):
+    model = megatron(model, mesh)
+    nn.init.normal_(model.up.weight)
+    return model
+
+
+def renamed(model, mesh):
+    model = torch_ddp(model, mesh)
+    model.module.out = model.module._modules.pop("head")
+    model.module.head = lambda x: model.module.out(x)
+    return model
+
+
+class VocabularyPiece(nn.Module):
+    """An embedding cut by words, which looks up words of others as well."""
+
+    def __init__(self, embed: nn.Embedding, axis) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(embed.weight.detach().chunk(axis.size)[axis.rank].clone())
+        self.axis = axis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        own = (tokens - self.axis.rank * len(self.weight)).clamp(0, len(self.weight) - 1)
+        return autograd.all_reduce(F.embedding(own, self.weight), self.axis, to="I")
+
+
+def vocabulary(model, mesh):
+    replicate(model, mesh.tp)
+    model.embed = VocabularyPiece(model.embed, mesh.tp)
+    return model
+
+
+def words_apart(model, batch):
+    """A softmax over the words of each rank."""
+    axis = Mesh(tp=dist.get_world_size()).tp
+    logits = autograd.cut(model(batch[0]), axis, 2)
+    first = axis.rank * logits.shape[-1]
+    own = (batch[1] >= first) & (batch[1] < first + logits.shape[-1])
+    target = (batch[1] - first).clamp(0, logits.shape[-1] - 1)[..., None]
+    target = autograd.all_reduce(logits.gather(-1, target)[..., 0] * own, axis, to="I")
+    return (logits.exp().sum(-1).log() - target).mean()
+
+
+def first_rows(batch, mesh):
+    return tuple(tensor.chunk(mesh.dp.size)[0] for tensor in batch)
+
+
+def overlapping_rows(batch, mesh):
+    return tuple(tensor[mesh.dp.rank :][:4] for tensor in batch)
+
+
+def dealt_rows(batch, mesh):
+    """Right: as a DistributedSampler has it."""
+    return tuple(tensor[mesh.dp.rank :: mesh.dp.size] for tensor in batch)
+
+
+def job(parallelize, **changes):
+    return replace(plain, parallelize=parallelize, **changes)
+
+
+def wrong(change):
+    return job(partial(by_hand, change=change))
+
+
+def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
+    """A mistake with what is to be said of it; `where` is "stage of module", or a stage alone."""
+    stage, _, module = where.partition(" of ")
+    return job(parallelize, **changes), sizes, (stage, module, step, list(ranks), cause)
+
+
+RIGHT = {
+    "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
+    "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
+}
+WRONG = {
+    "each rank clips": told(clips_first, DP, "gradient of head", "shares weighed wrongly"),
+    "gradients of rank 0": told(
+        partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
+    ),
+    "maximum": told(
+        partial(by_hand, change=largest), DP, "gradient of head", "largest, not summed"
+    ),
+    "bfloat16": told(partial(by_hand, change=in_bfloat16), DP, "gradient of head", "rounding"),
+    "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
+    "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
+    "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
+    "one module summed": told(one_module_summed, DP, "gradient of up", "summed, not averaged"),
+    "pieces averaged": told(
+        over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
+    ),
+    "averaged over tp": told(
+        partial(over_the_world, group=lambda mesh: mesh.tp.group, parts=2),
+        BOTH,
+        "gradient of head",
+        "not reduced",
+        ranks=[0, 1, 2, 3],
+    ),
+    "tokens of all, and ranks": told(
+        torch_ddp, DP, "gradient of head", "divided once too often", loss=global_denominator
+    ),
+    "nothing sent": told(
+        torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
+    ),
+    "sent by another": told(
+        torch_ddp,
+        DP,
+        "weights of embed",
+        "not in the optimizer",
+        optimizer=partial(owned, kind=SentByTheNext),
+    ),
+    "rate times ranks": told(
+        torch_ddp,
+        DP,
+        "weights of embed",
+        "another learning rate",
+        optimizer=partial(adam, lr=lambda ranks: 0.01 * ranks),
+    ),
+    "no decay": told(
+        torch_ddp,
+        DP,
+        "weights of embed",
+        "another weight decay",
+        optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
+    ),
+    "positions from 0": told(
+        partial(local_attention, starts=False),
+        CP,
+        "output of positions",
+        "first piece everywhere",
+        build=PositionNet,
+        shares=gallery.tokens_apart,
+    ),
+    "local attention": told(
+        local_attention,
+        CP,
+        "output of attention",
+        "pieces kept apart",
+        build=PositionNet,
+        shares=gallery.tokens_apart,
+    ),
+    "averaged": told(
+        partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
+    ),
+    "no bias": told(forgets_bias, TP, "output of down", "bias left out"),
+    "summed in backward": told(
+        partial(megatron, row={"leave": twice_reduced}),
+        TP,
+        "gradient of down",
+        "counted on every rank",
+    ),
+    "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
+    "renamed": told(renamed, DP, "initial weights of head", "not there"),
+    "words of others": told(vocabulary, TP, "output of embed", "in this module"),
+    "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
+    "the same rows": told(
+        torch_ddp, DP, "output of embed", "first piece everywhere", shares=first_rows
+    ),
+    "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
+}

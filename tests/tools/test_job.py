@@ -1,0 +1,118 @@
+"""What a file gets wrong ends in one line and exit code 2; ranks that hang or die, too."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from minipar.cli import main
+from minipar.tools.prove.job import WrongFile, parse_mesh
+from minipar.tools.prove.prove import prove
+
+README = Path(__file__).parents[2] / "README.md"
+SECTION = README.read_text(encoding="utf-8").split("## Is your own training right?")[1]
+FILE, PAGE = (re.findall(f"```{head}(.*?)```", SECTION, re.S)[0] for head in ("python\n", "\n[$]"))
+
+
+@pytest.mark.slow
+def test_the_example_in_readme_is_found_out(tmp_path, monkeypatch, capsys):
+    """Word for word, and right with one more line."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FILE, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main.main(["prove", "mine.py", "--mesh", "dp=2"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().out.split() == PAGE.split("\n", 1)[1].split()
+    assert Path("prove.png").stat().st_size > 5000
+    right = FILE.replace("mesh.dp.group)", "mesh.dp.group)\n            p.grad /= mesh.dp.size")
+    Path("mine.py").write_text(right, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main.main(["prove", "mine.py", "--mesh", "dp=2", "--json"])
+    assert stop.value.code == 0
+    assert '"equal": true' in capsys.readouterr().out
+
+
+# A word of the file, what stands there instead, and what is said of it.
+WRONG = {
+    "syntax": ("def build():", "def build(:", r"mine\.py, line \d+, in reading it: SyntaxError"),
+    "nothing to build": ("def build", "def construct", "has no build; it needs build, batch"),
+    "no function": ("def build():", "build = 3\ndef other():", "build is 3; it must be a function"),
+    "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
+    "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
+    "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
+    "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])", r"returned \[16, 1\];"),
+    "nothing made": ("return model, after_backward", "return 7", r"parallelize\(\) returned int"),
+    "a loss that is no number": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "F.mse_loss(model(batch[0]), batch[1]) * float('nan')",
+        "the loss on one device is nan in step 1: nothing can be compared",
+    ),
+    "a gradient that is no number": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "F.mse_loss(model(batch[0]), batch[1]) + (0 * model(batch[0])).abs().sqrt().sum()",
+        r"the gradient of 0\.weight on one device is not finite in step 1: nothing can be compared",
+    ),
+    "a mistake in it": (
+        "dist.broadcast(p.data",
+        "dist.broadcast(q.data",
+        "in parallelize.*NameErr",
+    ),
+    "death": ("p.data, src=0)", "p.data, src=0)\n    import os; os._exit(3)", "ended by exit 3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_is_wrong_is_told_in_one_line(ranks, tmp_path, name):
+    """Mutant: what is nan on one device and on the ranks is told as a difference."""
+    old, new, said = WRONG[name]
+    assert old in FILE
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.replace(old, new), encoding="utf-8")
+    with pytest.raises(WrongFile, match=said) as error:
+        prove(str(file), {"dp": 2}, ranks)
+    assert "\n" not in str(error.value) and "mine.py" in str(error.value)
+
+
+def test_a_file_of_bytes_that_are_no_text_is_told_without_a_line(ranks, tmp_path):
+    """Mutant: the error has no line, and "line None" is told."""
+    (tmp_path / "mine.py").write_bytes(b"x = 1\0")
+    with pytest.raises(WrongFile, match=r"mine\.py, in reading it: SyntaxError"):
+        prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_in_vain_are_ended(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    loop = "        for p in model.parameters():"  # that of after_backward
+    wait = "        import time; time.sleep(600 * dist.get_rank())\n"
+    stuck = FILE.replace(loop, wait + loop)
+    assert stuck != FILE
+    file.write_text(stuck, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main.main(["prove", str(file), "--mesh", "dp=2", "--timeout", "1"])
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in said
+    assert "rank 0 of 2 (dp=0)" in said and "what follows backward in step 1" in said
+    assert "ranks that did not join" in said
+
+
+@pytest.mark.parametrize("flags", [["--mesh", "dp"], ["--steps", "0"], ["--rtol", "7"], []])
+def test_what_was_typed_wrong_is_told_before_anything_starts(tmp_path, capsys, flags):
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(SystemExit) as stop:
+        main.main(["prove", str(tmp_path / ("mine.py" if flags else "no.py")), *flags])
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in said
+    assert (flags or ["no.py"])[0] in said
+
+
+def test_a_mesh_is_read_with_any_names():
+    assert parse_mesh("dp_shard=2, tp=4") == {"dp_shard": 2, "tp": 4}
+    for text in ("", "dp", "dp=0", "dp=2,dp=2", "rank=2", "dp=-1", "d p=", "2=2"):
+        with pytest.raises(ValueError, match="try dp=2,tp=2"):
+            parse_mesh(text)
+
+
+def test_a_mesh_of_one_rank_proves_nothing(ranks):
+    with pytest.raises(WrongFile, match="one device itself"):
+        prove("any.py", {"dp": 1}, ranks)

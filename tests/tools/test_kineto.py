@@ -1,0 +1,833 @@
+"""Traces of anybody's training: what the profiler wrote, read as spans; and what a stranger wrote.
+
+Every number here is worked out by hand beside the trace that it follows from.
+"""
+
+import copy
+import gzip
+import io
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import time
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from minipar.cli import looking
+from minipar.lab import draw
+from minipar.observe import kernels, kineto, spans
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
+from minipar.tools import traces
+from minipar.tools.breakdown import breakdown
+from minipar.tools.traces import from_profiler
+from tests.comm.same import assert_disjoint
+
+
+def _profiled(folder):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import ProfilerActivity, profile
+
+    rank = dist.get_rank()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    ddp, adamw = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            adamw.step()
+            dist.all_gather_single(torch.empty(128), torch.ones(64))
+    name = f"{folder}/job.{rank}.json" + (".gz" if rank else "")
+    profiler.export_chrome_trace(name)
+
+
+@pytest.mark.slow
+def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
+    """torch's DDP under torch.profiler, nothing of ours inside; one trace plain, one gzipped."""
+    ranks(2).run(_profiled, str(tmp_path))
+    t = from_profiler(tmp_path, label="DDP")
+    assert t == from_profiler(f"{tmp_path}/job.*", label="DDP")
+    assert t.ranks == [0, 1] and t.start == 0 and t.label == "DDP"
+    for rank in t.ranks:
+        mine = t.select(rank=rank)
+        assert {s.kind for s in mine} == {"forward", "backward", "optimizer", "comm"}
+        assert [s.name for s in mine.select(kind="optimizer")] == ["AdamW"] * 3
+        assert len(mine.select(kind="comm", name="all_gather")) == 3
+        assert len(mine.select(kind="comm", name="all_reduce")) >= 3
+        assert {s.axis for s in mine if s.kind == "comm"} == {"world"}
+        assert_disjoint(mine)
+        order = [s.kind for s in mine if s.kind != "comm"]
+        assert order.index("forward") < order.index("backward") < order.index("optimizer")
+    ends = [s.end for r in t.ranks for s in [t.select(rank=r, name="all_gather").spans[-1]]]
+    assert abs(ends[0] - ends[1]) < 0.2  # files of one host share a clock
+
+
+def _kernel(name, ts, dur, correlation, **args):
+    where = {"device": 0, "stream": 7, "correlation": correlation}
+    return _host(name, ts, dur, 7, "kernel", **where, **args) | {"pid": 0}
+
+
+def _host(name, ts, dur, tid, cat="cpu_op", **args):
+    event = {"ph": "X", "cat": cat, "name": name, "pid": 99, "tid": tid}
+    return event | {"ts": ts, "dur": dur, "args": args}
+
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def gpu_trace(rank, host="node0", skew_us=0.0):
+    """As Kineto writes it: host threads launch (correlation), streams run later."""
+    group = {"Process Group Name": "3", "Process Group Description": "mesh_dp", "Group size": 4}
+    sizes = {"In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "BFloat16"}
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    launch = {"cat": "cuda_runtime", "tid": 1}
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 99, "tid": 0, "args": {"name": "python"}},
+        _host("ProfilerStep#3", 0, 500, 1, cat="user_annotation"),
+        _host("aten::mm", 10, 20, 1),
+        _host("cudaLaunchKernel", 15, 5, correlation=1, **launch),
+        _host(engine, 40, 50, 2),
+        _host("cudaLaunchKernel", 50, 5, correlation=2, **{**launch, "tid": 2}),
+        _host("Optimizer.step#AdamW.step", 100, 50, 1, cat="user_annotation"),
+        _host("cuLaunchKernelEx", 110, 5, correlation=3, cat="cuda_driver", tid=1),
+        _host("nccl:all_reduce", 60, 5, 2, cat="user_annotation"),
+        _kernel("sm90_xmma_gemm_bf16", 100, 100, 1),
+        _kernel("sm90_xmma_gemm_bf16", 200, 100, 2),
+        _kernel(NCCL, 250, 100, 9, **{"Collective name": "allreduce", "Seq": 41}, **group, **sizes),
+        _kernel("multi_tensor_apply_kernel", 360, 40, 3),
+        _kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 380, 10, 10),
+        {**_kernel("Memcpy HtoD", 0, 10, 11), "cat": "gpu_memcpy"},
+        {**_kernel("nccl:all_reduce", 250, 100, 9), "cat": "gpu_user_annotation"},
+    ]
+    events = [e | ({"ts": e["ts"] + skew_us} if "ts" in e else {}) for e in events]
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 4},
+        "host_name": host,
+        "baseTimeNanoseconds": 1_790_857_026_000_000_000,
+        "traceEvents": events,
+    }
+
+
+def write(path, document):
+    data = json.dumps(document).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_gpu_profiles_by_kernels_and_who_launched_them(tmp_path):
+    """By hand from `gpu_trace`. Catches host time taken for GPU time, and annotations counted."""
+    t = from_profiler(write(tmp_path / "a.json.gz", gpu_trace(rank=2)))
+    assert t.ranks == [2] and len(t) == 6
+    kinds = [s.kind for s in t]
+    assert kinds == ["copy", "forward", "backward", "comm", "optimizer", "comm"]
+    reduce, message = t.select(kind="comm")
+    assert (reduce.name, reduce.axis) == ("all_reduce", "dp")
+    assert reduce.num_bytes == 2 * 3 * 2000 // 4  # ring, 4 ranks, 1000 items of 2 bytes
+    assert (message.name, message.axis, message.num_bytes) == ("exchange", "", 0)
+    assert reduce.start == pytest.approx(250e-6) and t.duration == pytest.approx(400e-6)
+    unknown, dp = t.overlap()
+    assert (dp.hidden, dp.exposed) == (pytest.approx(50e-6), pytest.approx(50e-6))
+    assert unknown.exposed == pytest.approx(0) and "not recorded" in t.table()
+
+
+def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
+    """`record` there, with the trace of a GPU in place of the profiler: clock, names and bytes.
+
+    Catches kernels left on the wall clock, named by when they ran, or without the ledger's bytes.
+    """
+
+    class Profiler:
+        def stop(self):
+            pass
+
+        def export_chrome_trace(self, path):
+            write(tmp_path / "t.json", document).rename(path)
+
+    now = time.monotonic()
+    document = gpu_trace(0) | {"baseTimeNanoseconds": time.time_ns()}  # so the trace begins now
+    host = [  # launches lie at 15, 50 and 110 us
+        Span("forward", "layers.0", 0, now, now + 3.2e-5),
+        Span("backward", "layers.0", 0, now + 3.2e-5, now + 8e-5),
+        Span("optimizer", "AdamW", 0, now + 8e-5, now + 2e-4),
+        Span("comm", "reduce_scatter", 0, now, now + 1, "dp", 77),
+        Span("comm", "send", 0, now + 1e-5, now + 1, "pp", 88),
+    ]
+    # Reading the two clocks takes time: hold them together as the trace does, to the microsecond.
+    with pytest.MonkeyPatch.context() as patch:
+        base = document["baseTimeNanoseconds"]
+        patch.setattr(time, "time_ns", lambda: base)
+        patch.setattr(time, "monotonic_ns", lambda: int(1e9 * now))
+        spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.kind, s.name) for s in spans] == [
+        ("copy", "Memcpy HtoD"),
+        ("forward", "layers.0"),
+        ("backward", "layers.0"),
+        ("comm", "reduce_scatter"),
+        ("optimizer", "AdamW"),
+        ("comm", "send"),
+    ]
+    assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("dp", 77), ("pp", 88)]
+    assert spans.select(kind="backward").start - now == pytest.approx(200e-6, abs=1e-6)
+    assert spans.select(kind="backward").spans[0].meta["kernel"] == "sm90_xmma_gemm_bf16"
+    # All have been launched within a block, and two communicators run them the other way round:
+    # they stay communication and copies, and the ledger has the order of launches.
+    plain = document["traceEvents"]
+    document["traceEvents"] = plain + [
+        _host("cudaLaunchKernel", at, 1, correlation=number, cat="cuda_runtime", tid=1)
+        for number, at in ((10, 20), (9, 28), (11, 18))
+    ]
+    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("pp", 88), ("dp", 77)]
+    assert [s.name for s in spans.select(kind="copy")] == ["Memcpy HtoD"]
+    document["traceEvents"] = plain
+    # Ranks that share a GPU talk over gloo: no kernel of NCCL, and the ledger stands.
+    document["traceEvents"] = [e for e in document["traceEvents"] if "nccl" not in e["name"]]
+    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    assert [(s.name, s.num_bytes, s.start) for s in spans.select(kind="comm")] == [
+        ("reduce_scatter", 77, now),
+        ("send", 88, now + 1e-5),
+    ]
+
+
+def test_without_a_gpu_no_profiler_runs():
+    if not torch.cuda.is_available():
+        assert kineto.start_profiler() is None
+
+
+def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
+    """A hook that all-reduces within backward: 20..80 us of 0..100 are spent waiting."""
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    events = [
+        _host(engine, 0, 100, 1),
+        _host("c10d::allreduce_", 20, 60, 1),
+        _host("gloo:all_reduce", 21, 58, 5, cat="user_annotation"),
+    ]
+    t = from_profiler(write(tmp_path / "rank0.json", {"traceEvents": events}))
+    assert [s.kind for s in t] == ["backward", "comm", "backward"]
+    assert [round(1e6 * s.duration) for s in t] == [20, 58, 20]
+    assert t.hidden_fraction == 0
+
+
+def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
+    """2 s of skew, three files. Catches a sign error, and clocks of one host that are moved."""
+    shift = {0: 0.0, 1: 2e6, 2: -3e6}
+    files = [
+        write(tmp_path / f"rank{r}.json", gpu_trace(r, f"node{r}", us)) for r, us in shift.items()
+    ]
+    random.Random(0).shuffle(files)
+    t = from_profiler(files)
+    assert t.duration == pytest.approx(400e-6)
+    assert t.ranks == [0, 1, 2]
+    same = [write(tmp_path / f"rank{r}.json", gpu_trace(r, "node0", us)) for r, us in shift.items()]
+    assert from_profiler(same).duration == pytest.approx(5 + 400e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["rank1.json", "rank3.json"], [1, 3]),
+        (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
+        (["5.json", "trace6.json"], [5, 6]),
+        (["a_1.2.json", "b_3.4.json"], [0, 1]),
+    ],
+)
+def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
+    document = gpu_trace(0)
+    del document["distributedInfo"]
+    files = [write(tmp_path / name, document) for name in names]
+    assert from_profiler(files).ranks == sorted(ranks)
+    assert traces._trace_ranks(files, [document] * len(files)) == ranks
+
+
+def test_bad_profiles_are_named(tmp_path):
+    good = write(tmp_path / "good.json", gpu_trace(0))
+    twice = write(tmp_path / "twice.json", gpu_trace(0))
+    empty = write(tmp_path / "empty.json", {"traceEvents": []})
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(gzip.compress(json.dumps(gpu_trace(0)).encode())[:200])
+    (tmp_path / "half.json").write_text(json.dumps(gpu_trace(0))[:300], encoding="utf-8")
+    for paths, message in [
+        ([good, twice], r"good\.json and .*twice\.json are both of rank 0"),
+        (empty, r"empty\.json .* holds no operator and no kernel"),
+        (cut, r"cut\.json\.gz is no readable trace"),
+        (tmp_path / "half.json", r"half\.json is no readable trace"),
+        (tmp_path / "none*.json", r"no such trace: .*none"),
+        ([good, tmp_path / "gone.json"], r"no such trace: .*gone\.json"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            from_profiler(paths)
+
+
+def test_the_whole_tensor_counts_whichever_end_holds_it(tmp_path):
+    """An all-gather puts out the whole, a reduce-scatter is given it. Catches `In` for the larger.
+
+    By hand: 1000 items of 4 bytes, 4 ranks, 3 rounds of a quarter.
+    """
+    size = {"Group size": 4, "dtype": "Float"}
+    ends = {"_allgather_base": (250, 1000), "_reduce_scatter_base": (1000, 250)}
+    events = [
+        _kernel("ncclDevKernel_x", i, 1, i, **size, **{"Collective name": name})
+        for i, name in enumerate(ends)
+    ]
+    for event, (n_in, n_out) in zip(events, ends.values(), strict=True):
+        event["args"] |= {"In msg nelems": n_in, "Out msg nelems": n_out}
+    t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
+    assert [(s.name, s.num_bytes) for s in t] == [("all_gather", 3000), ("reduce_scatter", 3000)]
+
+
+def test_one_late_collective_does_not_move_a_clock(tmp_path):
+    """Nine all-reduces; on the second host the last one is seen to end 5 s late. Catches a mean."""
+    files = []
+    for rank, skew in enumerate((0, 7e6)):
+        events = [
+            _kernel(NCCL, skew + 1000 * i, 100 + 5e6 * (rank and i == 8), i, Seq=i)
+            for i in range(9)
+        ]
+        document = gpu_trace(rank, f"node{rank}") | {"traceEvents": events}
+        files.append(write(tmp_path / f"rank{rank}.json", document))
+    t = from_profiler(files)
+    starts = [[s.start for s in t.select(rank=rank)] for rank in (0, 1)]
+    assert starts[0] == pytest.approx(starts[1], abs=1e-8)
+
+
+# ---------------------------------------------------------------------- names of kernels
+COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the verb
+    NCCL: "all_reduce",
+    "ncclSymkDevKernel_AllGather_STMC(ncclSymkDevWorkArgs4K)": "all_gather",
+    "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": "ncclDevKernel_Generic_1",
+    "mscclKernel_Sum_hip_bfloat16_Simple_false": "mscclKernel_Sum_hip_bfloat16_Simple_false",
+    "allgather(mscclpp::SmChannelDeviceHandle*, mscclpp::DeviceSyncer*)": "all_gather",
+    "oneccl_allreduce_pcie": "all_reduce",
+    "hcom_allReduce__503_0_1": "all_reduce",
+    "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "all_to_all",
+    "void deep_ep::internode_ll::combine<(bool)0, (int)6144>(void *)": "all_to_all",
+    "void deep_ep::elastic::hybrid_dispatch_impl<false, true, 24>(void*)": "all_to_all",
+    "void uccl::internode_ll::dispatch<true, 7168>(void*)": "all_to_all",
+    "dispatch(hybrid_ep::dispatch_kernel_param_t<unsigned char>)": "all_to_all",
+    "void (anonymous namespace)::dispatchKernel<16u, true, true>(int*)": "all_to_all",
+    "void a2a_kernels::a2a_combine_recv_kernel<16>(unsigned long)": "all_to_all",
+    "EpDispatchIntraNodeKernel_bf16": "all_to_all",
+    "moeA2ADispatchKernel": "all_to_all",
+    "one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)": "all_reduce",
+    "void two_shot_all_reduce_kernel_inplace<float, 16, 4>(float**)": "all_reduce",
+    "void multimem_all_gather_kernel<16>(char*, char*)": "all_gather",
+    "allToAllV(void*, void*, long*)": "all_to_all",
+    "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",
+    "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(int)": "reduce_scatter",
+    "void meta::comms::ddaAllReduceFlatIpc<float, 8, false>(float* const*)": "all_reduce",
+    "void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<half>>": "all_reduce",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>": (
+        "all_reduce"
+    ),
+    "void userbuffers_fp16_sum_inplace_gpu_rw_ag<2>(int)": (
+        "void userbuffers_fp16_sum_inplace_gpu_rw_ag<2>(int)"
+    ),
+    "Memcpy PtoP (Device -> Device)": "peer_copy",
+}
+COMPUTING = [
+    "sm90_xmma_gemm_bf16",
+    "void flash_fwd_splitkv_combine_kernel<128>",
+    "void deep_ep::ep::combine_reduce_epilogue_impl<true, 24>(void*)",
+    "void uccl::layout::get_dispatch_layout<256, 32, 8>(int const*)",
+    "void aiter::local_device_load_rmsnorm<__hip_bfloat16>(int)",
+    "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(int const*)",
+    "void at::native::reduce_kernel<512, 1>",
+    "void at::native::index_elementwise_kernel<gather>",
+    "occlusion_kernel",
+    "void at::native::vectorized_broadcast_kernel",
+]
+
+
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_communication_is_known_by_its_names(tmp_path, name):
+    """A rank that only talks hides nothing. Catches kernels of other libraries as computing."""
+    events = [_kernel(name, 0, 100, 1), _kernel("gemm", 50, 100, 2), _kernel(NCCL, 0, 80, 3)]
+    if name.startswith("Memcpy"):
+        events[0]["cat"] = "gpu_memcpy"
+    t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
+    assert [s.kind for s in t].count("comm") == 2 and t.notes == ()
+    found = [s.name for s in t.select(kind="comm")]
+    expected = COMMUNICATING[name]
+    assert any(f == expected or f.startswith(expected) for f in found), found
+    assert t.hidden_fraction == pytest.approx(0.5)  # 50..100 of 0..100
+
+
+def test_every_row_of_the_table_is_of_use_and_computing_stays_computing():
+    """Catches a row that an earlier one covers, or that no name fits."""
+    first = {
+        next(i for i, (p, _) in enumerate(kernels._TABLE) if p.search(n)) for n in COMMUNICATING
+    }
+    assert first == set(range(len(kernels.KERNELS)))
+    assert all(why for *_, why in kernels.KERNELS)
+    for name in COMPUTING:
+        assert kernels.verb_of(name) is None and not kernels.looks_like_communication(name), name
+
+
+def test_what_only_looks_like_communication_is_said(tmp_path):
+    events = [_kernel(name, 10 * i, 5, i) for i, name in enumerate(["my_AllReduce_v7", "gemm"])]
+    events += [_kernel("peer_push", 50, 5, 3, **{"Collective name": "allreduce"})]  # annotated
+    t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
+    assert t.notes == (
+        "these names look like communication and were counted as computing: my_AllReduce_v7",
+    )
+    assert str(t).endswith(f"note: {t.notes[0]}") and len(t.select(kind="comm")) == 1
+
+
+# ---------------------------------------------------------------------- what a stranger hands over
+GOOD = _kernel("gemm", 0, 10, 1)
+MALFORMED = [
+    *(1, None, "x", [], [[]], True),
+    {k: v for k, v in GOOD.items() if k != "name"},
+    {k: v for k, v in GOOD.items() if k != "ts"},
+    {k: v for k, v in GOOD.items() if k != "ph"},
+    *(GOOD | {"ts": value} for value in ("12", None, math.nan, math.inf, 10**400, True, [])),
+    *(GOOD | {"dur": value} for value in ("12", None, -1, math.nan, math.inf)),
+    *(GOOD | {"name": value} for value in (None, 7, ["x"])),
+    *(GOOD | {"args": value} for value in (None, 7, [])),
+    *(GOOD | {"tid": value} for value in ([], {})),
+    *(GOOD | {"cat": value} for value in (None, 7, [])),
+]
+
+
+def test_malformed_events_are_skipped_counted_and_said(tmp_path):
+    document = {"traceEvents": [*MALFORMED, GOOD, {**GOOD, "dur": 0}, {"ph": "M", "name": 7}]}
+    t = from_profiler(write(tmp_path / "a.json", document))
+    assert len(t) == 1 and t.spans[0].duration == pytest.approx(1e-5)
+    total = len(MALFORMED) + 3
+    assert len(t.notes) == 1
+    assert f"skipped {len(MALFORMED)} of {total} events, which are malformed" in t.notes[0]
+    del document["traceEvents"][-3:]
+    with pytest.raises(ValueError, match=rf"a\.json .* {len(MALFORMED)} of its {len(MALFORMED)}"):
+        from_profiler(write(tmp_path / "a.json", document))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["without tid", "thread of every event its own", "all waits"])
+@pytest.mark.timeout(30)
+def test_large_traces_take_time_in_proportion(tmp_path, what):
+    """Catches loops over threads x events and operators x waits: hours for these."""
+    n = 15_000
+    if what == "all waits":
+        events = [_host("aten::mm", 10 * i, 9, 1) for i in range(n)]
+        events += [_host("c10d::allreduce_", 10 * i + 4, 2, 1) for i in range(n)]
+    else:
+        events = [_host("aten::mm", 10 * i, 5, i) for i in range(n)]
+    for event in events if what == "without tid" else ():
+        del event["tid"]
+    t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
+    assert len(t) == (3 * n if what == "all waits" else n) and t.notes == ()
+
+
+@pytest.mark.slow
+def test_a_gzip_that_unpacks_without_end_is_refused_in_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans, "LARGEST_TRACE", 4 << 20)
+    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (256 << 20), compresslevel=1))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"bomb\.json\.gz .* over 4 MiB; profile fewer steps"):
+        from_profiler(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    tracemalloc.stop()
+
+
+def test_a_trace_of_too_many_events_is_refused(tmp_path, monkeypatch):
+    """Of a few bytes each, zipped to nothing: what is held of them is not small."""
+    monkeypatch.setattr(spans, "MOST_EVENTS", 1000)
+    for number in (1000, 1001):
+        path = tmp_path / f"{number}.json.gz"
+        write(path, {"traceEvents": [_kernel("a", 1, 1, 1)] * number})
+        if number == 1000:
+            assert len(spans.read_json(path)["traceEvents"]) == number
+        else:
+            with pytest.raises(ValueError, match=r"1001.* over 1,000 events; profile fewer steps"):
+                spans.read_json(path)
+
+
+def test_one_value_without_end_is_refused(tmp_path, monkeypatch):
+    """Lists take 25 times the room of their text. Mutant: the value is read, however long."""
+    monkeypatch.setattr(spans, "LARGEST_VALUE", 1 << 20)
+    path = write(tmp_path / "a.json", {"traceEvents": [], "x": [[]] * (1 << 20)})
+    with pytest.raises(ValueError, match=r"a\.json is no .* or a value over 1 MiB"):
+        spans.read_json(path)
+
+
+@pytest.mark.slow
+def test_most_of_a_trace_is_never_held(tmp_path):
+    """Shapes, stacks and flow events are most of a file. Catches keeping what nobody reads; the
+    control is the same trace without them.
+    """
+    bulk = {"Call stack": "x" * 50, "Input Dims": [[[1, 2]]] * 4, "External id": 1}
+    bare = [_host("aten::mm", 10 * i, 5, 1) for i in range(4000)]
+    full = [event | {"args": bulk} for event in bare]
+    full += [{"ph": "s", "id": i, "name": "ac2g"} for i in range(4000)]
+    for event in bare:
+        del event["args"]
+
+    def peak(events):
+        path = write(tmp_path / "a.json", {"traceEvents": events})
+        from_profiler(path)  # what the first reading loads for all is not held for this
+        tracemalloc.start()
+        from_profiler(path)
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return held, path.stat().st_size
+
+    (held, size), (needed, least) = peak(full), peak(bare)
+    assert size > 3 * least and held < 1.1 * needed
+
+
+# ---------------------------------------------------------------------- taken apart
+def launched(name, at, ts, dur, correlation, cat="kernel", **args):
+    """A kernel, and the call on the host that launched it at `at`."""
+    launch = _host("cudaLaunchKernel", at, 1, 1, cat="cuda_runtime", correlation=correlation)
+    return [launch, _kernel(name, ts, dur, correlation, **args) | {"cat": cat}]
+
+
+def steps_trace(rank, host="a", skew=0.0, late=0.0):
+    """Two steps of 1000 us: a gemm, and an all-gather that it hides by half."""
+    said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
+    said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
+    events = []
+    for i in range(2):
+        t, number = 1000.0 * i, 10 * i
+        events += [
+            _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
+            _host("train.py(12): step", t + 1, 900, 1, cat="python_function"),
+            _host("torch/nn/modules/module.py(9): f", t + 2, 90, 1, cat="python_function"),
+            _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
+            *launched("gemm", t + 10, t + 100, 200, number + 1),
+            # No table names these two: the annotation says what they are, and torch's own are not.
+            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
+            *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
+        ]
+    peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
+    events += launched("Memcpy DtoD (Device -> Device)", 1500, 1600, 50, 90, "gpu_memcpy", **peers)
+    peers |= {"toDevice": 0}
+    events += launched("Memcpy DtoD (Device -> Device)", 1510, 1700, 50, 91, "gpu_memcpy", **peers)
+    events = [e | {"ts": e["ts"] + skew} for e in events]
+    return {"distributedInfo": {"rank": rank}, "host_name": host, "traceEvents": events}
+
+
+@pytest.fixture(params=[False, True], ids=["here", "in processes"])
+def two_hosts(request, tmp_path, monkeypatch):
+    """Rank 1 on another host, its clock 3 s ahead, and 30 us late for each all-gather."""
+    if request.param:
+        monkeypatch.setattr(traces, "PARALLEL", 0)
+    write(tmp_path / "r0.json", steps_trace(0))
+    write(tmp_path / "r1.json.gz", steps_trace(1, "b", 3e6, 30.0))
+    return tmp_path
+
+
+def test_steps_call_sites_and_who_is_waited_for(two_hosts):
+    """By hand. Catches annotated kernels as computing, seq 0 taken for none, a sign of clocks."""
+    t = from_profiler(two_hosts)
+    assert any("rank 1 (b) -3000.000 ms" in note for note in t.notes)
+    parts = breakdown(t)
+    median, first, second = parts.parts["step"]
+    assert (median.name, first.name, second.name) == ("median", "ProfilerStep#3", "ProfilerStep#4")
+    assert first.seconds == pytest.approx(1e-3)
+    # 200..400 of rank 0, 230..400 of rank 1, beside a gemm until 300 us
+    assert first.total == pytest.approx(185e-6) and first.exposed == pytest.approx(100e-6)
+    assert second.exposed == pytest.approx(150e-6)  # with the copy to the other GPU
+    names = {kind: {row.name for row in rows} for kind, rows in parts.parts.items()}
+    assert names["collective"] == {"all_gather", "peer_copy"}
+    assert names["call site"] == {"train.py(12): step"}
+    (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
+    assert dp.calls == 2 and dp.num_bytes == 2 * 100
+    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
+    assert copied.num_bytes == 77
+    (waited,) = parts.waited
+    assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
+    assert waited.seconds == pytest.approx(60e-6)
+
+
+def test_steps_are_those_of_the_host(tmp_path):
+    """Mutants: the profiler's copies of them for the GPU count, or a launch that is called so."""
+    document = steps_trace(0)
+    plain = from_profiler(write(tmp_path / "a.json", document)).steps
+    document["traceEvents"] += [
+        _host("ProfilerStep#3", 100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 1100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 5, 5, 1, cat="cuda_runtime", correlation=98),
+        _host("Optimizer.step#A", 5, 5, 1, cat="cuda_runtime", correlation=99),
+    ]
+    assert from_profiler(write(tmp_path / "a.json", document)).steps == plain
+
+
+def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
+    """Mutant: collectives of any group are those of all ranks, and one of them is late."""
+    for rank in range(2):
+        document = steps_trace(rank, late=30.0 * rank)
+        for event in document["traceEvents"]:
+            event["args"].pop("Process Group Description", None)
+            event["args"].pop("Process Group Ranks", None)
+        write(tmp_path / f"r{rank}.json", document)
+    parts = breakdown(from_profiler(tmp_path))
+    assert parts.waited == [] and "all_gather" in str(parts)
+
+
+def test_ctrl_c_ends_readers_without_a_word(tmp_path, monkeypatch):
+    """Mutant: the traceback of each of them."""
+    asked = []
+    monkeypatch.setattr(traces.subprocess, "run", lambda *words, **_: asked.extend(words))
+    with pytest.raises(AttributeError):
+        traces._read_elsewhere(tmp_path / "a.json")
+    (program, option, code, _), wait = asked[0], "print(1, flush=True); import time; time.sleep(99)"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([program, option, code.replace("_answer()", wait)], **pipes) as reader:
+        reader.stdout.readline()
+        reader.send_signal(signal.SIGINT)
+        assert reader.communicate() == (b"", b"")
+
+
+def test_a_trace_that_is_bad_is_named_from_another_process(two_hosts):
+    (two_hosts / "r2.json").write_text('{"traceEvents": [1', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"r2\.json is no readable trace"):
+        from_profiler(two_hosts)
+
+
+def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
+    document = steps_trace(0)
+    document["traceEvents"][0]["name"] = "ProfilerStep#<script>"
+    for event in document["traceEvents"]:
+        event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
+    path = write(tmp_path / "a.json", document)
+    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "page.html")))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
+    assert "data:image/png;base64," in page and "http" not in page
+    said = capsys.readouterr().out
+    assert "\x1b" not in page + said
+    assert said.endswith("page.html: ProfilerStep#4\n")  # of two, the one after a warm-up
+    looking.overlap(looking.Overlap([str(path)], json=True))
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
+
+
+@pytest.mark.parametrize("letters", [1, 7, 1 << 18])
+def test_json_is_read_piece_by_piece_as_it_is_whole(tmp_path, monkeypatch, letters):
+    """Catches numbers, escapes and names cut where a piece ends."""
+    document = steps_trace(0) | {"x": [1.5, -2e-7, '\u20ac\\"', None, True, {}, []]}
+    path = write(tmp_path / "a.json", document)
+    if letters == 1:
+        text = path.read_text(encoding="utf-8")[:600].rpartition(", {")[0]
+        path.write_text(text + "]}", encoding="utf-8")
+        document = json.loads(path.read_bytes())
+
+    class Slow(io.TextIOWrapper):
+        def read(self, size=-1):
+            return super().read(min(size, letters))
+
+    monkeypatch.setattr(spans.io, "TextIOWrapper", Slow)
+    assert spans.read_json(path) == document
+
+
+def overlap(path, picture=None) -> str | None:
+    """What `minipar overlap` refuses this file with; None if it shows it, with numbers only."""
+    try:
+        t = looking.read_timeline([str(path)])
+    except ValueError as error:
+        assert path.name in str(error), error
+        return str(error)
+    assert t.spans and all(math.isfinite(s.start) and s.start <= s.end for s in t)
+    str(t).encode() + str(breakdown(t)).encode()
+    if picture is not None:
+        try:
+            draw.save(draw.timeline(t.select(rank=t.ranks[0])), picture)
+        except ValueError as error:
+            assert "no length" in str(error)
+    return None
+
+
+def ours(**args) -> bytes:
+    """A timeline of one message, as `Timeline.save` writes it but for `args`."""
+    event = {"ph": "X", "cat": "comm", "name": "send", "pid": 0}
+    event["args"] = {"start": 0.0, "end": 1.0, "meta": {}} | args
+    return json.dumps({"minipar": 1, "label": "", "traceEvents": [event]}).encode()
+
+
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
+    deep = b"[" * 200_000
+    os.mkfifo(tmp_path / "pipe.json")
+    for content, why in [
+        (b"", "no readable trace"),
+        (b"\xff\xfe\x00", "no readable trace"),
+        (b'{"traceEvents": [1', "no readable trace"),
+        (deep, "nested too deeply"),
+        (b"null", "no list `traceEvents`"),
+        (b'{"traceEvents": {}}', "no list `traceEvents`"),
+        (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
+        (b'{"traceEvents": [1]}', "1 of its 1 events are malformed"),
+        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
+        (b'{"minipar": 1, "traceEvents": [null], "label": ""}', "not what Timeline.save writes"),
+        (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
+        (ours(axis="dp", bytes=10**400), "not what Timeline.save writes"),
+        (ours(meta={"group": [1]}), "not what Timeline.save writes"),
+        (ours(meta={"seq": [1]}), "not what Timeline.save writes"),
+        (ours(meta={"site": [1]}), "not what Timeline.save writes"),
+        (gzip.compress(b"{}")[:-6], "no readable trace"),
+    ]:
+        (tmp_path / "x.json").write_bytes(content)
+        assert why in overlap(tmp_path / "x.json"), content[:50]
+    (tmp_path / "x.json").write_bytes(ours(meta={"site": 5}))
+    assert overlap(tmp_path / "x.json") is None
+    (tmp_path / "empty").mkdir()
+    assert "no .json or .json.gz in the folder" in overlap(tmp_path / "empty")
+    assert "it is no file" in overlap(tmp_path / "pipe.json")
+
+
+def test_names_from_outside_are_letters_and_no_formulas(tmp_path):
+    """Catches `$` that matplotlib takes for a formula, and escapes for terminals."""
+    document = gpu_trace(0)
+    for event in document["traceEvents"]:
+        event["name"] = event["name"] + r"$\frac{$_{" if event.get("cat") != "kernel" else r"a$\x$b"
+    document["traceEvents"][-5]["args"]["Process Group Description"] = "\x1b[2J\ud800$^"
+    document["traceEvents"][-5]["args"]["Collective name"] = r"$\sqrt{$"
+    path = write(tmp_path / "a.json", document)
+    assert overlap(path, tmp_path / "a.png") is None
+    t = from_profiler(path)
+    assert {s.axis for s in t if s.kind == "comm"} == {"?[2J?$^"}
+    figure = draw.timeline(t, title=r"$\frac{$")
+    assert draw.save(figure, tmp_path / "a.svg") and r"$\frac{$" in {
+        text.get_text() for ax in figure.axes for text in ax.texts
+    }
+
+
+def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(looking, "MOST_DRAWN", 2)
+    t = Timeline([Span("comm", "send", rank, 0.0, 1.0, "pp") for rank in range(3)])
+    t.save(tmp_path / "t.json")
+    looking.overlap(looking.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
+    assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
+    """Mutant: its config.json and others are taken for traces."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert "has no timeline.json yet" in overlap(tmp_path)
+    Timeline([Span("comm", "send", 0, 0.0, 1.0, "pp")]).save(tmp_path / "timeline.json")
+    assert overlap(tmp_path) is None
+
+
+# ---------------------------------------------------------------------- hypothesis hands it over
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**400, -(2**63), 2**63, 1e308, -0.0, 5e-324]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["$\\frac{$", "\ud800", "12", "X", "kernel", "gloo:all_reduce", "rank"]),
+    st.sampled_from([[], {}, [1], {"a": 1}, [None], [[[]]]]),
+)
+ANY_JSON = st.recursive(
+    JUNK,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*kineto.KEPT, "minipar", "x"]), inner, max_size=6)
+    ),
+    max_leaves=20,
+)
+
+
+def _places(document, at=()):
+    """Every place in a document, as the keys that lead to it."""
+    inside = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in inside:
+        yield (*at, key)
+        if isinstance(value, dict | list):
+            yield from _places(value, (*at, key))
+
+
+CPU_TRACE = {
+    "traceEvents": [
+        _host("aten::mm", 0, 9, 1),
+        _host("autograd::engine::evaluate_function: MmBackward0", 10, 9, 1),
+        _host("c10d::allreduce_", 12, 3, 1),
+        _host("gloo:all_reduce", 12, 3, 5, cat="user_annotation"),
+    ],
+    "distributedInfo": {"rank": 1, "pg_config": [{"pg_desc": "default_pg"}]},
+}
+OURS = {
+    "minipar": 1,
+    "label": "x",
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
+        {"ph": "X", "cat": "forward", "name": "b", "pid": 0, "tid": 0, "ts": 0, "dur": 1}
+        | {"args": {"start": 0.0, "end": 1.0, "meta": {}}},
+        {"ph": "X", "cat": "comm", "name": "send", "pid": 1, "tid": 1, "ts": 0, "dur": 1}
+        | {"args": {"start": 0.5, "end": 2.0, "meta": {}, "axis": "pp", "bytes": 4}},
+    ],
+}
+
+
+@st.composite
+def mutated(draw):
+    """A valid trace with one to four places deleted or replaced."""
+    document = copy.deepcopy(draw(st.sampled_from([gpu_trace(0), CPU_TRACE, OURS])))
+    for _ in range(draw(st.integers(1, 4))):
+        *way, last = draw(st.sampled_from(list(_places(document))))
+        owner = document
+        for key in way:
+            owner = owner[key]
+        if draw(st.booleans()):
+            owner[last] = copy.deepcopy(draw(JUNK))  # or it might hold itself
+        else:
+            del owner[last]
+        if not document:
+            break
+    return json.dumps(document).encode()
+
+
+@st.composite
+def handed_over(draw):
+    """(name of the file, its bytes)."""
+    content = draw(
+        st.one_of(
+            mutated(),
+            ANY_JSON.map(lambda value: json.dumps(value).encode()),
+            st.binary(max_size=200),
+            st.builds(lambda raw, n: raw[:n], mutated(), st.integers(0, 900)),
+        )
+    )
+    if draw(st.booleans()):
+        packed = gzip.compress(content, mtime=0)
+        cut = draw(st.sampled_from([len(packed), len(packed) // 2]))
+        return "a.json.gz", packed[:cut]
+    return "a.json", content
+
+
+def check_stranger(tmp_path, given_file, picture=None):
+    name, content = given_file
+    (tmp_path / name).write_bytes(content)
+    overlap(tmp_path / name, picture)
+
+
+lenient = dict(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.slow
+@settings(max_examples=50, **lenient)
+@given(handed_over())
+def test_whatever_a_stranger_hands_over_is_shown_or_refused_by_name(tmp_path_factory, given_file):
+    """Catches every exception that is not our own, and numbers that are none."""
+    check_stranger(tmp_path_factory.getbasetemp(), given_file)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, **lenient)
+@given(handed_over())
+def test_whatever_many_strangers_hand_over_is_drawn_or_refused(tmp_path_factory, given_file):
+    base = tmp_path_factory.getbasetemp()
+    check_stranger(base, given_file, base / "a.png")
