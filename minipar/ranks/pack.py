@@ -48,7 +48,7 @@ class _Pickler(cloudpickle.Pickler):
             return importlib.import_module, (thing.__name__,)
         # torch would write a checkpoint file for each tensor, with all that a view is a part of.
         if isinstance(thing, Tensor) and _is_plain(thing):
-            numbers = thing.detach().reshape(-1)
+            numbers = thing.detach().contiguous().view(-1)
             content = numbers.view(torch.uint8).numpy().tobytes() if thing.numel() else b""
             return _tensor, (content, thing.dtype, thing.shape, thing.requires_grad)
         return super().reducer_override(thing)
