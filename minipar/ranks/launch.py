@@ -42,7 +42,7 @@ import torch.distributed as dist
 from minipar.emulate.device import Device
 from minipar.ranks.backends import check_backend
 from minipar.ranks.pack import pack_call, unpack
-from minipar.ranks.processes import Process
+from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup
 
 RANK_BYTES = 100e6
@@ -163,7 +163,7 @@ class Ranks:
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
-        self._number, self._is_listening = 0, False
+        self._number = 0  # of the latest call
         self._pid = os.getpid()
         with socket.create_server(("127.0.0.1", 0)) as door:
             self._store = dist.TCPStore(
@@ -259,6 +259,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
+        warm_up(self._setup.preload)
         for rank in range(self.size):
             self._processes.append(Process(replace(self._setup, rank=rank)))
         self._join()
@@ -292,8 +293,6 @@ class Ranks:
         Ranks that join have until `limit`.
         """
         self._check_open()
-        if self._is_listening:
-            raise RuntimeError("a sink cannot call the ranks while it hears them")
         self._number += 1
         asked = {rank for rank, message in enumerate(messages) if message is not None}
         call = Call(self._number, self.size, asked, set(asked), limit=limit or math.inf)
@@ -349,12 +348,8 @@ class Ranks:
             return
         if kind in ("stdout", "stderr"):
             contents = [["".join(text for (text,) in contents)]]
-        self._is_listening = True
-        try:
-            for (content,) in contents:
-                self.sink(rank, kind, content)
-        finally:
-            self._is_listening = False
+        for (content,) in contents:
+            self.sink(rank, kind, content)
 
     def _press(self, call: "Call") -> None:
         """Once a rank has failed: wait, then stop the others, then kill them."""

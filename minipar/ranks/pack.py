@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class CannotTravel(TypeError):
-    """A function or an argument cannot be sent to the ranks; says which one, and why."""
+    """A function or an argument cannot be sent to the ranks; says why."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()  # in a notebook: the frames would all be those of pickle
@@ -70,16 +70,7 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
         return pack((fn, args, kwargs))
     except Exception as error:
         name = getattr(fn, "__name__", type(fn).__name__)
-        parts = {f"the function `{name}`, or what it mentions,": fn}
-        parts |= {f"argument {i}": arg for i, arg in enumerate(args)}
-        parts |= {f"argument `{name}`": arg for name, arg in kwargs.items()}
-        part = next((part for part, thing in parts.items() if not _can_travel(thing)), "the call")
-        raise CannotTravel(f"{part} cannot be sent to the ranks: {error}") from None
-
-
-def _can_travel(thing: Any) -> bool:
-    try:
-        pack(thing)
-    except Exception:
-        return False
-    return True
+        raise CannotTravel(
+            f"`{name}`, something that it mentions, or an argument cannot be sent to the ranks: "
+            f"{error}"
+        ) from None

@@ -27,9 +27,21 @@ PRELOAD = ("minipar.ranks.preload",)
 
 def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the fork server, unless it runs; return while it imports torch and `modules`."""
-    if METHOD == "forkserver":
-        forkserver.set_forkserver_preload([*PRELOAD, *modules])
+    if METHOD != "forkserver":
+        return
+    forkserver.set_forkserver_preload([*PRELOAD, *modules])
+    # The server must find the minipar that is imported here, and not one in the current folder.
+    here = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in here}
+    os.environ.update(here)
+    try:
         forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -57,7 +69,6 @@ class Process:
         args = (setup, work, control, *streams)
         self._process = multiprocessing.get_context(METHOD).Process(target=rank_main, args=args)
         try:
-            warm_up(setup.preload)
             with _nameless_program():
                 self._process.start()
         except (EOFError, ConnectionError) as error:
