@@ -178,11 +178,7 @@ class Ranks:
         )  # fmt: skip
         self._processes: list[Process] = []
         atexit.register(self.close)
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+        self._start()
 
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
@@ -260,9 +256,13 @@ class Ranks:
     # ------------------------------------------------------------------ starting, and once more
     def _start(self) -> None:
         warm_up(self._setup.preload)
-        for rank in range(self.size):
-            self._processes.append(Process(replace(self._setup, rank=rank)))
-        self._join()
+        try:
+            for rank in range(self.size):
+                self._processes.append(Process(replace(self._setup, rank=rank)))
+            self._join()
+        except BaseException:
+            self.close()
+            raise
 
     def _end(self) -> None:
         for process in self._processes:
@@ -316,6 +316,9 @@ class Ranks:
                 raise RuntimeError("these ranks were ended during the call")
             if limit is None:
                 self._recover(call)
+        if isinstance(call.interrupted, TimeoutError):
+            for rank, report in sorted(call.stacks.items()):
+                call.interrupted.add_note(f"rank {rank} was stopped here:\n{report}")
         if call.interrupted is not None:
             raise call.interrupted
         if call.failures:
@@ -390,6 +393,7 @@ class Call:
     deadline: float = math.inf  # of the whole call
     results: dict[int, bytes] = field(default_factory=dict)  # pickled
     failures: dict[int, Failure] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)  # where ranks were stopped
     dead: bool = False  # one of the ranks
     left: bool = False  # one of the ranks has left our process group
     stopped: bool = False
@@ -404,7 +408,9 @@ class Call:
         self.left |= not joined
         if not isinstance(answer, Failure):
             self.results[rank] = answer
-        elif not answer.stopped and not (answer.broken and (self.stopped or self.dead)):
+        elif answer.stopped:
+            self.stacks[rank] = answer.report
+        elif not (answer.broken and (self.stopped or self.dead)):
             self.failures[rank] = answer
 
     def died(self, rank: int, exitcode: int) -> None:

@@ -3,6 +3,7 @@
 Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
 """
 
+import functools
 import importlib
 import io
 from collections.abc import Callable
@@ -40,12 +41,22 @@ def _tensor(content: bytes, dtype: torch.dtype, shape: torch.Size, requires_grad
     return tensor.requires_grad_(requires_grad)
 
 
+def _cached(fn: Callable, parameters: dict[str, Any]) -> Callable:
+    """Put `fn` under a cache of its own, which is empty."""
+    return functools.lru_cache(**parameters)(fn)
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         # cloudpickle knows modules by their exact type. torch has modules of classes of its own,
         # such as torch.compiler.config, and a function that says `torch` and `config` finds it.
         if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
             return importlib.import_module, (thing.__name__,)
+        # A function under functools.cache travels by name, and a rank has another __main__.
+        if isinstance(thing, functools._lru_cache_wrapper):
+            where = f"{thing.__module__}.{thing.__qualname__}"
+            if where.startswith("__main__.") or "<locals>" in where:
+                return _cached, (thing.__wrapped__, thing.cache_parameters())
         # torch would write a checkpoint file for each tensor, with all that a view is a part of.
         if isinstance(thing, Tensor) and _is_plain(thing):
             numbers = thing.detach().contiguous().view(-1)

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -599,6 +599,16 @@ def test_what_cannot_be_sent_is_named(pool):
     assert_works(pool)
 
 
+def test_a_cached_function_travels(pool):
+    """Mutant: it goes by a name that a rank does not know, also where it calls itself by that."""
+
+    @cache
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    assert pool.run(fibonacci, 30) == [832040] * 4
+
+
 def test_a_function_that_says_torch_and_config_travels(pool):
     """cloudpickle takes torch.compiler.config along, a module of a class that it does not know."""
 
@@ -692,12 +702,16 @@ def test_interrupt_while_ranks_hang(pool, hang):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_time_limit(pool, monkeypatch):
-    with monkeypatch.context() as patch:
+def test_a_time_limit_tells_where_each_rank_was(pool, monkeypatch):
+    says = "ranks 0, 1, 2, 3: not done after 0.3"
+    with monkeypatch.context() as patch, within(RECOVERY):
         patch.setattr(pool, "time_limit", 0.3)
-        with within(RECOVERY), pytest.raises(TimeoutError, match="ranks 0, 1, 2, 3: not done.*0.3"):
+        with pytest.raises(TimeoutError, match=says) as error:
             pool.run(hang_in_all_reduce)
-        assert_works(pool)
+    for r, note in enumerate(error.value.__notes__):
+        line = "total" if r else "recv"
+        assert note.startswith(f"rank {r} was stopped here:\nTraceback") and line in note
+    assert_works(pool)
 
 
 # ---------------------------------------------------------------------- starting and ending
