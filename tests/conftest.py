@@ -3,18 +3,14 @@
 import gc
 import os
 import signal
-import tempfile
-import threading
 import time
 
 import pytest
 import torch
 from hypothesis import settings
 
-from minipar.ranks import launch
+from minipar.ranks import processes
 from minipar.ranks.launch import Ranks
-from minipar.ranks.processes import Nursery
-from minipar.ranks.worker import Setup
 from tests.patience import Looks, busy
 
 # What this machine's network, or a launcher around the tests, tells of itself holds neither for the
@@ -77,49 +73,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-class SharedNursery:
-    """One nursery for the pools of all tests, for as long as these run; it has imported before the
-    fork what most ranks would import after it."""
-
-    PRELOAD = "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness", "pytest"
-    PRELOAD += ("tests.tools.gallery",)  # torch's own parallelism takes long to import
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="minipar-tests-")
-        setup = Setup(1, "gloo", 60.0, 1, False, None, self.folder.name, self.PRELOAD)
-        self.real, self.lock = Nursery(setup), threading.Lock()
-
-    def ask(self, *request):
-        with self.lock:
-            return self.real.ask(*request)
-
-    @property
-    def ended(self) -> bool:
-        return self.real.ended
-
-    def close(self) -> None:
-        """Nothing: other pools go on."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def pools_share_a_nursery():
-    """Also those that the code under test starts, such as a bench: a start takes seconds."""
-    shared: list[SharedNursery] = []
-
-    def nursery(setup: Setup) -> Nursery | SharedNursery:
-        prints_itself = not setup.capture  # into what is this process's output at the start
-        if setup.preload or setup.threads != 1 or prints_itself:
-            return Nursery(setup)
-        if not shared or shared[-1].ended:
-            shared.append(SharedNursery())
-        return shared[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Nursery", nursery)
-        yield
-    for each in shared:
-        each.real.close()
-        each.folder.cleanup()
+# All pools are forked from one server, which imports before the fork what most ranks would import
+# after it: torch's own parallelism, which the gallery uses, takes long.
+processes.PRELOAD += "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness"
+processes.PRELOAD += "pytest", "tests.tools.gallery"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -16,7 +16,6 @@ def exit_code(error: Exception) -> int:
     """Print what went wrong; return the exit code. Raises again what is a bug."""
     match error:
         case ValueError():
-            backends.excuse(str(error))
             complain(error)
             return getattr(error, "exit_code", 2)
         case RankError():

@@ -58,7 +58,6 @@ def train(config: TrainConfig) -> None:
                 backend=backend,
                 timeout=config.timeout,
                 sink=None,
-                mend=False,
                 preload=(__name__,),  # with the trainer: once, and not in each rank
             ) as ranks,
             pass_on(ranks.pids),

@@ -20,7 +20,6 @@ a cell does, the notebook is usable again within seconds: an error, ranks that d
 what no rank sends, the stop button, a killed process. One line then says what must be run again.
 """
 
-import os
 import re
 import sys
 import time
@@ -42,7 +41,6 @@ from minipar.ranks import launch, worker
 from minipar.ranks.backends import check_backend
 from minipar.ranks.launch import RankError, check_fits_here
 from minipar.ranks.output import last_state
-from minipar.ranks.processes import Nursery
 from minipar.sim import emulate
 
 
@@ -134,16 +132,10 @@ class Ranks(launch.Ranks):
         if isinstance(device, str):
             device = emulate.device(device, magnify)
         self.device = device
-        self._handed_on: Nursery | None = None
         if _current is not None:
-            self._handed_on, _current._nursery = _current._nursery, None
             _current.close()
         options = {"sink": self._hear, "preload": preload, "max_lines": max_lines} | options
-        try:
-            super().__init__(size, backend=backend, device=device, **options)
-        finally:
-            if self._handed_on is not None:  # and of no use
-                self._handed_on.close()
+        super().__init__(size, backend=backend, device=device, **options)
         self._prepare()
         _current = self
         register_magic()
@@ -176,7 +168,7 @@ class Ranks(launch.Ranks):
     def run_each(self, fn: Callable, args_of: list[tuple | None], **kwargs: Any) -> list[Any]:
         """As in `launch.Ranks`; the namespaces fit the process group afterwards, if it is new."""
         with self.lock:
-            remade, pids = self.remade, list(self._processes and self.pids)
+            remade, pids = self.remade, self.pids
             speakers = [rank for rank, args in enumerate(args_of) if args is not None]
             self._transcript, self._stuck = _Transcript(speakers), {}
             if source := Source.of(fn, cell_numbers()):
@@ -216,27 +208,6 @@ class Ranks(launch.Ranks):
         state = self.label if known else f"gloo, {self.label}"
         return f"Ranks({self.size})  # {'closed' if self.closed else state}"
 
-    def _new_nursery(self) -> Nursery:
-        """That of the ranks before, where it suits: these start in no time then."""
-        before = self._handed_on
-        if before is None or not before.suits(self._setup):
-            return super()._new_nursery()
-        self._handed_on = None
-        return before
-
-    def _start(self, rank: int) -> None:
-        """As in `launch.Ranks`, with a sign of life while it takes long; it vanishes afterwards.
-
-        Not where nbval compares outputs: it would see the sign on a slow machine alone.
-        """
-        is_watched = get_ipython() is not None and "PYTEST_CURRENT_TEST" not in os.environ
-        if is_watched and self._nursery and not self._nursery.ready(2.0):
-            wait = {"text/plain": f"starting {self.size} ranks: each is to find torch imported ..."}
-            sign = display(wait, raw=True, display_id=True)
-            self._nursery.ready(None)
-            sign.update({"text/plain": ""}, raw=True)
-        super()._start(rank)
-
     # ------------------------------------------------------------------ after a failure
     def _prepare(self) -> None:
         super().run_each(shell.prepare, [(self._mesh, self.link)] * self.size)
@@ -248,21 +219,17 @@ class Ranks(launch.Ranks):
         found = super().run_each(shell.mesh_sizes, [()] * self.size)
         self._mesh = next((sizes for sizes in found if sizes), self._mesh)
         self._prepare()
-        processes = enumerate(zip(pids, self.pids, strict=True))
-        born = [str(rank) for rank, (old, new) in processes if old != new]
-        if not born:
+        if pids == self.pids:
             return (
                 "The process group was made anew, all variables are kept: "
                 "re-run the cells that built models or groups on it."
             )
-        many = len(born) > 1
         return (
-            f"The process group was made anew; rank{'s' * many} {', '.join(born)} restarted with "
-            f"{'empty namespaces' if many else 'an empty namespace'}: "
+            "All ranks were started anew, with empty namespaces: "
             "re-run the cells that defined what you need, from the first on."
         )
 
-    def _press(self, job: Any) -> None:
+    def _press(self, job: launch.Call) -> None:
         """As in `launch.Ranks`; and if all who have not finished wait in vain, stop them."""
         super()._press(job)
         if self._num_done != len(job.results):  # who was waiting may have been freed by this one

@@ -42,7 +42,6 @@ from minipar.observe.spans import (
     printable,
     read_json,
 )
-from minipar.ranks.meeting import boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,3 +340,9 @@ def _lanes(spans: list[Span]) -> list[tuple[int, str]]:
         name = "communication" if talks else "compute"
         result.append((2 * lane + talks, f"{name} {lane + 1}" if lane else name))
     return result
+
+
+def boot_id() -> str:
+    """Return what Linux calls this boot of this machine, on which all share a clock; else ""."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""

@@ -2,16 +2,15 @@
 
 import datetime
 import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
-from minipar.ranks import meeting, threads
+from minipar.ranks import threads
 
 BACKENDS = ("gloo", "nccl", "link")
 
@@ -20,24 +19,6 @@ def pick_backend(size: int) -> str:
     """Return "nccl" where there is a GPU for each of `size` ranks of this machine, else "gloo"."""
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= size
     return "nccl" if enough else "gloo"
-
-
-def pick_among(gpus: Sequence[str], backend: str = "auto") -> str:
-    """Return "nccl" where each rank has a GPU of its own, else "gloo"; or `backend` if it is named.
-
-    `gpus` holds the identity of each rank's GPU, "" for a rank without one: a scheduler may show
-    each rank but one GPU, so counting those in sight does not tell. Raises `ValueError` for nccl
-    where ranks share a GPU, or have none.
-    """
-    found = len(set(gpus) - {""})
-    if backend == "auto":
-        return "nccl" if found == len(gpus) else "gloo"
-    if backend == "nccl" and found < len(gpus):
-        raise ValueError(
-            f"backend=nccl needs a GPU per rank: {len(gpus)} ranks have {found} GPUs; use gloo, "
-            f"which also lets several ranks share a GPU"
-        )
-    return backend
 
 
 def check_backend(backend: str, size: int) -> None:
@@ -85,90 +66,59 @@ def init(backend: str, timeout: float, **where: Any) -> None:
     Mesh.label = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
+# ---------------------------------------------------------------------- ranks of torchrun
 def under_torchrun() -> bool:
-    """Whether torchrun (or another launcher that speaks its variables) started this process."""
+    """True if torchrun (or another launcher that speaks its variables) started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def local_rank() -> int:
-    """The number of this rank among those of its host, as the launcher says; 0 without one."""
+    """Return the number of this rank among those of its host; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
 
 
 def restarts() -> int:
-    """How often the torchrun of this host has started its ranks again (--max-restarts)."""
+    """Return how often the torchrun of this host has started its ranks again (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def restarts_left() -> int:
-    """How often it would do so again."""
+    """Return how often it would do so again."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restarts()
 
 
 def job_name() -> str | None:
-    """Name the job of torchrun that this process belongs to, the same after restarts of ranks.
-
-    That is its --rdzv-id. Without one, a name that is kept in its store; None where that would not
-    outlive the ranks.
-    """
+    """Return the --rdzv-id of torchrun, the same after restarts of ranks; None without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if name != "none":
-        return name
-    if not _store_outlives_ranks():
-        return None
-    return _store(60.0).compare_set("job", "", secrets.token_hex(8)).decode()
-
-
-def excuse(problem: str) -> None:
-    """Tell the ranks that already wait for this one why it will not join them."""
-    if under_torchrun() and not dist.is_initialized() and _store_outlives_ranks():
-        with suppress(Exception):  # what is wrong is told here in any case
-            meeting.excuse(_store(5.0), int(os.environ["RANK"]), problem)
-
-
-def _store_outlives_ranks() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _store(timeout: float) -> dist.Store:
-    """Connect to the store of torchrun or, where it lends none, to one that rank 0 keeps.
-
-    Raises `ConnectionError` after `timeout` seconds.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps = not _store_outlives_ranks() and os.environ["RANK"] == "0"
-    seconds = datetime.timedelta(seconds=timeout)
-    more = dict(is_master=keeps, wait_for_workers=False, multi_tenant=True, timeout=seconds)
-    try:
-        return dist.PrefixStore("minipar", dist.TCPStore(address, port, **more))
-    except (dist.DistError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConnectionError(
-            f"no connection to the store of torchrun at MASTER_ADDR {address}, port {port}, "
-            f"within {timeout:g} s: {first}"
-        ) from None
+    return None if name == "none" else name
 
 
 @contextmanager
 def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
     """Join the ranks that torchrun started; leave them in order at the end.
 
-    Leaving is ordered: every rank waits for all others, so that none closes its connections while
-    another still reads from them. Not so after an error: then what is in flight is given up.
-    `backend` is one of `BACKENDS`, or "auto" as in `pick_among`. Raises `ValueError`,
-    `TimeoutError` or `ConnectionError` on all ranks where they cannot meet within `timeout`
-    seconds.
+    The ranks meet at MASTER_ADDR and MASTER_PORT. Between hosts, gloo talks over the interface of
+    GLOO_SOCKET_IFNAME, else over that of the host's name. At the end every rank waits for all
+    others, so that none closes its connections while another still reads from them. After an error
+    it does not wait. `backend` is one of `BACKENDS`, or "auto": nccl where each rank of this host
+    has a GPU. Raises `ValueError` for a rank that cannot be, and `ConnectionError` where the ranks
+    do not meet within `timeout` seconds.
     """
-    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _store(timeout)
-    number, cards = meeting.meet(store, rank, size, timeout, "" if backend == "link" else _gpu())
-    gpus = [card.gpu for card in cards]
-    if backend in ("auto", "nccl"):
-        _check_numbered(gpus)
-    backend = pick_among(gpus, backend)
-    # The store still holds the addresses of ranks before a restart: leave them alone.
-    store = dist.PrefixStore(f"meeting {number}", store)
-    init(backend, timeout, store=store, rank=rank, world_size=size)
+    rank, size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks are 0 to {size - 1}")
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    backend = pick_backend(num_here) if backend == "auto" else backend
+    check_backend(backend, num_here)
     compute_device()  # nccl talks from there
+    try:
+        init(backend, timeout, init_method="env://")
+    except (dist.DistError, RuntimeError) as error:
+        where = ", ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ConnectionError(
+            f"the {size} ranks do not meet at {where} within {timeout:g} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     try:
         yield
         dist.barrier()
@@ -181,19 +131,8 @@ def joined(backend: str, timeout: float = 600.0) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _check_numbered(gpus: Sequence[str]) -> None:
-    """Raise `ValueError` where ranks share a GPU since their launcher has not numbered them."""
-    found, count = [gpu for gpu in gpus if gpu], torch.cuda.device_count()
-    if len(set(found)) < len(found) and count > 1 and "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            f"ranks share a GPU, and this host has {count}: which is for whom? The launcher sets "
-            f"no LOCAL_RANK; export it, as of Slurm LOCAL_RANK=$SLURM_LOCALID"
-        )
-
-
-def _gpu() -> str:
-    """Return the identity of this rank's GPU, "" where it has none."""
-    device = compute_device()
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is no number; torchrun sets RANK and WORLD_SIZE")
+    return int(text)

@@ -3,26 +3,19 @@
     with Ranks(4) as ranks:
         losses = ranks.run(train, config)      # train(config) on every rank; four results
 
-What happens behind it:
+*Start.* A fork server imports torch once and forks every rank (`minipar.ranks.processes`). The
+ranks find each other at a store in your process, whose port the system chooses.
 
-    your process ──┬── pipes: "call this", results, output ──► rank 0 .. n-1
-                   └── socket: "fork a rank" ──► nursery ──fork──┘
+*Failure.* When a rank raises, the others get `grace` seconds to finish. Then they are stopped, even
+inside of a collective: a control thread in each rank aborts its process groups. If a rank has only
+lost its connection, or says that all ranks find the same, the others get 10 x `grace`. An `except`
+or `finally` is interrupted only after a second, so that locks and files are given back. A rank that
+does not answer is killed. Then the ranks make a new process group and keep their variables. If a
+rank is dead, all ranks are started anew. `RankError` shows the traceback of the rank that failed
+first.
 
-*Start.* The nursery is one clean process that imports torch once and forks every rank from there:
-a rank is ready in milliseconds, also when one has to be replaced. (Where forking is not safe,
-as on macOS, each rank is a process started from scratch.) The ranks find each other through a
-file, so that no port can collide.
-
-*Failure.* When a rank raises, the others get `grace` seconds to finish and are then stopped, even
-if they wait inside of a collective: a control thread in each rank aborts its process groups from
-under it. Where ranks have but lost a connection, or say that all find the same, they get ten times
-as long. What they do in an `except` or `finally` is interrupted only after a second, so that locks
-and files are let go of. A rank that does not even answer to that is killed. Then the process group
-is made anew, dead ranks are forked again, and `RankError` shows the traceback of the rank that
-failed *first*.
-
-*End.* No rank outlives your process, however it ends: pipes that close end the ranks; on Linux the
-kernel ends them with the nursery as well.
+*End.* No rank outlives your process, however it ends: the kernel ends a rank, and what it has
+started, when the pipe from your process closes.
 
 Under torchrun there is nothing to start: `minipar.ranks.backends` joins the ranks that it made.
 In torch: `torch.multiprocessing.spawn`, `torchrun`.
@@ -31,28 +24,32 @@ In torch: `torch.multiprocessing.spawn`, `torchrun`.
 import atexit
 import math
 import os
-import shutil
+import signal
+import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from minipar.emulate.device import Device
 from minipar.ranks.backends import check_backend
-from minipar.ranks.jobs import Interrupts, Job
 from minipar.ranks.pack import pack_call, unpack
-from minipar.ranks.processes import Nursery, Process
+from minipar.ranks.processes import Process, warm_up
 from minipar.ranks.worker import Failure, Setup
 
 RANK_BYTES = 100e6
 """Memory of a process that has imported torch and joined a group, at the least."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": LOOPBACK}
+"""Environment of the ranks, unless the user's says otherwise."""
 
 OutputSink = Callable[[int, str, Any], None]
 """Called as ``sink(rank, stream, payload)``; stream is "stdout", "stderr" or one of your own."""
@@ -66,7 +63,7 @@ class RankError(RuntimeError):
         super().__init__("\n".join(["a rank failed", *self.reports()]))
 
     def reports(self) -> list[str]:
-        """One text per different failure, headed by the ranks that share it."""
+        """Return one text per different failure, headed by the ranks that share it."""
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in self.failures.values():
             alike.setdefault((failure.kind, failure.message), []).append(failure)
@@ -91,7 +88,7 @@ def _who(failures: list[Failure]) -> str:
 
 
 def prefixed(rank: int, stream: str, text: str) -> None:
-    """The default sink: print every line of a rank behind its number."""
+    """Print every line of a rank behind its number: the default sink."""
     out = sys.stderr if stream == "stderr" else sys.stdout
     out.write("".join(f"[{rank}] {line}" for line in text.splitlines(keepends=True)))
     out.flush()
@@ -124,19 +121,16 @@ class Ranks:
         grace: seconds that ranks may go on after another has failed; see *Failure* above.
         threads: threads of each rank for computing.
         sink: receives what ranks print, while they run; None lets them print for themselves.
-        mend: after a failure make the pool usable again; otherwise end it.
         max_lines: how many lines a rank may print in a call; more are only counted. None: all.
         preload: names of modules that every rank should find imported when it starts.
-        start: "fork" from a clean process, or "spawn" each rank from scratch: slower, but safe
-            everywhere. None picks "fork" on Linux.
         device: what every rank computes on by declaration, see `minipar.emulate.device`; needs the
             backend "link".
         strict: stop at what would be a race on a GPU, in each call: results are NaN until they are
             waited for, what travels must be left alone, and no handle be forgotten. Slow; needs
             the backend "link". See `minipar.emulate.strict`.
 
-    Raises `ValueError` for a size below 1, an unknown backend or start, a device or strict=True
-    without a link.
+    Raises `ValueError` for a size below 1, an unknown backend, a device or strict=True without a
+    link.
     """
 
     def __init__(
@@ -148,10 +142,8 @@ class Ranks:
         grace: float = 1.0,
         threads: int = 1,
         sink: OutputSink | None = prefixed,
-        mend: bool = True,
         max_lines: int | None = None,
         preload: tuple[str, ...] = (),
-        start: str | None = None,
         device: Device | None = None,
         strict: bool = False,
     ) -> None:
@@ -166,27 +158,27 @@ class Ranks:
             )
         if strict and backend != "link":
             raise ValueError(f"strict=True watches the backend 'link', not {backend!r}")
-        start = start or ("fork" if sys.platform == "linux" else "spawn")
-        if start not in ("fork", "spawn"):
-            raise ValueError(f"start={start!r} is unknown; use fork or spawn")
-        self.size, self.grace, self.mend, self.sink = size, grace, mend, sink
+        self.size, self.grace, self.sink = size, grace, sink
         self.remade = 0  # how often the process group was made again
         self.time_limit: float | None = None  # seconds that a call may take
         self.lock = threading.RLock()  # held by the thread whose call is running
         self.closed = False
-        self._call, self._listening = 0, False
+        self._number = 0  # of the latest call
         self._pid = os.getpid()
-        self._folder = tempfile.mkdtemp(prefix="minipar-")
-        more = self._folder, tuple(preload), device, strict
-        self._setup = Setup(size, backend, timeout, threads, sink is not None, max_lines, *more)
-        self._nursery = self._new_nursery() if start == "fork" else None
-        self._processes: list[Process | None] = [None] * size
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            self._store = dist.TCPStore(
+                *door.getsockname(),
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(door.fileno()),
+            )
+        self._setup = Setup(
+            size, backend, timeout, threads, sink is not None, max_lines, self._store.port,
+            tuple(preload), {**QUIET, **os.environ, "OMP_NUM_THREADS": str(threads)}, device, strict
+        )  # fmt: skip
+        self._processes: list[Process] = []
         atexit.register(self.close)
-        try:
-            self._start_all(range(size))
-        except BaseException:
-            self.close()
-            raise
+        self._start()
 
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
@@ -223,33 +215,24 @@ class Ranks:
         """End all ranks and start fresh ones in their place."""
         self._check_open()
         with self.lock, Interrupts():
-            for process in self._processes:
-                process.kill()
-            for process in self._processes:
-                process.reap()
-            if self._nursery is not None and self._nursery.ended:
-                self._nursery = self._new_nursery()
-            self._start_all(range(self.size))
+            self._end()
+            self._start()
 
     def close(self) -> None:
-        """End all ranks, at once, and what was started in them, also in sessions of their own.
+        """End all ranks, at once, and what was started in them.
 
-        With start="spawn" the latter go on. A call that is running in another thread fails.
+        A call that is running in another thread fails.
         """
         if self._pid != os.getpid():
             return  # a fork of the process whose ranks they are
         self.closed = True
-        for process in filter(None, self._processes):
+        for process in self._processes:
             process.kill()
-        turn = self.lock.acquire(timeout=10)  # that call has noticed
-        for process in filter(None, self._processes):
-            process.reap()
-        self._processes = []
-        if self._nursery is not None:
-            self._nursery.close()
-        if turn:
+        has_turn = self.lock.acquire(timeout=10)  # a call of another thread has noticed
+        self._end()
+        self._store = None
+        if has_turn:
             self.lock.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
 
     def __enter__(self) -> "Ranks":
@@ -270,143 +253,254 @@ class Ranks:
         if self._pid != os.getpid():
             raise RuntimeError("these ranks obey the process that started them, not a fork of it")
 
-    # ------------------------------------------------------------------ supervision
-    def _new_nursery(self) -> Nursery:
-        return Nursery(self._setup)
-
-    def _start(self, rank: int) -> None:
-        self._processes[rank] = Process(replace(self._setup, rank=rank), self._nursery)
-
-    def _start_all(self, ranks: Iterable[int]) -> None:
-        """Start these ranks; then let all ranks make a process group, at a new meeting point."""
-        for rank in ranks:
-            self._start(rank)
-        self.remade += 1
-        meeting = os.path.join(self._folder, str(self.remade))
-        self._supervise([("join", meeting)] * self.size, limit=time.monotonic() + 60)
-
-    def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
-        """Send `messages[rank]`, collect the answers, and see to it that all ranks come back."""
-        self._check_open()
-        if self._listening:
-            raise RuntimeError("a sink cannot call the ranks while it hears them")
-        self._call += 1
-        job = Job(self._call, {r for r, m in enumerate(messages) if m is not None}, limit)
-        if self.time_limit is not None and limit is None:
-            job.deadline = time.monotonic() + self.time_limit
-        with Interrupts() as interrupts:
-            for rank in job.waiting:
-                with suppress(OSError):  # a dead rank is found below
-                    self._processes[rank].work.send((self._call, *messages[rank]))
-            while job.waiting:
-                try:
-                    interrupts.check()
-                    self._listen(job, interrupts)
-                    self._press(job)
-                except BaseException as error:  # Ctrl-C, or a test's time limit
-                    if self.closed or not self.mend:
-                        self.close()
-                        raise
-                    if job.interrupted is not None:  # the second time: no more patience
-                        self._kill(job)
-                    job.interrupted = error
-                    self._stop(job)
-            joining = limit is not None
-            if self.closed:
-                raise RuntimeError("these ranks were ended during the call")
-            if job.dead or job.stopped or (job.failures and not job.all_alike):
-                if not self.mend:
-                    self.close()
-                elif not joining:
-                    self._mend(job.dead)
-            elif job.left and not joining:  # a call ended with dist.destroy_process_group()
-                self._mend([])
-        if job.interrupted is not None:
-            raise job.interrupted
-        if job.failures:
-            # Where code failed somewhere, connections that broke elsewhere are a consequence.
-            causes = {rank: f for rank, f in job.failures.items() if not f.broken}
-            raise RankError(dict(sorted((causes or job.failures).items())))
-        answers = [job.results.get(rank) for rank in range(self.size)]
-        return [None if answer is None else unpack(answer) for answer in answers]
-
-    def _mend(self, dead: list[int]) -> None:
-        """Put fresh ranks in the place of the dead, and let all meet again."""
+    # ------------------------------------------------------------------ starting, and once more
+    def _start(self) -> None:
+        warm_up(self._setup.preload)
         try:
-            self._start_all(dead)
-        except RuntimeError:  # a rank ended meanwhile, or the nursery is gone
+            for rank in range(self.size):
+                self._processes.append(Process(replace(self._setup, rank=rank)))
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.reap()
+        self._processes = []
+
+    def _join(self) -> None:
+        """Have all ranks make a process group, under a new name at the store."""
+        self.remade += 1
+        self._supervise([("join", self.remade)] * self.size, limit=time.monotonic() + 60)
+
+    def _recover(self, call: "Call") -> None:
+        """Make the ranks usable again after `call`, if it has left them otherwise."""
+        try:
+            if not call.dead and call.has_broken_group:
+                self._join()
+        except RuntimeError:  # a rank ended meanwhile
+            call.dead = True
+        if call.dead:
             self.restart()
 
-    def _listen(self, job: Job, interrupts: Interrupts) -> None:
-        """Take in what each rank has said by now; wait for half a second at most."""
-        due = min(job.deadline, math.inf if job.limit is None else job.limit)
-        patience = max(0.0, min(0.5, due - time.monotonic()))
-        asked = {rank: self._processes[rank] for rank in sorted(job.waiting)}
+    # ------------------------------------------------------------------ supervision
+    def _supervise(self, messages: list[tuple | None], limit: float | None = None) -> list[Any]:
+        """Send `messages[rank]`, collect the answers, and leave the ranks usable.
+
+        Ranks that join have until `limit`.
+        """
+        self._check_open()
+        self._number += 1
+        asked = {rank for rank, message in enumerate(messages) if message is not None}
+        call = Call(self._number, self.size, asked, set(asked), limit=limit or math.inf)
+        if self.time_limit is not None and limit is None:
+            call.deadline = time.monotonic() + self.time_limit
+        with Interrupts() as interrupts:
+            for rank in asked:
+                with suppress(OSError):  # a dead rank is found below
+                    self._processes[rank].work.send((self._number, *messages[rank]))
+            while call.waiting:
+                try:
+                    interrupts.check()
+                    self._listen(call, interrupts)
+                    self._press(call)
+                except BaseException as error:  # Ctrl-C, or an error of the sink
+                    if self.closed:
+                        raise
+                    (self._stop if call.interrupted is None else self._kill)(call)
+                    call.interrupted = error
+            if self.closed:
+                raise RuntimeError("these ranks were ended during the call")
+            if limit is None:
+                self._recover(call)
+        if isinstance(call.interrupted, TimeoutError):
+            for rank, report in sorted(call.stacks.items()):
+                call.interrupted.add_note(f"rank {rank} was stopped here:\n{report}")
+        if call.interrupted is not None:
+            raise call.interrupted
+        if call.failures:
+            # Where code failed somewhere, connections that broke elsewhere are a consequence.
+            causes = {rank: f for rank, f in call.failures.items() if not f.broken}
+            raise RankError(dict(sorted((causes or call.failures).items())))
+        answers = [call.results.get(rank) for rank in range(self.size)]
+        return [None if answer is None else unpack(answer) for answer in answers]
+
+    def _listen(self, call: "Call", interrupts: "Interrupts") -> None:
+        """Take in what the ranks have said by now; wait for half a second at most."""
+        seconds = min(call.deadline, call.limit) - time.monotonic()
+        asked = {rank: self._processes[rank] for rank in sorted(call.waiting)}
         with interrupts.allowed():
-            ready = wait([sign for process in asked.values() for sign in process.signs], patience)
+            signs = [sign for process in asked.values() for sign in process.signs]
+            ready = wait(signs, min(0.5, max(0.0, seconds)))
         for rank, process in asked.items():
-            if not any(sign in ready for sign in process.signs):
-                continue
             try:
-                if process.work not in ready:
-                    raise EOFError("ended, though a child of its own still holds the pipe")
-                said = process.heard()
+                said = process.heard(ready)
             except (EOFError, OSError):
-                job.died(rank, self.size, process.reap())
+                call.died(rank, process.reap())
                 continue
-            for number, kind, *content in said:
-                self._take(job, rank, number, kind, content)
+            for kind, messages in groupby(said, key=lambda message: message[0]):
+                self._take(call, rank, kind, [content for _, *content in messages])
 
-    def _take(self, job: Job, rank: int, number: int, kind: str, content: list) -> None:
-        """Enter what a rank has said; an answer to another call is none to this one."""
-        if kind not in ("result", "failure"):
-            self._listening = True
-            try:
-                self.sink(rank, kind, content[0])
-            finally:
-                self._listening = False
-        elif number == job.number and rank not in job.killed:  # then its end is what we wait for
-            answer, joined = content
-            if not joined:
-                job.left.add(rank)
-            if kind == "failure":
-                job.failed(rank, answer)
-            else:
-                job.waiting.discard(rank)
-                job.results[rank] = answer
+    def _take(self, call: "Call", rank: int, kind: str, contents: list[list]) -> None:
+        """Enter what a rank has said: its answer, or messages of one kind for the sink."""
+        if kind in ("result", "failure"):
+            call.answered(rank, *contents[0])
+            return
+        if kind in ("stdout", "stderr"):
+            contents = [["".join(text for (text,) in contents)]]
+        for (content,) in contents:
+            self.sink(rank, kind, content)
 
-    def _press(self, job: Job) -> None:
+    def _press(self, call: "Call") -> None:
         """Once a rank has failed: wait, then stop the others, then kill them."""
         now = time.monotonic()
-        if now >= job.deadline and job.waiting and not job.stopped and not job.failures:
-            late = ", ".join(map(str, sorted(job.waiting)))
-            job.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
-            self._stop(job)
-        if job.failures and job.limit is None:
-            found_by_all = any(failure.everywhere for failure in job.failures.values())
-            # A rank that was killed may still die: a GPU's memory is given back before it is gone.
-            only_felt = all(failure.broken for failure in job.failures.values())
-            job.limit = now + self.grace * (10 if found_by_all or only_felt else 1)
-        if job.dead and not job.stopped:
-            job.limit = now  # a wait for the dead is in vain
-        if job.waiting and job.limit is not None and now >= job.limit:
-            if not self.mend or job.stopped:
-                self._kill(job)
-            else:
-                self._stop(job)
+        if now >= call.deadline and not (call.stopped or call.failures):
+            late = ", ".join(map(str, sorted(call.waiting)))
+            call.interrupted = TimeoutError(f"ranks {late}: not done after {self.time_limit:g} s")
+            self._stop(call)
+        if call.failures and call.limit == math.inf:
+            call.limit = now + self.grace * (10 if call.is_felt_by_all else 1)
+        if call.dead and not call.stopped:
+            call.limit = now  # a wait for the dead is in vain
+        if now >= call.limit:
+            (self._kill if call.stopped else self._stop)(call)
 
-    def _stop(self, job: Job) -> None:
-        job.stopped, job.limit = True, time.monotonic() + 3
-        for rank in job.waiting:
+    def _stop(self, call: "Call") -> None:
+        call.stopped, call.limit = True, time.monotonic() + 3
+        for rank in call.waiting:
             with suppress(OSError):
-                self._processes[rank].control.send(job.number)
+                self._processes[rank].control.send(call.number)
 
-    def _kill(self, job: Job) -> None:
-        job.stopped = True
-        job.killed |= job.waiting
-        for rank in job.waiting:
+    def _kill(self, call: "Call") -> None:
+        call.dead = call.stopped = True
+        call.limit = time.monotonic() + 3
+        for rank in call.waiting:
             self._processes[rank].kill()
-        job.limit = time.monotonic() + 3
+
+
+@dataclass
+class Call:
+    """One call in progress: which ranks have not answered, which failed, what came back."""
+
+    number: int
+    size: int
+    asked: set[int]
+    waiting: set[int]
+    limit: float  # when the ranks that wait are stopped, or killed if they were stopped before
+    deadline: float = math.inf  # of the whole call
+    results: dict[int, bytes] = field(default_factory=dict)  # pickled
+    failures: dict[int, Failure] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)  # where ranks were stopped
+    dead: bool = False  # one of the ranks
+    left: bool = False  # one of the ranks has left our process group
+    stopped: bool = False
+    interrupted: BaseException | None = None
+
+    def answered(self, rank: int, answer: bytes | Failure, joined: bool) -> None:
+        """Note an answer; a failure counts unless it is only a consequence of another.
+
+        A rank may answer late, since it took long to put its own failure into words.
+        """
+        self.waiting.discard(rank)
+        self.left |= not joined
+        if not isinstance(answer, Failure):
+            self.results[rank] = answer
+        elif answer.stopped:
+            self.stacks[rank] = answer.report
+        elif not (answer.broken and (self.stopped or self.dead)):
+            self.failures[rank] = answer
+
+    def died(self, rank: int, exitcode: int) -> None:
+        """Note that a process has ended; that outranks the errors of those who missed it."""
+        self.waiting.discard(rank)
+        self.dead = True
+        if self.stopped and self.failures:
+            return  # we killed it ourselves
+        message = f"the process ended by exit {exitcode}"
+        if exitcode < 0:
+            message = f"the process ended by signal {-exitcode} ({signal_name(-exitcode)})"
+        if exitcode == -signal.SIGABRT:
+            message += (
+                "; gloo ends it where ranks call different collectives, or with other sizes: all "
+                "ranks must make the same calls in the same order, and run a model that fsdp or "
+                "tensor parallelism has cut alike, in evaluation too"
+            )
+        own = {other: failure for other, failure in self.failures.items() if not failure.broken}
+        label = f"rank {rank} of {self.size}"
+        self.failures = own | {rank: Failure(label, "Died", message, message, exitcode)}
+
+    @property
+    def is_felt_by_all(self) -> bool:
+        """True if the others, too, should find the failure, or the death that is behind it."""
+        failures = self.failures.values()
+        return any(f.everywhere for f in failures) or all(f.broken for f in failures)
+
+    @property
+    def is_alike(self) -> bool:
+        """True if all ranks failed, with one and the same kind of error: they are in step."""
+        failures = self.failures.values()
+        return (
+            len(failures) == len(self.asked)
+            and len({failure.kind for failure in failures}) == 1
+            and not any(failure.broken for failure in failures)
+        )
+
+    @property
+    def has_broken_group(self) -> bool:
+        """True if the ranks must make their process group anew."""
+        return self.stopped or self.left or (bool(self.failures) and not self.is_alike)
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+class Interrupts:
+    """Ctrl-C while ranks are supervised: obeyed at once where we only wait, else a little later.
+
+    There is no recovery from a message that was cut in two, or from a half-made group.
+    """
+
+    def __init__(self) -> None:
+        self._is_allowed, self._noted, self._usual = False, None, None
+
+    def __enter__(self) -> "Interrupts":
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and callable(signal.getsignal(signal.SIGINT)):
+            self._usual = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual is not None:
+            signal.signal(signal.SIGINT, self._usual)
+            self.check()
+
+    def _on_signal(self, *args: Any) -> None:
+        self._noted = args
+        if self._is_allowed:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the interrupt that came meanwhile, if any."""
+        args, self._noted = self._noted, None
+        if args is not None:
+            self._usual(*args)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Raise interrupts at once in the body."""
+        self._is_allowed = True
+        try:
+            yield
+        finally:
+            self._is_allowed = False
 
 
 def spawn(fn: Callable, size: int, *args: Any, **kwargs: Any) -> list[Any]:

@@ -1,14 +1,16 @@
 """One rank, seen from inside: it receives calls, runs them and answers, and can be stopped.
 
-Two threads. The main thread runs what it is told. The control thread waits for the word to stop; it
+Two threads. The main thread runs what it is told. The control thread waits for the word to stop. It
 also runs while the main thread is stuck in a collective, and then aborts the process groups from
 under it.
 """
 
 import bdb
+import fcntl
+import gc
 import importlib
+import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -18,7 +20,7 @@ import time
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -55,8 +57,9 @@ class Setup:
     threads: int
     capture: bool
     max_lines: int | None  # that a rank may print in a call
-    folder: str  # where the ranks meet
+    port: int  # of the store in the parent, where the ranks meet
     preload: tuple[str, ...]
+    environment: dict[str, str]
     emulated: device.Device | None = None
     strict: bool = False  # races are found
     rank: int = -1
@@ -67,8 +70,8 @@ class Stopped(KeyboardInterrupt):
 
 
 CLEANING = 1.0
-"""Seconds that a call which is to stop may spend in an `except` or `finally`, where it may be
-letting go of locks and files, before it is interrupted there as well."""
+"""Seconds in which a call that is to stop is not interrupted inside of an `except` or `finally`: it
+may be giving locks and files back."""
 
 _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
 """What a communication error says when the process group can no longer be used."""
@@ -82,40 +85,36 @@ class _Worker:
         self.pid = os.getpid()
         self.call = 0  # number of the latest call
         self.stopped = 0  # number of the latest call that was stopped
-        self.clean_by = 0.0  # when its handlers must have ended
+        self.clean_by = 0.0  # until then, `except` and `finally` are not interrupted
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
         self.output = Output(self.say, f"rank {setup.rank}", setup.max_lines)
-        self.children = _Children(self.output)
 
     def run(self) -> None:
         signal.signal(signal.SIGUSR2, self._on_signal)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # which the nursery leaves to us
-            signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._obey, daemon=True).start()
-        rank, size = str(self.setup.rank), str(self.setup.size)
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
         torch.set_num_threads(self.setup.threads)
         device.use(self.setup.emulated)
         if self.setup.backend != "link":  # which carries what is on the CPU
             compute_device()
         if self.setup.capture:
-            self.children.listen()
             sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
+            os.register_at_fork(after_in_child=self._in_child)
         while True:
             self.call, kind, content = self.work.recv()
             try:
-                answer = ("result", self._answer(kind, content))
+                answer = "result", self._answer(kind, content)
             except BaseException as error:
                 self.busy.clear()
-                answer = ("failure", self._failure(error))
-            if os.getpid() != self.pid:  # a child of os.fork(): the answer is not for it to give
-                leave_child(answer[1].report if answer[0] == "failure" else "")
+                answer = "failure", self._failure(error)
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):  # the function may have put anything in their place
                     stream.flush()
-            self.children.take_in()
+            if os.getpid() != self.pid:  # a child of os.fork(): the answer is not for it to give
+                if answer[0] == "failure":
+                    os.write(2, f"{answer[1].report}\n".encode())
+                os._exit(answer[0] == "failure")
             self.output.end()
             self.say(*answer, dist.group.WORLD is self.world)
 
@@ -133,47 +132,55 @@ class _Worker:
             self.busy.clear()
         return pack(result)
 
-    def _join(self, meeting: str) -> None:
+    def _join(self, meeting: int) -> None:
         if dist.is_initialized() and self.setup.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # others may never come to what is open
         if dist.is_initialized():
             dist.destroy_process_group()
-        size, store = self.setup.size, dist.FileStore(meeting, self.setup.size)
-        where = {"store": store, "rank": self.setup.rank, "world_size": size}
-        init(self.setup.backend, self.setup.timeout, **where)
+        store = dist.TCPStore("127.0.0.1", self.setup.port, wait_for_workers=False)
+        where = {"rank": self.setup.rank, "world_size": self.setup.size}
+        store = dist.PrefixStore(f"meeting {meeting}", store)
+        init(self.setup.backend, self.setup.timeout, store=store, **where)
         self.world = dist.group.WORLD
 
     def _failure(self, error: BaseException) -> Failure:
-        # A caller that renders errors better than we do (a notebook cell) attaches the text.
-        report = _attached(error, "report", str)
-        if report is None:
+        report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
+        if not isinstance(report, str):
             add_hint(error)
             # The first frames are this loop's; a reader wants those of the function.
             tb = error.__traceback__
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
             report = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
-        kind = _attached(error, "kind", str) or type(error).__name__
         try:
             message = str(error)
         except Exception:
             message = f"<str() of this {type(error).__name__} fails>"
-        broken = isinstance(error, RuntimeError) and any(word in message for word in _BROKEN)
-        stopped, everywhere = self.stopped == self.call, bool(_attached(error, "everywhere", bool))
-        return Failure(Mesh.label, kind, message, report, None, broken, stopped, everywhere)
+        return Failure(
+            Mesh.label,
+            type(error).__name__,
+            message,
+            report,
+            broken=isinstance(error, RuntimeError) and any(word in message for word in _BROKEN),
+            stopped=self.stopped == self.call,
+            everywhere=getattr(error, "everywhere", False) is True,
+        )
 
     def say(self, kind: str, *content: Any) -> None:
-        """Send a message to the parent; a signal must not cut it in two.
-
-        It bears the number of the call, so that it is never taken for the answer to another.
-        """
+        """Send a message to the parent; a signal must not cut it in two."""
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             with self.lock:
-                self.work.send((self.call, kind, *content))
+                self.work.send((kind, *content))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
+    def _in_child(self) -> None:
+        """In a process that a rank forks: print directly. Two messages at once would be garbled."""
+        numbers = {"stdout": 1, "stderr": 2}
+        self.output.__init__(lambda name, text: os.write(numbers[name], text.encode()), "", None)
+
+    # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
         cleans = sys.exception() is not None and time.monotonic() < self.clean_by
         if self.busy.is_set() and not cleans:
@@ -181,125 +188,45 @@ class _Worker:
 
     def _obey(self) -> None:
         """The control thread: runs even while the main thread is stuck in a collective."""
-        main = threading.main_thread().ident
+        parent, main = multiprocessing.parent_process().sentinel, threading.main_thread().ident
+        end_with(parent)
         try:
-            while True:
+            while parent not in wait([self.control, parent]):
                 unwanted = self.control.recv()  # the number of the call to stop
 
-                def running(unwanted=unwanted):
+                def runs(unwanted: int = unwanted) -> bool:
                     return self.busy.is_set() and self.call == unwanted
 
-                if running():
+                if runs():
                     self.stopped, self.clean_by = unwanted, time.monotonic() + CLEANING
                     abort_groups()
-                while running():  # plain Python: loops and sleeps
+                while runs():  # plain Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
-        except (EOFError, OSError):  # the pipe is closed: our parent is gone
-            shutil.rmtree(self.setup.folder, ignore_errors=True)
         finally:
             leave()
 
 
-def _attached(error: BaseException, name: str, kind: type) -> Any:
-    """What an error of ours bears under this name; None where a user's has something else there."""
-    with suppress(Exception):
-        value = getattr(error, name)
-        return value if type(value) is kind else None
-    return None
+def end_with(parent: int) -> None:
+    """Have Linux kill this rank, and what it has started, when `parent`, a pipe, is closed.
 
-
-class _Children:
-    """What processes that a rank has forked print: it is handed to the rank, and travels with it.
-
-    They must not write to the rank's pipe: two messages at once would be garbled.
+    The control thread sees the end of the parent, too, but not while C code keeps the interpreter
+    for itself. Elsewhere than on Linux such a rank outlives its parent until it comes back.
     """
-
-    def __init__(self, output: Output) -> None:
-        self._output, self._lock = output, threading.Lock()
-        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-
-    def listen(self) -> None:
-        os.register_at_fork(after_in_child=self._in_child)
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        while self._ours.recv(1, socket.MSG_PEEK):
-            self.take_in()
-
-    def take_in(self) -> None:
-        """Hand on what was said until now."""
-        with self._lock, suppress(BlockingIOError):
-            while True:
-                said = self._ours.recv(1 << 13, socket.MSG_DONTWAIT).decode()
-                self._output.write(*said.split(":", 1))
-
-    def _in_child(self) -> None:
-        # Made anew: a thread of the rank, which is not here, may have held its lock.
-        self._output.__init__(self._say, "", None)
-
-    def _say(self, stream: str, text: str) -> None:
-        for start in range(0, len(text), 500):  # a datagram is small
-            self._theirs.send(f"{stream}:{text[start : start + 500]}".encode())
-
-
-def leave_child(report: str) -> None:
-    """End a process that user code has forked in a rank and that came back from it."""
-    with suppress(Exception):
-        print(report, end="\n" * bool(report), file=sys.stderr)
-        _worker.output.end()
-    os._exit(bool(report))
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(parent, fcntl.F_SETOWN, -os.getpid())  # to our process group
+        fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent, fcntl.F_SETFL, os.O_ASYNC | fcntl.fcntl(parent, fcntl.F_GETFL))
 
 
 def leave() -> None:
-    """End this rank and the processes that were started in it."""
+    """End this rank and the processes that were started in it.
+
+    Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
+    """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
-
-
-_worker: _Worker | None = None  # of this process, if it is a rank
-
-
-def shield() -> None:
-    """From inside a rank: from here on this call is not stopped any more; it ends by itself."""
-    if _worker is not None:
-        _worker.busy.clear()
-
-
-def say(kind: str, content: Any) -> None:
-    """From inside a rank: hand (picklable) `content` to the sink of the parent.
-
-    What was printed before travels first; beyond `max_lines` of a call it is counted only.
-    """
-    assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
-    if os.getpid() != _worker.pid:
-        raise RuntimeError("a process forked by a rank can print, but show no pictures")
-    if _worker.output.make_room():
-        _worker.say(kind, content)
-
-
-def notify(kind: str, content: Any) -> None:
-    """As `say`, of what is no output: it is not counted, and nothing travels before it."""
-    _worker.say(kind, content)
-
-
-def add_hint(error: BaseException) -> None:
-    """Attach a sentence to an error that means something else on the ranks of a pool."""
-    with suppress(Exception):  # str() of it may fail
-        if "initialize the default process group twice" in str(error):
-            error.add_note(
-                "The ranks have joined before your code runs: leave init_process_group out. After "
-                "destroy_process_group() they join again by themselves."
-            )
-        if isinstance(error, bdb.BdbQuit) or "EOF when reading a line" in str(error):
-            error.add_note(
-                "A rank has no keyboard. Call the function where the ranks were started, in the "
-                "notebook say, as one rank of a group that is not there; breakpoint() works so:\n"
-                "    from minipar.parallel.plan import Plan\n"
-                "    from minipar.sim.trace import pretend\n"
-                "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
-            )
 
 
 def abort_groups() -> None:
@@ -341,18 +268,72 @@ def _cut_connections() -> None:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-def rank_main(setup: Setup, work_fd: int, control_fd: int) -> None:
+# ---------------------------------------------------------------------- for code that a rank runs
+_worker: _Worker | None = None  # of this process, if it is a rank
+
+
+def shield() -> None:
+    """From inside a rank: from here on this call is not stopped any more; it ends by itself."""
+    if _worker is not None:
+        _worker.busy.clear()
+
+
+def say(kind: str, content: Any) -> None:
+    """From inside a rank: hand (picklable) `content`, such as a picture, to the parent's sink.
+
+    Beyond `max_lines` of a call it is only counted.
+    """
+    assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
+    if os.getpid() != _worker.pid:
+        raise RuntimeError("a process forked by a rank can print, but show no pictures")
+    for stream in ("stdout", "stderr"):
+        _worker.output.flush(stream)
+    if _worker.output.make_room():
+        _worker.say(kind, content)
+
+
+def notify(kind: str, content: Any) -> None:
+    """As `say`, of what is no output: it is not counted."""
+    _worker.say(kind, content)
+
+
+def add_hint(error: BaseException) -> None:
+    """Attach a sentence to an error that means something else on the ranks of a pool."""
+    with suppress(Exception):  # str() of it may fail
+        if "initialize the default process group twice" in str(error):
+            error.add_note(
+                "The ranks have joined before your code runs: leave init_process_group out. After "
+                "destroy_process_group() they join again by themselves."
+            )
+        if isinstance(error, bdb.BdbQuit) or "EOF when reading a line" in str(error):
+            error.add_note(
+                "A rank has no keyboard. Call the function where the ranks were started, in the "
+                "notebook say, as one rank of a group that is not there; breakpoint() works so:\n"
+                "    from minipar.parallel.plan import Plan\n"
+                "    from minipar.sim.trace import pretend\n"
+                "    with pretend(Plan(dp=4), rank=2) as mesh: ..."
+            )
+
+
+def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Connection) -> None:
     """A rank from its first breath to its last; never returns."""
     global _worker
     try:
+        gc.freeze()  # no collection shall go through all that was imported, and copy each page
+        os.setpgid(0, 0)  # with all that it will start, so that they end together
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # which the fork server ignores
+            signal.signal(number, signal.SIG_DFL)
+        for fd, stream in enumerate(streams, start=1):
+            os.dup2(stream.fileno(), fd)
+        os.environ.clear()  # the fork server's: it may serve many pools
+        os.environ.update(setup.environment)
         for module in setup.preload:
             importlib.import_module(module)
-        _worker = _Worker(setup, Connection(work_fd), Connection(control_fd))
+        _worker = _Worker(setup, work, control)
         _worker.run()
-    except EOFError:  # the parent is gone
-        shutil.rmtree(setup.folder, ignore_errors=True)
-    except (OSError, KeyboardInterrupt):
+    except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone
         pass
+    except BaseException:
+        traceback.print_exc()
     finally:
-        # Not sys.exit: an interpreter that leaves with a live gloo group may abort noisily.
         leave()

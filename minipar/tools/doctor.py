@@ -5,6 +5,7 @@ will fail, with its cure. Under torchrun, all of its ranks take part: each host 
 must share the folder of runs with the others.
 """
 
+import ipaddress
 import os
 import platform
 import re
@@ -24,7 +25,7 @@ import torch
 import minipar
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier
 from minipar.comm.mesh import Axis, Mesh
-from minipar.ranks import backends, meeting
+from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
 from minipar.ranks.threads import usable_cores
 from minipar.train.folder import held
@@ -136,21 +137,44 @@ def _gpus() -> list[Line]:
 def _gloo() -> Line:
     """Which interface gloo will listen at: that of the host's name, unless it is told another."""
     try:
-        address = meeting.gloo_address()
+        address = _gloo_address()
     except ValueError as error:
         return Line("FAIL", "gloo", str(error))
-    if not meeting.is_loopback(address):
-        return Line("ok", "gloo", f"would listen at {address} ({meeting.interface_of(address)})")
+    if not ipaddress.ip_address(address).is_loopback:
+        return Line("ok", "gloo", f"would listen at {address} ({_interface_of(address)})")
     if not (others := _outward()):
         return Line("note", "gloo", f"would listen at {address}: this host has no other network")
     return Line(
         "note",
         "gloo",
         f"would listen at {address}: this host's name leads to the loopback, in /etc/hosts (Debian "
-        "writes 127.0.1.1 there). Fine on one host, in vain between hosts. minipar mends that by "
-        f"itself; for other programs, export GLOO_SOCKET_IFNAME={others[0]}, or put the host's own "
-        "address there",
+        "writes 127.0.1.1 there). Fine on one host, in vain between hosts: there, export "
+        f"GLOO_SOCKET_IFNAME={others[0]}, or put the host's own address into that file",
     )
+
+
+def _gloo_address() -> str:
+    """Return the address at which gloo will listen: of GLOO_SOCKET_IFNAME, or of the host's name.
+
+    Raises `ValueError` for an interface that is not there.
+    """
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        for entry in psutil.net_if_addrs().get(name, []):
+            if entry.family == socket.AF_INET:
+                return entry.address
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={name}: this host has no such interface with an address; use one "
+            f"of {', '.join(psutil.net_if_addrs())}"
+        )
+    with suppress(OSError), socket.socket() as own:
+        own.bind((socket.gethostname(), 0))  # is it one of this host's?
+        return own.getsockname()[0]
+    return "127.0.0.1"
+
+
+def _interface_of(address: str) -> str:
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if address in [e.address for e in own]), "")
 
 
 def _nccl() -> Line:

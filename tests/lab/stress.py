@@ -106,7 +106,7 @@ def provoke(ranks: Ranks, name: str, row: Row, dice: random.Random) -> None:
             ranks.cell(code)
         except (CellError, KeyboardInterrupt):
             noticed = True
-    survivors = [r for r in range(ranks.size) if not (name in DEADLY and r == victim)]
+    survivors = [] if name in DEADLY else range(ranks.size)  # else all are started anew
     try:
         ranks.cell(NEXT_CELL)
         proofs = [proof.item() for proof in ranks["proof"]]

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow  # many processes come and go here
 
-NURSERY = "_nursery._process.pid"
+ANEW = "All ranks were started anew, with empty namespaces"
+NONE = "[None, None, None, None]"
 
 
 def usable() -> float:
@@ -197,10 +198,10 @@ def test_slips_are_answered_in_a_line(nb):
     assert nb.run("ranks = kept; no_such_name").error.endswith("'no_such_name' is not defined")
     assert "here are `rank` and `world_size`" in nb.run("%%ranks\nranks").error
     assert nb.run("%%ranks\nquit()").error.splitlines()[1].startswith("quit() does nothing here")
-    for name, why in (("ranks", "did you mean `rank`?"), ("quit", "cannot pickle")):
+    for name, why in (("ranks", "did you mean `rank`?"), ("quit", "pickle")):
         nb.run(f"def slip():\n    return {name}")
         shown = nb.run("ranks.run(slip)").error
-        assert shown.startswith(f"the function `slip` mentions `{name}`, which cannot be sent")
+        assert shown.startswith("`slip`, something that it mentions, or an argument cannot be sent")
         assert why in shown and len(shown.splitlines()) == 1
 
 
@@ -307,9 +308,9 @@ def test_the_stop_button_twice_ends_ranks_that_are_deaf(nb):
     deaf = "%%ranks\nimport re, subprocess\nsubprocess.Popen(['sleep', '600'])\n"
     deaf += "if rank == 1: re.match(r'(a+)+$', 'a' * 60 + 'b')\ndist.barrier()"
     shown = nb.run(deaf, stop_after=[1.0, 1.6])
-    assert shown.error_name == "Interrupted" and "rank 1 restarted with an empty" in shown.error
-    assert shown.seconds < 1.6 + usable() and gone([pids[1]], 3)
-    assert recovered(nb, "[42, None, 42, 42]") < usable()
+    assert shown.error_name == "Interrupted" and ANEW in shown.error
+    assert shown.seconds < 1.6 + usable() and gone(pids, 3)
+    assert recovered(nb, NONE) < usable()
 
 
 @pytest.mark.timed
@@ -364,18 +365,17 @@ def test_a_rank_that_ends(nb, end):
     shown = nb.run(f"%%ranks\nimport os\nif rank == 2: {end}\ndist.barrier()")
     assert shown.error.startswith("rank 2 of 4") and "the process ended by" in shown.error
     assert shown.error.splitlines()[-1] == (
-        "The process group was made anew; rank 2 restarted with an empty namespace: "
-        "re-run the cells that defined what you need, from the first on."
+        f"{ANEW}: re-run the cells that defined what you need, from the first on."
     )
-    assert shown.seconds + recovered(nb, "[42, 42, None, 42]") < usable()
+    assert shown.seconds + recovered(nb, NONE) < usable()
 
 
 def test_a_rank_that_is_killed_between_cells(nb):
     keep(nb)
     os.kill(ast.literal_eval(nb.run("ranks.pids").value)[1], signal.SIGKILL)
     shown = nb.run("%%ranks\n1")
-    assert "rank 1 restarted with an empty namespace" in shown.error
-    assert shown.seconds + recovered(nb, "[42, None, 42, 42]") < usable()
+    assert ANEW in shown.error
+    assert shown.seconds + recovered(nb, NONE) < usable()
 
 
 def test_the_mesh_is_made_again_as_it_was(nb):
@@ -402,26 +402,28 @@ def test_every_failure_of_the_stress_command_once():
 
 # ---------------------------------------------------------------------- start and end
 def test_new_ranks_end_the_old_ones_and_all_end_with_the_kernel(nb):
-    """New ones are forked from where the old ones were: mutant, a second import of torch.
+    """All are forked from one server: mutant, a second import of torch."""
 
-    But not where these could not know of what has changed since.
-    """
+    def below() -> list[int]:
+        kernel = psutil.Process(nb.manager.provisioner.pid)
+        return [child.pid for child in kernel.children(recursive=True)]
 
     def start() -> list[int]:
         made = "from minipar.lab.cells import Ranks\nranks = Ranks(2, mesh={'tp': 2})\nranks.pids"
-        pids = ast.literal_eval(nb.run(made).value)
+        assert nb.run(made).error == ""
         popen = "ranks.run(lambda: __import__('subprocess').Popen(['sleep', '600']).pid)"
-        return pids + ast.literal_eval(nb.run(popen).value)
+        assert nb.run(popen).error == ""
+        return below()
 
     told = "import os\nos.environ['TOLD'] = 'yes'\nranks = type(ranks)(2)\n"
     assert nb.run(told + "ranks.run(os.getenv, 'TOLD')").value == "['yes', 'yes']"
-    old, nursery = (ast.literal_eval(nb.run(f"ranks.{w}").value) for w in ("pids", NURSERY))
-    second = [*start(), nursery]
-    assert gone(old, 3) and all(psutil.pid_exists(pid) for pid in second)
-    assert nb.run(f"ranks['mesh.tp.size'], ranks.{NURSERY}").value == f"([2, 2], {nursery})"
+    old, all_before = ast.literal_eval(nb.run("ranks.pids").value), below()
+    second = start()
+    assert gone(old, 3) and set(all_before) - set(second) == set(old)  # the server is the same
+    assert nb.run("ranks['mesh.tp.size']").value == "[2, 2]"
     bad = nb.run("Ranks(2, mesh={'tp': 3})")
     assert "mesh tp=3 needs 3 ranks but there are 2" in bad.error
-    assert all(psutil.pid_exists(pid) for pid in second)
+    assert below() == second
     for end in (nb.restart, lambda: os.kill(nb.manager.provisioner.pid, signal.SIGKILL)):
         nb.client.execute("%%ranks\nwhile True: pass")
         time.sleep(0.5)

@@ -1,7 +1,8 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
+import re
+import socket
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
-from minipar.ranks import backends, meeting
+from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
 from tests.on_ranks import on_ranks
 
@@ -36,15 +37,6 @@ def test_the_gpu_follows_from_the_place_on_the_host(four_gpus, monkeypatch):
     assert backends.compute_device() == torch.device("cpu")
 
 
-def test_a_launcher_must_number_the_ranks_of_a_host(four_gpus, monkeypatch):
-    """Mutant: all ranks of a host take its first GPU, and talk through gloo."""
-    backends._check_numbered(["a", "b", ""])
-    with pytest.raises(ValueError, match="share a GPU, and this host has 4: which is for whom"):
-        backends._check_numbered(["a", "b", "a"])
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    backends._check_numbered(["a", "a"])  # more ranks than GPUs, numbered all the same
-
-
 @pytest.mark.slow
 def test_restarts_are_counted(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -56,20 +48,38 @@ def test_restarts_are_counted(monkeypatch):
 def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{torch.__path__[0]}/..")
     monkeypatch.syspath_prepend(str(tmp_path))
     with Ranks(2, backend="link", preload=("no_gpu_please",)) as ranks:
         assert ranks.run(lambda: 1) == [1, 1]
 
 
-def test_nccl_needs_a_gpu_per_rank_wherever_it_is():
-    """Under a scheduler each rank may see one GPU only, which is not that of the others."""
-    assert backends.pick_among(["a", "b"]) == "nccl"
-    assert backends.pick_among(["a", "a"]) == backends.pick_among(["", ""]) == "gloo"
-    assert backends.pick_among(["a", ""]) == "gloo"
-    assert backends.pick_among(["a", "b"], "gloo") == "gloo"
-    with pytest.raises(ValueError, match="3 ranks have 1 GPUs; use gloo"):
-        backends.pick_among(["a", "a", ""], "nccl")
+def test_nccl_needs_a_gpu_per_rank(four_gpus):
+    assert backends.pick_backend(4) == "nccl" and backends.pick_backend(5) == "gloo"
+    backends.check_backend("nccl", 4)
+    with pytest.raises(ValueError, match="5 ranks but 4 GPUs; use gloo"):
+        backends.check_backend("nccl", 5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"RANK": "2"}, ValueError, "RANK=2 with WORLD_SIZE=2: ranks are 0 to 1"),
+        ({"RANK": "-1"}, ValueError, "RANK='-1' is no number"),
+        ({"WORLD_SIZE": "two"}, ValueError, "WORLD_SIZE='two' is no number"),
+        ({}, ConnectionError, "the 2 ranks do not meet at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ({"RANK": "1", "MASTER_PORT": "9"}, ConnectionError, "MASTER_PORT=9 within 1 s: "),
+    ],
+)
+def test_what_a_launcher_got_wrong_is_one_clear_line(monkeypatch, changed, error, says):
+    """Rank 0 finds its port in use; rank 1 finds that nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        known = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in (known | changed).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(error, match=re.escape(says)) as raised, backends.joined("gloo", 1):
+            pass
+    assert "\n" not in str(raised.value) and not dist.is_initialized()
 
 
 @pytest.fixture
@@ -78,14 +88,13 @@ def alone(monkeypatch):
     calls = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(backends, "_store", lambda _: dist.HashStore())
-    monkeypatch.setattr(backends, "_gpu", lambda: "a")
-    monkeypatch.setattr(meeting, "meet", lambda *_: (1, [SimpleNamespace(gpu="a")]))
+    monkeypatch.setattr(backends, "pick_backend", lambda size: "nccl")
+    monkeypatch.setattr(backends, "check_backend", lambda backend, size: None)
     usual = dist.init_process_group
 
     def init(carriers, **where):
         calls.append(carriers)
-        usual("gloo", **where)
+        usual("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def abort():
         calls.append("abort")

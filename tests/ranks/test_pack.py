@@ -25,8 +25,7 @@ TENSORS = {
 
 
 def look(tensor: torch.Tensor) -> tuple:
-    stride = tensor.stride() if tensor.layout == torch.strided else None
-    return tensor.dtype, tensor.shape, stride, tensor.device, tensor.requires_grad
+    return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
 
 
 @pytest.mark.parametrize("name", TENSORS)

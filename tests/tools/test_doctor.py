@@ -12,7 +12,6 @@ import pytest
 
 from minipar.cli import main
 from minipar.comm.mesh import Mesh
-from minipar.ranks import meeting
 from minipar.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def quiet(monkeypatch):
     """A machine on which all is well, whatever this one has."""
     monkeypatch.setattr(doctor, "free_bytes", lambda ranks: 8 * 10**9)
-    monkeypatch.setattr(meeting, "gloo_address", lambda: "10.1.2.3")
-    monkeypatch.setattr(meeting, "interface_of", lambda address: "eth7")
+    monkeypatch.setattr(doctor, "_gloo_address", lambda: "10.1.2.3")
+    monkeypatch.setattr(doctor, "_interface_of", lambda address: "eth7")
     monkeypatch.setattr(doctor, "_outward", lambda: ["eth7"])
     monkeypatch.setattr(doctor, "_pool", lambda: [doctor.Line("ok", "4 ranks", "work")])
     monkeypatch.setattr(doctor, "_gpus", lambda: [])
@@ -69,7 +68,7 @@ def test_colours_on_a_terminal_unless_they_are_not_wanted(monkeypatch):
 
 def test_debians_127_0_1_1_is_named_with_its_cure(quiet, monkeypatch):
     """Mutant: any address counts as one that others can reach."""
-    monkeypatch.setattr(meeting, "gloo_address", lambda: "127.0.1.1")
+    monkeypatch.setattr(doctor, "_gloo_address", lambda: "127.0.1.1")
     line = doctor._gloo()
     assert line.mark == "note" and "127.0.1.1" in line.says
     assert "export GLOO_SOCKET_IFNAME=eth7" in line.says
