@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from minipar.comm import clock
+from minipar.comm.calls import Call
 from minipar.comm.values import lane
-from minipar.emulate import device, strict
 
 
 class Background:
@@ -31,15 +32,16 @@ class Background:
         purpose: str,
     ) -> None:
         self._work, self._before, self._error = work, list(before), None
-        self._at = device.clock()  # from when on it may work; in the end, when it has ended
+        self._at = clock.now()  # from when on it may work; in the end, when it has ended
         self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
         self._on, self.lane = on, None
-        self._handle = strict.Handle(purpose) if strict.is_on() else None
+        self.ended = threading.Event()
+        self._call = Call(purpose)
         if on.type == "cuda":
             self.lane = lane(on, purpose)
             self.lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._call.begin(lambda: self._thread.start() or self.ended)
 
     def _run(self) -> None:
         for other in self._before:
@@ -51,23 +53,21 @@ class Background:
         if self._on.type == "cuda":
             on_lane = torch.cuda.stream(self.lane)
         try:
-            with device.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
+            with clock.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
                 self._work()
-                self._at = device.clock()
+                self._at = clock.now()
         except BaseException as error:  # who waits must hear of it
             self._error = error
         self._work, self._before = None, []
-        if self._handle is not None:
-            self._handle.ended.set()
+        self.ended.set()
 
     def join(self) -> None:
         """Block until it has ended, well or not."""
-        self._thread.join()
-        if self._handle is not None:
-            self._handle.drop()
+        with self._call.waiting():
+            self._thread.join()
         if self._on.type == "cuda":
             torch.cuda.current_stream(self._on).wait_stream(self.lane)
-        device.reach(self._at)
+        clock.reach(self._at)
 
     def wait(self) -> None:
         """Block until it is done; raise what went wrong."""

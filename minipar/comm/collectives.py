@@ -6,8 +6,8 @@ whose ``wait()`` gives the result. On an axis of size 1 nothing is sent.
 
 The ledger: while a recorder is active (`timeline.record`), every call appends a span of kind
 "comm" with the axis, the *bytes on the wire* that this rank sends by the ring formula
-(`spans.wire_bytes`), and when it started and ended. Unrecorded, that costs one comparison.
-The watchdog, where there is one, learns from here what this rank has called and waits for.
+(`wire_bytes`), and when it started and ended. Unrecorded, that costs one comparison.
+Recorders, the watchdog and others are taps on these calls: see `calls.py`.
 
 Shapes: n is the size of the axis, [D, ...] the caller's tensor; ranks and peers are coordinates
 along the axis, not global ranks.
@@ -16,7 +16,9 @@ along the axis, not global ranks.
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.calls import Pending, launch
+from minipar.comm import clock
+from minipar.comm.calls import Call, Pending, launch
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import (
     Op,
@@ -45,14 +48,40 @@ from minipar.comm.shapes import (
     move_front_to,
     split,
 )
-from minipar.emulate import device, link
-from minipar.observe import watchdog
-from minipar.observe.spans import wire_bytes
 
 _SLICES, _PIECES = 1, 2
 """Tags of messages that make up a collective, to keep them apart from the caller's own."""
 _LARGE = 1 << 18
 """Bytes from which messages in the right order gain more than Python's part in them costs."""
+stands_for: ContextVar[str] = ContextVar("stands_for", default="")
+"""The call whose work this thread does by another; see `standing_for`."""
+
+
+def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
+    """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
+
+    `num_bytes` is the size of the whole tensor: what an all-gather returns, a reduce-scatter is
+    given, and every rank holds before and after an all-reduce. A ring moves 1/n of it per round:
+    n-1 rounds to reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank has a
+    part of its own (scatter, gather, broadcast, reduce) all are charged alike, as in nccl-tests.
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
+    """
+    rounds = {
+        "all_reduce": 2 * (size - 1),
+        "all_gather": size - 1,
+        "reduce_scatter": size - 1,
+        "all_to_all": size - 1,
+        "scatter": size - 1,
+        "gather": size - 1,
+        "broadcast": size,
+        "reduce": size,
+        "send": size,
+        "recv": 0,  # the sender pays: a message is counted once
+        "barrier": 0,
+    }
+    if size == 1:
+        return 0
+    return num_bytes * rounds[verb] // size
 
 
 # ---------------------------------------------------------------------- reductions
@@ -112,11 +141,11 @@ def reduce_scatter(
         arrived = torch.empty_like(pieces)
 
         def hand_over(is_async: bool) -> Any:
-            with link.standing_for(f"reduce_scatter({op})"):
+            with standing_for(f"reduce_scatter({op})"):
                 return _swap(arrived, pieces, axis, is_async)
 
         def add_up(arrived: Tensor) -> Tensor:
-            with device.paused():  # a GPU adds up while it sends
+            with clock.paused():  # a GPU adds up while it sends
                 result = combine(arrived, op, landing(out, arrived, shape))
             return deliver(result, out)
 
@@ -358,6 +387,19 @@ def _gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
     return _post(sends, recvs, axis, _PIECES) or _All([])
 
 
+@contextmanager
+def standing_for(call: str) -> Iterator[None]:
+    """Do the work of `call`, "reduce_scatter(sum)" say, by another collective of equal cost.
+
+    An emulated link reports the collective of the body by that name.
+    """
+    token = stands_for.set(call)
+    try:
+        yield
+    finally:
+        stands_for.reset(token)
+
+
 def num_hosts() -> int:
     """Return how many hosts the job has: torchrun says so, to all ranks alike; without it, 1."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
@@ -430,6 +472,8 @@ class _All:
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis has called this."""
     launch("barrier", axis, 0, partial(dist.barrier, axis.group), None, False)
+    if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
+        torch.cuda.current_stream().synchronize()  # for taps, only the stream has waited
 
 
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
@@ -443,7 +487,9 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [obj]
     objects = [None] * axis.size
-    with watchdog.begin("all_gather_object", axis, 0), device.paused():
+    call = Call("all_gather_object", axis)
+    call.begin(lambda: None)
+    with call.waiting(), clock.paused():
         dist.all_gather_object(objects, obj, axis.group)
     return objects
 

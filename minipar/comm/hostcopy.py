@@ -4,29 +4,57 @@ Idea.   The memory of the host is larger and cheaper than that of a GPU, and PCI
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
 CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous.
-CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done, as
-        `link.py` does for networks: so overlap is real, and the processor is free to compute. Host
-        and device are then two accounts of the same memory, see `memory.on_host`.
+CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So overlap
+        is real, and the processor is free to compute. Host and device are two accounts of the same
+        memory: `on_host` says which.
 
-Each copy appends a span of kind "comm" along the axis "host" to the timeline (on CUDA the profiler
-does, of kind "copy"). Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
-In torch: `Tensor.to(device, non_blocking=True)` on a `torch.cuda.Stream`.
+Each copy is a span of kind "comm" along the axis "host" in a recorded timeline (on CUDA the
+profiler makes it, of kind "copy"). In torch: `Tensor.to(device, non_blocking=True)` on a
+`torch.cuda.Stream`.
+Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from minipar.emulate import link
-from minipar.observe import memory, timeline
+from minipar.comm.calls import Call
+from minipar.comm.mesh import Axis
 
-AXIS = "host"
+HOST = Axis("host", 0, 1, (0,))
 Pair = tuple[Tensor, Tensor]  # source and destination, of equal shape and dtype
+
+
+class Link(Protocol):
+    """PCIe, such as `minipar.emulate.link.parse("pcie5*1000")`."""
+
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+
+
+_host_depth = 0
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Allocate memory of the host in the body, although the device is the CPU as well."""
+    global _host_depth
+    _host_depth += 1
+    try:
+        yield
+    finally:
+        _host_depth -= 1
+
+
+def is_on_host() -> bool:
+    """True inside of `on_host`."""
+    return _host_depth > 0
 
 
 class Copy:
@@ -34,58 +62,58 @@ class Copy:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.num_bytes = sum(source.nbytes for source, _ in pairs)
-        self._pairs = pairs  # keeps the sources alive until they are read
-        self.tensors = [destination for _, destination in pairs]  # filled when it has landed
-        self._error: BaseException | None = None
-        self._done: Any = threading.Event()  # or that of a stream
+        self.tensors = [destination for _, destination in pairs]  # filled when the copy is done
+        self.call: Call | None = None  # on a CPU, until it was waited for
+        self.event: Any = None  # on a GPU: recorded after the copy
 
     def wait(self, *, block: bool = False) -> list[Tensor]:
-        """Return when the copy has landed.
+        """Return when the copy is done.
 
-        Where a GPU receives it, only its stream waits, unless `block` asks for this thread as well.
+        Where a GPU receives the copy, only its stream waits, unless `block` asks for this thread.
         """
-        if isinstance(self._done, threading.Event):
-            if not self._done.is_set():
-                with timeline.blocked():
-                    self._done.wait()
+        if self.call is not None:
+            with self.call.waiting():
+                self.call.work.wait()
+            self.call = None
+        elif self.event is None:
+            pass
         elif not block and any(tensor.is_cuda for tensor in self.tensors):
-            torch.cuda.current_stream(self.tensors[0].device).wait_event(self._done)
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
         else:
-            self._done.synchronize()
-        if self._error is not None:
-            raise self._error
+            self.event.synchronize()
         return self.tensors
 
 
 class HostCopy:
-    """The copy engine of one rank: `to_host` and `to_device`, each a lane of its own.
+    """The copy engine of one rank: `to_host` and `to_device`, each in its own direction.
 
-    `pcie` is the emulated link where the device is a CPU (a `Link`, or its name as in `link.parse`:
-    "pcie5*1000" is PCIe 5 slowed 1000 times, to sit beside a slow processor); a GPU has a real one.
+    `pcie` is the emulated link where the device is a CPU; None: as fast as this machine copies.
+    Slowed 1000 times, PCIe 5 suits a slow processor. A GPU has a real link.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", pcie: link.Link | str = "pcie5") -> None:
-        self.device = torch.device(device)
-        self.pcie = link.parse(pcie) if isinstance(pcie, str) else pcie
+    def __init__(self, device: torch.device | str = "cpu", pcie: Link | None = None) -> None:
+        if isinstance(pcie, str):
+            raise ValueError(f"pcie={pcie!r} is a name; use minipar.emulate.link.parse({pcie!r})")
+        self.device, self.pcie = torch.device(device), pcie
         if self.device.type == "cuda":
             self._down, self._up = (_Stream(torch.cuda.Stream(self.device)) for _ in range(2))
         else:
-            self._down, self._up = (_Thread(self.pcie, name) for name in ("to_host", "to_device"))
+            self._down, self._up = (_Thread(pcie, name) for name in ("to_host", "to_device"))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Memory of the host in the shape of `tensor`; pinned where there is a GPU."""
-        with memory.on_host():
+        """Return memory of the host in the shape of `tensor`; pinned where there is a GPU."""
+        with on_host():
             return torch.empty(
                 tensor.shape,
                 dtype=tensor.dtype,
-                device="meta" if tensor.is_meta else "cpu",  # no values to land on a host
+                device="meta" if tensor.is_meta else "cpu",
                 pin_memory=self.device.type == "cuda",
             )
 
     def to_host(self, tensors: Iterable[Tensor]) -> Copy:
         """Start to copy `tensors` of the device into new memory of the host.
 
-        The caller may drop them, but must not change them before the copy is done.
+        The caller may drop the tensors, but must not change them before the copy is done.
         """
         tensors = [tensor.detach() for tensor in tensors]
         return self._down.start([(tensor, self.empty_like(tensor)) for tensor in tensors])
@@ -105,65 +133,81 @@ class HostCopy:
         return self._up.start(pairs)
 
 
+class _Work:
+    """One copy in the queue of a thread: what `calls` takes for a work of torch."""
+
+    def __init__(self, pairs: Sequence[Pair], num_bytes: int) -> None:
+        self.pairs, self.num_bytes = pairs, num_bytes  # `pairs` keeps the sources alive
+        self.called, self.times = time.monotonic(), None
+        self.ended = torch.futures.Future()
+        self._done, self._error = threading.Event(), None
+
+    def copy(self, start: float, seconds: float) -> float:
+        """Copy, then sleep until `start` + `seconds`; return the time when the link is free."""
+        try:
+            for source, destination in self.pairs:
+                destination.copy_(source)
+        except BaseException as error:
+            self._error = error
+        now, free = time.monotonic(), start + seconds
+        time.sleep(max(0.0, free - now))
+        self.pairs, self.times = (), (start, time.monotonic())
+        self.ended.set_result(None)
+        self._done.set()
+        return max(free, now)  # `now` where the processor was slower than PCIe
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class _Thread:
     """One direction on the CPU: copies in the order of their start, as fast as `pcie` allows."""
 
-    def __init__(self, pcie: link.Link, name: str) -> None:
+    def __init__(self, pcie: Link | None, name: str) -> None:
         self._pcie, self._name = pcie, name
-        self._queue: queue.SimpleQueue | None = None
+        self._works: queue.SimpleQueue | None = None
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            what = self._queue, self._pcie, self._name
-            threading.Thread(target=_carry, args=what, name=self._name, daemon=True).start()
+        if self._works is None:
+            self._works = queue.SimpleQueue()
+            args = self._works, self._pcie
+            threading.Thread(target=_work_off, args=args, name=self._name, daemon=True).start()
         copy = Copy(pairs)
-        self._queue.put((copy, timeline.active(), time.monotonic()))
+        work = _Work(pairs, copy.num_bytes)
+        copy.call = Call(self._name, HOST, copy.num_bytes, peers=())
+        copy.call.begin(lambda: self._works.put(work) or work)
         return copy
 
     def __del__(self) -> None:
-        if self._queue is not None:
-            self._queue.put(None)
+        if self._works is not None:
+            self._works.put(None)
 
 
-def _carry(calls: queue.SimpleQueue, pcie: link.Link, name: str) -> None:
-    """What the thread of a lane does, until no copy can be started any more."""
-    free = 0.0  # when the lane is, by PCIe's clock: so that oversleeping does not add up
-    while (call := calls.get()) is not None:
-        copy, recorder, called = call
-        start = max(called, free)
-        try:
-            for source, destination in copy._pairs:
-                destination.copy_(source)
-        except BaseException as error:
-            copy._error = error
-        free = start + pcie.latency + copy.num_bytes / pcie.bandwidth
-        now = time.monotonic()
-        time.sleep(max(0.0, free - now))
-        free = max(free, now)  # where the processor was slower than PCIe
-        if recorder is None or not recorder.on:
-            recorder = timeline.active()  # what a step leaves in flight is seen in the next one
-        if recorder is not None:
-            recorder.comm(name, AXIS, copy.num_bytes, start, time.monotonic())
-        copy._pairs = ()
-        copy._done.set()
-        del copy, call
+def _work_off(works: queue.SimpleQueue, pcie: Link | None) -> None:
+    """Make the copies of one direction, until their engine is gone."""
+    free = 0.0  # when the link is, by its own clock, so that oversleeping does not add up
+    while (work := works.get()) is not None:
+        seconds = 0.0 if pcie is None else pcie.latency + work.num_bytes / pcie.bandwidth
+        free = work.copy(max(work.called, free), seconds)
+        del work  # a thread at rest must not keep tensors alive
 
 
 class _Stream:
-    """One direction on CUDA: a stream that waits for what was computed, and not for what comes."""
+    """One direction on CUDA: a stream that waits for earlier kernels, and not for later ones."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
         copy = Copy(pairs)
-        copy._done = _enqueue(pairs, self._stream)
+        copy.event = _enqueue(pairs, self._stream)
         return copy
 
 
 def _enqueue(pairs: Sequence[Pair], stream: Any) -> Any:
-    """Let a CUDA stream make the copies; return the event of their end."""
+    """Make the copies on a CUDA stream; return the event of their end."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for source, destination in pairs:

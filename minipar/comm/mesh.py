@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from minipar.ranks import threads
+from minipar.comm import threads
 
 AXES = {
     "pp": "pipeline: layers apart",

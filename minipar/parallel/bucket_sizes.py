@@ -24,9 +24,9 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_reduce, ranks_per_host
 from minipar.comm.mesh import Axis
+from minipar.comm.threads import usable_cores
 from minipar.comm.values import look
 from minipar.emulate.device import clock
-from minipar.ranks.threads import usable_cores
 
 MOST_BUCKETS = 32
 FINEST = 64  # pieces at most, between which cuts are looked for

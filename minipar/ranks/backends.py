@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minipar.comm import threads
 from minipar.comm.mesh import Mesh
-from minipar.ranks import meeting, threads
+from minipar.ranks import meeting
 
 BACKENDS = ("gloo", "nccl", "link")
 

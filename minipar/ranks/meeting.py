@@ -26,10 +26,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+
+from minipar.observe.timeline import boot_id
 
 PAUSE = 0.05  # seconds between two looks into the store
 CONNECT_SECONDS = 5.0  # until a host counts as out of reach
@@ -218,10 +219,3 @@ def _machine() -> str:
     with suppress(OSError):  # Linux: another network namespace is another machine
         parts.append(str(os.stat("/proc/self/ns/net").st_ino))
     return " ".join(parts)
-
-
-def boot_id() -> str:
-    """Return what Linux calls this boot of this machine, on which all share a clock; else ""."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return ""

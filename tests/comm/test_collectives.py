@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from minipar.comm import collectives as comm
-from minipar.comm.collectives import Pending
+from minipar.comm.collectives import Pending, wire_bytes
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline
-from minipar.observe.spans import wire_bytes
 from minipar.ranks import worker
 from tests.comm.same import equal, laid_out, launched_over, numbers
 from tests.on_ranks import on_ranks
