@@ -51,7 +51,6 @@ from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import check_divides
 
 
 class _Transition(torch.autograd.Function):
@@ -156,7 +155,7 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Raises `ValueError` when n does not divide that dim.
     """
-    check_divides("cut", x, dim, axis)
+    collectives.check_divides("cut", x, dim, axis)
     return _transition(
         x,
         # a copy: a view would keep the whole tensor alive

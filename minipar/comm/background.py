@@ -1,7 +1,7 @@
 """Work beside: a thread that makes its calls one after the other, while its rank computes.
 
-On an emulated device the thread has a clock of its own, on a GPU a stream: what it waits for, or
-launches, holds nothing else up.
+On an emulated device the thread has a clock of its own, and on a GPU a stream: neither its waits
+nor its kernels hold up the rest of the rank.
 """
 
 import threading
@@ -17,11 +17,10 @@ from minipar.comm.values import lane
 
 
 class Background:
-    """`work` in a thread of its own, which begins when all works `before` it have ended.
+    """Do `work` in a thread, after all works `before` it: ranks make calls in the same order.
 
-    One after the other, because all ranks must make the same calls in the same order. `on` is the
-    device of the tensors that it works on. On a GPU, works of one `purpose` share a stream; those
-    of different ones do not, as ranks may come to them in different orders.
+    `on` is the device of the tensors that `work` uses. On a GPU, works of one `purpose` share a
+    stream. Those of different purposes do not, as ranks may come to them in different orders.
     """
 
     def __init__(
@@ -32,16 +31,16 @@ class Background:
         purpose: str,
     ) -> None:
         self._work, self._before, self._error = work, list(before), None
-        self._at = clock.now()  # from when on it may work; in the end, when it has ended
-        self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
+        self._at = clock.now()  # when the work may begin; in the end, when it has ended
+        self._no_gradients = torch.is_inference_mode_enabled()  # the thread needs the same mode
         self._on, self.lane = on, None
-        self.ended = threading.Event()
-        self._call = Call(purpose)
         if on.type == "cuda":
             self.lane = lane(on, purpose)
             self.lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._call.begin(lambda: self._thread.start() or self.ended)
+        self._call, ended = Call(purpose), threading.Event()
+        self._ended = ended
+        self._call.begin(lambda: self._thread.start() or ended)
 
     def _run(self) -> None:
         for other in self._before:
@@ -49,20 +48,18 @@ class Background:
             self._at = max(self._at, other._at)
             if self.lane is not None and other.lane is not None:
                 self.lane.wait_stream(other.lane)
-        on_lane = nullcontext()
-        if self._on.type == "cuda":
-            on_lane = torch.cuda.stream(self.lane)
+        on_lane = torch.cuda.stream(self.lane) if self._on.type == "cuda" else nullcontext()
         try:
             with clock.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
                 self._work()
                 self._at = clock.now()
-        except BaseException as error:  # who waits must hear of it
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._work, self._before = None, []
-        self.ended.set()
+        self._ended.set()
 
     def join(self) -> None:
-        """Block until it has ended, well or not."""
+        """Block until the work has ended, well or not."""
         with self._call.waiting():
             self._thread.join()
         if self._on.type == "cuda":
@@ -70,7 +67,7 @@ class Background:
         clock.reach(self._at)
 
     def wait(self) -> None:
-        """Block until it is done; raise what went wrong."""
+        """Block until the work is done; raise its error."""
         self.join()
         if self._error is not None:
             raise self._error

@@ -28,7 +28,7 @@ class Call:
     work: Any = None  # torch's handle, once the call is made; a tap may put its own around it
     number: int = field(default_factory=_numbers.__next__)
     start: float = field(default_factory=time.monotonic)
-    notes: dict["Tap", Any] = field(default_factory=dict)  # that taps keep about this call
+    notes: dict["Tap", Any] = field(default_factory=dict)  # of the taps, about this call
 
     def begin(self, start: Callable[[], Any]) -> None:
         """Make the call: `start` returns its work."""
@@ -41,9 +41,9 @@ class Call:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for the call in the body."""
-        told = [] if _beside is not None else list(taps)
         if _beside is not None:
             _beside.append(self)
+        told = list(taps) if _beside is None else []
         try:
             for tap in told:
                 tap.wait(self)
@@ -54,45 +54,45 @@ class Call:
 
 
 class Tap:
-    """The four moments of a call. A tap overrides those that it needs."""
+    """The four moments of a call; a tap overrides those that it needs."""
 
     def begin(self, call: Call) -> None:
         """This rank is about to make `call`."""
 
     def started(self, call: Call) -> None:
-        """This rank has made `call`; `call.work` is under way, or None without a backend."""
+        """`call.work` is under way."""
 
     def wait(self, call: Call) -> None:
-        """This rank begins to wait for `call`, which it does once."""
+        """This rank begins to wait for `call`."""
 
     def end(self, call: Call) -> None:
         """This rank waits no longer: `call` is complete, or has failed."""
 
 
 taps: list[Tap] = []
-"""Those that are told, in this order."""
-_beside: list[Call] | None = None
+"""They are told in this order."""
 
 
-@contextmanager
-def beside() -> Iterator[list[Call]]:
-    """Make calls in the body for which another thread of this rank would wait.
+def launch(
+    verb: str,
+    axis: Axis,
+    num_bytes: int,
+    start: Callable[[bool], Any],
+    result: Any,
+    async_op: bool,
+    finish: Callable[[Any], Any] | None = None,
+    peers: Sequence[int] | None = None,
+) -> Any:
+    """Make a call: ``start(is_async)`` returns torch's work. Return its result or a `Pending`.
 
-    Taps hear of no wait in the body. Yields the calls that the body waited for, for `waited`.
+    While there are taps, every call is asynchronous, so that they see the wait apart from the call.
     """
-    global _beside
-    before, _beside = _beside, []
-    try:
-        yield _beside
-    finally:
-        _beside = before
-
-
-def waited(calls: Sequence[Call]) -> None:
-    """Tell the taps that this rank waits for these calls now."""
-    for call in calls:
-        with call.waiting():
-            pass
+    pending = Pending(None, result, finish)
+    if axis.size > 1:
+        call = Call(verb, axis, num_bytes, peers, result)
+        call.begin(lambda: start(async_op or bool(taps)))
+        pending = Pending(call.work, result, finish, call)
+    return pending if async_op else pending.wait()
 
 
 class Pending:
@@ -119,23 +119,25 @@ class Pending:
         return self._result
 
 
-def launch(
-    verb: str,
-    axis: Axis,
-    num_bytes: int,
-    start: Callable[[bool], Any],
-    result: Any,
-    async_op: bool,
-    finish: Callable[[Any], Any] | None = None,
-    peers: Sequence[int] | None = None,
-) -> Any:
-    """Make a call: ``start(is_async)`` returns torch's work. Return its result or a `Pending`.
+_beside: list[Call] | None = None
 
-    Where taps listen, every call is asynchronous, so that they see the wait apart from the call.
+
+@contextmanager
+def beside() -> Iterator[list[Call]]:
+    """Play another thread of this rank in the body: taps hear of its calls, and of no wait.
+
+    Yields the calls that the body waited for, for `waited`.
     """
-    pending = Pending(None, result, finish)
-    if axis.size > 1:
-        call = Call(verb, axis, num_bytes, peers, result)
-        call.begin(lambda: start(async_op or bool(taps)))
-        pending = Pending(call.work, result, finish, call)
-    return pending if async_op else pending.wait()
+    global _beside
+    before, _beside = _beside, []
+    try:
+        yield _beside
+    finally:
+        _beside = before
+
+
+def waited(calls: Sequence[Call]) -> None:
+    """Tell the taps that this rank waits for these calls now."""
+    for call in calls:
+        with call.waiting():
+            pass

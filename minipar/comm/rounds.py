@@ -11,9 +11,9 @@ from torch import Tensor
 from minipar.comm import collectives as comm
 from minipar.comm.background import Background
 from minipar.comm.calls import Pending
+from minipar.comm.collectives import Op
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import Message, Plan, Round
-from minipar.comm.shapes import Op
 
 IN_FLIGHT = 4
 """Rounds posted before the first of them has ended: more would cost scratch and hide no more."""

@@ -133,7 +133,7 @@ def paused() -> Any:
 
 def now() -> float:
     """Seconds as the declared device counts them: to measure with, before and after."""
-    return clock.now() / clock.current().slowdown
+    return clock.now() / (1.0 if _clock is None else _clock.slowdown)
 
 
 def synchronize() -> None:
@@ -159,7 +159,7 @@ def late() -> float:
     return 0.0 if _clock is None else _clock.latest
 
 
-class _Clock(TorchDispatchMode, clock.Clock, calls.Tap):
+class _Clock(TorchDispatchMode, calls.Tap):
     """The clock of a rank, which moves with every operation that torch dispatches."""
 
     def __init__(self, device: Device) -> None:
@@ -174,11 +174,11 @@ class _Clock(TorchDispatchMode, clock.Clock, calls.Tap):
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
-        clock.install(self)
+        clock.device = self
         calls.taps.insert(0, self)  # others are told of the bytes of the declared model
 
     def close(self) -> None:
-        clock.install(clock.MACHINE)
+        clock.device = None
         calls.taps.remove(self)
         for hook in self.hooks:
             hook.remove()
@@ -188,8 +188,6 @@ class _Clock(TorchDispatchMode, clock.Clock, calls.Tap):
         call.num_bytes = counted(call.num_bytes)
 
     # -------- a clock
-    is_emulated = True
-
     @property
     def slowdown(self) -> float:
         return self.device.slowdown

@@ -247,6 +247,6 @@ _CARRIERS = tuple(
     f"{name}.py"
     for name in (
         *("emulate/strict", "emulate/link_group", "observe/recorder"),
-        *("comm/calls", "comm/collectives", "comm/autograd", "comm/background"),
+        *("comm/calls", "comm/collectives", "comm/gloo", "comm/autograd", "comm/background"),
     )
 )

@@ -280,16 +280,16 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     if _active is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
-    profiler, ours = None, clock.current()
+    profiler, device = None, clock.device
     try:
-        with ours.recording(), ExitStack() as stack:
+        with clock.recording(), ExitStack() as stack:
             profiler = kineto.start_profiler()
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
             _active = recorder
             calls.taps.append(recorder)
             # An emulated device's clock stands still but for work and waiting: all else is work.
-            rest = recorder.open("compute", "step") if ours.is_emulated else None
+            rest = recorder.open("compute", "step") if device is not None else None
             patience = 5.0  # in vain where the body fails and the others do not come
             try:
                 yield timeline
@@ -302,7 +302,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
                 calls.taps.remove(recorder)
                 _active, recorder.on = None, False
     finally:
-        slowdown, spans = ours.slowdown, list(recorder.spans)
+        slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
             spans = kineto.with_kernels(profiler, spans, recorder.rank)
