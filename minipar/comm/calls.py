@@ -16,7 +16,7 @@ from minipar.comm.mesh import Axis
 _numbers = itertools.count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One collective, message or copy of this rank."""
 
@@ -87,8 +87,9 @@ def launch(
 
     While there are taps, every call is asynchronous, so that they see the wait apart from the call.
     """
-    pending = Pending(None, result, finish)
-    if axis.size > 1:
+    if axis.size == 1:
+        pending = Pending(None, result, finish)
+    else:
         call = Call(verb, axis, num_bytes, peers, result)
         call.begin(lambda: start(async_op or bool(taps)))
         pending = Pending(call.work, result, finish, call)

@@ -366,9 +366,9 @@ def check_counts(
     good = good and len(send_counts) == len(recv_counts) == n and sum(send_counts) == rows
     if not good or send_counts[r] != recv_counts[r]:
         raise ValueError(
-            f"all_to_all over {axis.name}={n}: send_counts={send_counts} and "
-            f"recv_counts={recv_counts} must be {n} numbers each; those sent add up to all "
-            f"{rows} rows, and rank {r} must send itself as many rows as it expects from itself"
+            f"all_to_all over {axis.name}={n} needs {n} counts both to send and to receive, for "
+            f"all {rows} rows: send_counts={send_counts} add up to {sum(send_counts or ())} rows, "
+            f"recv_counts={recv_counts}; and rank {r} must send itself what it expects from itself"
         )
 
 

@@ -54,7 +54,7 @@ class Recorder(Tap):
     # ------------------------------------------------------------------ a tap
     def started(self, call: Call) -> None:
         """Begin a span for `call`, which ends when the work does."""
-        if call.work is None:
+        if call.work is None or call.axis is None:  # nothing is sent
             return
         if call.axis.group is not None and "nccl" in dist.get_backend(call.axis.group):
             # To wait here would stop the GPU; when its kernels ran, the profiler tells.

@@ -105,7 +105,9 @@ class Strict(calls.Tap):
 
     def begin(self, call):
         for tensor in tree_leaves(call.result):
-            assert not isinstance(tensor, Tensor) or tensor.is_meta, call.verb
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, (
+                f"{call.verb} along {call.axis.name}"
+            )
 
 
 @pytest.fixture
