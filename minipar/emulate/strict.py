@@ -243,10 +243,6 @@ def _call_site() -> str:
 
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
-_CARRIERS = tuple(
-    f"{name}.py"
-    for name in (
-        *("emulate/strict", "emulate/link_group", "observe/recorder"),
-        *("comm/calls", "comm/collectives", "comm/gloo", "comm/autograd", "comm/background"),
-    )
+_CARRIERS = ("emulate/strict.py", "emulate/link_group.py") + tuple(
+    f"comm/{name}.py" for name in ("calls", "collectives", "gloo", "autograd", "background")
 )
