@@ -62,9 +62,9 @@ class Background:
         """Block until the work has ended, well or not."""
         with self._call.waiting():
             self._thread.join()
+            clock.reach(self._at)
         if self._on.type == "cuda":
             torch.cuda.current_stream(self._on).wait_stream(self.lane)
-        clock.reach(self._at)
 
     def wait(self) -> None:
         """Block until the work is done; raise its error."""
