@@ -162,8 +162,8 @@ SKELETON = {
     "parallel/pipeline/schedules.py": "",
     "model/llama.py": "import torch",
     "comm/mesh.py": "",
-    "emulate/link.py": "import minipar.comm.mesh",
-    "ranks/launch.py": "import minipar.emulate.link",
+    "emulate/link.py": "import minipar.observe.timeline",
+    "ranks/launch.py": "import minipar.emulate.link, minipar.comm.mesh",
     "tools/hang.py": "import minipar.sim.replay",
     "observe/timeline.py": "import minipar.comm.mesh",
 }
@@ -201,6 +201,9 @@ def test_the_layers_contract_allows_what_is_legal(tmp_path):
     "name, line, contract",
     [
         ("comm/mesh.py", "import minipar.model.llama", "The wire"),
+        ("comm/mesh.py", "import minipar.observe.timeline", "Imports run downward"),
+        ("observe/timeline.py", "import minipar.emulate.link", "Imports run downward"),
+        ("emulate/link.py", "import minipar.ranks.launch", "Imports run downward"),
         ("model/llama.py", "from minipar.comm.mesh import Mesh", "Imports run downward"),
         ("model/llama.py", "def f():\n    import minipar.parallel.ddp", "Imports run downward"),
         ("parallel/ddp.py", "import minipar.train.trainer", "Imports run downward"),

@@ -46,10 +46,10 @@ from torch import Tensor
 
 from minipar.comm import plans
 from minipar.comm.calls import Pending
+from minipar.comm.collectives import Op, check_counts, check_divides, check_op, check_peer
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import CHUNK_BYTES, Span, cut
 from minipar.comm.rounds import execute, start
-from minipar.comm.shapes import Op, check_counts, check_divides, check_op, check_peer
 from minipar.comm.tuning import Tuning
 
 

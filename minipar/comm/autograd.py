@@ -27,7 +27,7 @@ one line of backward, and each can be differentiated again.
     cut              I -> V   keep own piece          V -> I   join                   0 +  A
     all_to_all       V -> V   transpose               V -> V   transpose back      A/n + A/n
 
-A = (n-1)/n of the bytes of the whole tensor, forward + backward, as `spans.wire_bytes` counts
+A = (n-1)/n of the bytes of the whole tensor, forward + backward, as `collectives.wire_bytes` counts
 and the ledger records them. No function changes its argument: selective recomputation keeps the
 products that `all_reduce` adds up, and another branch of the graph may have the same gradient. On
 an axis of size 1, all but the copies are free.
@@ -51,7 +51,6 @@ from torch._compile import _disable_dynamo
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import check_divides
 
 
 class _Transition(torch.autograd.Function):
@@ -156,7 +155,7 @@ def cut(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
     Raises `ValueError` when n does not divide that dim.
     """
-    check_divides("cut", x, dim, axis)
+    collectives.check_divides("cut", x, dim, axis)
     return _transition(
         x,
         # a copy: a view would keep the whole tensor alive

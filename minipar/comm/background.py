@@ -1,7 +1,7 @@
 """Work beside: a thread that makes its calls one after the other, while its rank computes.
 
-On an emulated device the thread has a clock of its own, on a GPU a stream: what it waits for, or
-launches, holds nothing else up.
+On an emulated device the thread has a clock of its own, and on a GPU a stream: neither its waits
+nor its kernels hold up the rest of the rank.
 """
 
 import threading
@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from minipar.comm import clock
+from minipar.comm.calls import Call
 from minipar.comm.values import lane
-from minipar.emulate import device, strict
 
 
 class Background:
-    """`work` in a thread of its own, which begins when all works `before` it have ended.
+    """Do `work` in a thread, after all works `before` it: ranks make calls in the same order.
 
-    One after the other, because all ranks must make the same calls in the same order. `on` is the
-    device of the tensors that it works on. On a GPU, works of one `purpose` share a stream; those
-    of different ones do not, as ranks may come to them in different orders.
+    `on` is the device of the tensors that `work` uses. On a GPU, works of one `purpose` share a
+    stream. Those of different purposes do not, as ranks may come to them in different orders.
     """
 
     def __init__(
@@ -31,15 +31,16 @@ class Background:
         purpose: str,
     ) -> None:
         self._work, self._before, self._error = work, list(before), None
-        self._at = device.clock()  # from when on it may work; in the end, when it has ended
-        self._no_gradients = torch.is_inference_mode_enabled()  # whose tensors are written in it
+        self._at = clock.now()  # when the work may begin; in the end, when it has ended
+        self._no_gradients = torch.is_inference_mode_enabled()  # the thread needs the same mode
         self._on, self.lane = on, None
-        self._handle = strict.Handle(purpose) if strict.is_on() else None
         if on.type == "cuda":
             self.lane = lane(on, purpose)
             self.lane.wait_stream(torch.cuda.current_stream(on))
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._call, ended = Call(purpose), threading.Event()
+        self._ended = ended
+        self._call.begin(lambda: self._thread.start() or ended)
 
     def _run(self) -> None:
         for other in self._before:
@@ -47,30 +48,26 @@ class Background:
             self._at = max(self._at, other._at)
             if self.lane is not None and other.lane is not None:
                 self.lane.wait_stream(other.lane)
-        on_lane = nullcontext()
-        if self._on.type == "cuda":
-            on_lane = torch.cuda.stream(self.lane)
+        on_lane = torch.cuda.stream(self.lane) if self._on.type == "cuda" else nullcontext()
         try:
-            with device.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
+            with clock.beside(self._at), torch.inference_mode(self._no_gradients), on_lane:
                 self._work()
-                self._at = device.clock()
-        except BaseException as error:  # who waits must hear of it
+                self._at = clock.now()
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._work, self._before = None, []
-        if self._handle is not None:
-            self._handle.ended.set()
+        self._ended.set()
 
     def join(self) -> None:
-        """Block until it has ended, well or not."""
-        self._thread.join()
-        if self._handle is not None:
-            self._handle.drop()
+        """Block until the work has ended, well or not."""
+        with self._call.waiting():
+            self._thread.join()
+            clock.reach(self._at)
         if self._on.type == "cuda":
             torch.cuda.current_stream(self._on).wait_stream(self.lane)
-        device.reach(self._at)
 
     def wait(self) -> None:
-        """Block until it is done; raise what went wrong."""
+        """Block until the work is done; raise its error."""
         self.join()
         if self._error is not None:
             raise self._error

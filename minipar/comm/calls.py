@@ -1,43 +1,133 @@
-"""A call in flight: started, entered in the ledger, told to observers, and waited for."""
+"""A call in flight: made, shown to the taps, and waited for.
+
+A tap sees every call of this rank. A recorder, a watchdog, a race detector, an emulated device and
+a simulator are taps; each adds itself to `taps`, and the wire knows none of them.
+"""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 from minipar.comm.mesh import Axis
-from minipar.emulate import device
-from minipar.observe import timeline, watchdog
-from minipar.observe.recorder import Recorder
 
-
-class Observer(Protocol):
-    """Told of every call that is sent, by number, and when this rank first waits for it."""
-
-    def launched(
-        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int], result: Any
-    ) -> None:
-        """`num_bytes` leave this rank; of messages, `peers` are at the other end."""
-
-    def waited(self, number: int) -> None:
-        """From here on, this rank waits for that call."""
-
-
-observers: list[Observer] = []
-"""Those to be told: a simulator, which knows no clock but the order of calls."""
 _numbers = itertools.count()
-_beside: list[int] | None = None  # numbers of the calls for which work beside this rank's waits
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One collective, message or copy of this rank."""
+
+    verb: str
+    axis: Axis | None = None  # None: work of this rank alone, in a thread of its own
+    num_bytes: int = 0  # that leave this rank
+    peers: Sequence[int] | None = None  # of a message: the ranks of `axis` at the other end
+    result: Any = None
+    work: Any = None  # torch's handle, once the call is made; a tap may put its own around it
+    number: int = field(default_factory=_numbers.__next__)
+    start: float = field(default_factory=time.monotonic)
+    notes: dict["Tap", Any] = field(default_factory=dict)  # of the taps, about this call
+
+    def begin(self, start: Callable[[], Any]) -> None:
+        """Make the call: `start` returns its work."""
+        for tap in taps:
+            tap.begin(self)
+        self.work = start()
+        for tap in taps:
+            tap.started(self)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the call in the body."""
+        if _beside is not None:
+            _beside.append(self)
+        told = list(taps) if _beside is None else []
+        try:
+            for tap in told:
+                tap.wait(self)
+            yield
+        finally:
+            for tap in told:
+                tap.end(self)
+
+
+class Tap:
+    """The four moments of a call; a tap overrides those that it needs."""
+
+    def begin(self, call: Call) -> None:
+        """This rank is about to make `call`."""
+
+    def started(self, call: Call) -> None:
+        """`call.work` is under way."""
+
+    def wait(self, call: Call) -> None:
+        """This rank begins to wait for `call`."""
+
+    def end(self, call: Call) -> None:
+        """This rank waits no longer: `call` is complete, or has failed."""
+
+
+taps: list[Tap] = []
+"""They are told in this order."""
+
+
+def launch(
+    verb: str,
+    axis: Axis,
+    num_bytes: int,
+    start: Callable[[bool], Any],
+    result: Any,
+    async_op: bool,
+    finish: Callable[[Any], Any] | None = None,
+    peers: Sequence[int] | None = None,
+) -> Any:
+    """Make a call: ``start(is_async)`` returns torch's work. Return its result or a `Pending`.
+
+    While there are taps, every call is asynchronous, so that they see the wait apart from the call.
+    """
+    if axis.size == 1:
+        pending = Pending(None, result, finish)
+    else:
+        call = Call(verb, axis, num_bytes, peers, result)
+        call.begin(lambda: start(async_op or bool(taps)))
+        pending = Pending(call.work, result, finish, call)
+    return pending if async_op else pending.wait()
+
+
+class Pending:
+    """A call in flight. `wait` blocks until it is done and returns its result."""
+
+    def __init__(
+        self,
+        work: Any,
+        result: Any,
+        finish: Callable[[Any], Any] | None = None,
+        call: Call | None = None,
+    ) -> None:
+        self._work, self._result, self._finish, self._call = work, result, finish, call
+
+    def wait(self) -> Any:
+        """Return the result; a second call returns the same again."""
+        call, self._call = self._call, None
+        with nullcontext() if call is None else call.waiting():
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
+        return self._result
+
+
+_beside: list[Call] | None = None
 
 
 @contextmanager
-def beside() -> Iterator[list[int]]:
-    """Calls that the body waits for hold up another thread of this rank: observers are not told.
+def beside() -> Iterator[list[Call]]:
+    """Play another thread of this rank in the body: taps hear of its calls, and of no wait.
 
-    Yields the numbers of these calls, for `waited`.
+    Yields the calls that the body waited for, for `waited`.
     """
     global _beside
     before, _beside = _beside, []
@@ -47,120 +137,8 @@ def beside() -> Iterator[list[int]]:
         _beside = before
 
 
-def waited(numbers: Sequence[int]) -> None:
-    """Tell observers that this rank needs the results of these calls."""
-    for number in numbers:
-        for observer in observers:
-            observer.waited(number)
-
-
-class Pending:
-    """A collective in flight. `wait` blocks until it is done and returns its result."""
-
-    def __init__(
-        self,
-        work: Any,
-        result: Any,
-        finish: Callable[[Any], Any] | None = None,
-        waiting: AbstractContextManager | None = None,
-        number: int | None = None,
-    ) -> None:
-        self._work, self._result, self._finish, self._number = work, result, finish, number
-        self._waiting = waiting or nullcontext()  # entered while this rank waits
-
-    def wait(self) -> Any:
-        """Return the result; a second call returns the same again."""
-        if self._number is not None:  # the fake backend has no works
-            if _beside is None:
-                waited([self._number])
-            else:
-                _beside.append(self._number)
-            self._number = None
-        if self._work is not None:
-            with self._waiting, timeline.blocked():
-                self._work.wait()
-            self._work = None
-        if self._finish is not None:
-            self._result, self._finish = self._finish(self._result), None
-        return self._result
-
-
-def launch(
-    verb: str,
-    axis: Axis,
-    sent: int,
-    call: Callable[[bool], Any],
-    result: Any,
-    async_op: bool,
-    finish: Callable[[Any], Any] | None = None,
-    peers: Sequence[int] | None = None,
-) -> Any:
-    """Start `call(async_op)`, enter it in the ledger, and return its result or a `Pending`.
-
-    Of messages, `peers` are the ranks at the other end.
-    """
-    recorder, waiting, number = timeline.active(), None, None
-    sent = device.counted(sent)
-    if axis.size == 1:
-        work = None
-    else:
-        waiting, number = watchdog.begin(verb, axis, sent, peers), next(_numbers)
-        for observer in observers:
-            observer.launched(number, verb, axis, sent, peers or (), result)
-        start = time.monotonic()
-        with waiting:  # a call that is not asynchronous returns when it is done
-            work = call(async_op or recorder is not None)
-        if recorder is not None and work is not None:
-            if "nccl" in dist.get_backend(axis.group):
-                # To wait here would stop the GPU; when its kernels ran, the profiler tells.
-                recorder.comm(verb, axis.name, sent, start, time.monotonic())
-            else:
-                work = _Noted(work, recorder, verb, axis.name, sent, start)
-    pending = Pending(work, result, finish, waiting, number)
-    return pending if async_op else pending.wait()
-
-
-class _Noted:
-    """A work whose end is noted when it ends, not when it is waited for."""
-
-    def __init__(self, work: Any, recorder: Recorder, *words: Any) -> None:
-        self._work, self._start, self._recorder = work, words[-1], recorder
-        self._note = recorder.travel(*words)
-        recorder.unwaited.add(self)
-        self._noted = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = None
-        try:
-            # Where the backend tells through a future when an operation is over ...
-            ended = getattr(work, "ended", None) or work.get_future()
-            ended.add_done_callback(lambda _: self._over())
-        except (AttributeError, RuntimeError):
-            # ... else (gloo's reduce-scatter, send and recv) it tells only those who wait.
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-
-    def _over(self) -> None:
-        # A backend with a clock of its own (the emulated link) knows when the wire was busy.
-        start, end = getattr(self._work, "times", None) or (self._start, time.monotonic())
-        self._note(start, end)
-        self._noted.set()
-
-    def _watch(self) -> None:
-        try:
-            self._work.wait()
-        except BaseException as error:
-            self._error = error
-        self._over()
-
-    def land(self, patience: float) -> None:
-        """Wait, but no longer than that; who called still has to wait."""
-        if self._noted.wait(patience) and self._thread is None:
-            self._work.wait()  # gloo tells of the end before it has come to it
-
-    def wait(self) -> None:
-        if self._thread is None:
-            self._work.wait()
-        self._noted.wait()  # so that the ledger is complete when `wait` returns
-        self._recorder.unwaited.discard(self)
-        if self._error is not None:
-            raise self._error
+def waited(calls: Sequence[Call]) -> None:
+    """Tell the taps that this rank waits for these calls now."""
+    for call in calls:
+        with call.waiting():
+            pass

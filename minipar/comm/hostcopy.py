@@ -4,29 +4,48 @@ Idea.   The memory of the host is larger and cheaper than that of a GPU, and PCI
         copy engine carries one tensor at a time in each direction while the GPU computes.
 Cost.   latency + num_bytes / bandwidth seconds a copy (alpha-beta); both directions work at once.
 CUDA.   A stream per direction, and pinned memory, without which a copy is not asynchronous.
-CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done, as
-        `link.py` does for networks: so overlap is real, and the processor is free to compute. Host
-        and device are then two accounts of the same memory, see `memory.on_host`.
+CPU.    A thread per direction copies and then *sleeps* until PCIe would have been done. So overlap
+        is real, and the processor is free to compute. Host and device are two accounts of the same
+        memory: `on_host` says which.
 
-Each copy appends a span of kind "comm" along the axis "host" to the timeline (on CUDA the profiler
-does, of kind "copy"). Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
-In torch: `Tensor.to(device, non_blocking=True)` on a `torch.cuda.Stream`.
+Each copy is a span of kind "comm" along the axis "host" in a recorded timeline (on CUDA the
+profiler makes it, of kind "copy"). In torch: `Tensor.to(device, non_blocking=True)` on a stream.
+Source: Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), section 4.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minipar.emulate import link
-from minipar.observe import memory, timeline
+from minipar.comm.calls import Call
+from minipar.comm.mesh import Axis
 
-AXIS = "host"
+HOST = Axis("host", 0, 1, (0,))
 Pair = tuple[Tensor, Tensor]  # source and destination, of equal shape and dtype
+_host_depth = 0
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Allocate memory of the host in the body, although the device is the CPU as well."""
+    global _host_depth
+    _host_depth += 1
+    try:
+        yield
+    finally:
+        _host_depth -= 1
+
+
+def is_on_host() -> bool:
+    """True inside of `on_host`."""
+    return _host_depth > 0
 
 
 class Copy:
@@ -34,61 +53,57 @@ class Copy:
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.num_bytes = sum(source.nbytes for source, _ in pairs)
-        self._pairs = pairs  # keeps the sources alive until they are read
-        self.tensors = [destination for _, destination in pairs]  # filled when it has landed
-        self._error: BaseException | None = None
-        self._done: Any = threading.Event()  # or that of a stream
+        self.tensors = [destination for _, destination in pairs]
+        self.call: Call | None = None  # on a CPU, until `wait` returns
+        self.event: Any = None  # on a GPU: of the end of the copy
 
     def wait(self, *, block: bool = False) -> list[Tensor]:
-        """Return when the copy has landed.
+        """Return when the copy is done.
 
-        Where a GPU receives it, only its stream waits, unless `block` asks for this thread as well.
+        Where a GPU receives the copy, only its stream waits, unless `block` asks for this thread.
         """
-        if isinstance(self._done, threading.Event):
-            if not self._done.is_set():
-                with timeline.blocked():
-                    self._done.wait()
-        elif not block and any(tensor.is_cuda for tensor in self.tensors):
-            torch.cuda.current_stream(self.tensors[0].device).wait_event(self._done)
-        else:
-            self._done.synchronize()
-        if self._error is not None:
-            raise self._error
+        if self.call is not None:
+            with self.call.waiting():
+                self.call.work.wait()
+            self.call = None
+        if self.event is not None:
+            if not block and any(tensor.is_cuda for tensor in self.tensors):
+                torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
+            else:
+                self.event.synchronize()
         return self.tensors
 
 
 class HostCopy:
-    """The copy engine of one rank: `to_host` and `to_device`, each a lane of its own.
+    """The copy engine of one rank: `to_host` and `to_device`, each a queue of its own.
 
-    `pcie` is the emulated link where the device is a CPU (a `Link`, or its name as in `link.parse`:
-    "pcie5*1000" is PCIe 5 slowed 1000 times, to sit beside a slow processor); a GPU has a real one.
+    `pcie` is the emulated link of a CPU: `link.parse("pcie5*1000")` is PCIe 5 slowed 1000 times, to
+    sit beside a slow processor. None: as fast as this machine. A GPU has a real link.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", pcie: link.Link | str = "pcie5") -> None:
-        self.device = torch.device(device)
-        self.pcie = link.parse(pcie) if isinstance(pcie, str) else pcie
+    def __init__(self, device: torch.device | str = "cpu", pcie: Any = None) -> None:
+        if isinstance(pcie, str):
+            raise ValueError(f"pcie={pcie!r} is a name; use emulate.link.parse({pcie!r})")
+        self.device, self.pcie = torch.device(device), pcie
         if self.device.type == "cuda":
-            self._down, self._up = (_Stream(torch.cuda.Stream(self.device)) for _ in range(2))
+            streams = [torch.cuda.Stream(self.device) for _ in range(2)]
+            self._down, self._up = (partial(_enqueue, stream) for stream in streams)
         else:
-            self._down, self._up = (_Thread(self.pcie, name) for name in ("to_host", "to_device"))
+            self._down, self._up = (_Thread(pcie, name).start for name in ("to_host", "to_device"))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Memory of the host in the shape of `tensor`; pinned where there is a GPU."""
-        with memory.on_host():
-            return torch.empty(
-                tensor.shape,
-                dtype=tensor.dtype,
-                device="meta" if tensor.is_meta else "cpu",  # no values to land on a host
-                pin_memory=self.device.type == "cuda",
-            )
+        """Return memory of the host in the shape of `tensor`; pinned where there is a GPU."""
+        device, pinned = "meta" if tensor.is_meta else "cpu", self.device.type == "cuda"
+        with on_host():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 
     def to_host(self, tensors: Iterable[Tensor]) -> Copy:
         """Start to copy `tensors` of the device into new memory of the host.
 
-        The caller may drop them, but must not change them before the copy is done.
+        The caller may drop the tensors, but must not change them before the copy is done.
         """
         tensors = [tensor.detach() for tensor in tensors]
-        return self._down.start([(tensor, self.empty_like(tensor)) for tensor in tensors])
+        return self._down([(tensor, self.empty_like(tensor)) for tensor in tensors])
 
     def to_device(self, pairs: Iterable[Pair]) -> Copy:
         """Start to copy host tensors into those of the device: ``[(source, destination), ...]``.
@@ -102,68 +117,74 @@ class HostCopy:
                     f"to_device: {tuple(source.shape)} of {source.dtype} cannot land in "
                     f"{tuple(destination.shape)} of {destination.dtype}; they must be alike"
                 )
-        return self._up.start(pairs)
+        return self._up(pairs)
 
 
+# ---------------------------------------------------------------------- on a CPU
 class _Thread:
-    """One direction on the CPU: copies in the order of their start, as fast as `pcie` allows."""
+    """One direction: copies in the order of their start, as fast as `pcie` allows."""
 
-    def __init__(self, pcie: link.Link, name: str) -> None:
+    def __init__(self, pcie: Any, name: str) -> None:
         self._pcie, self._name = pcie, name
-        self._queue: queue.SimpleQueue | None = None
+        self._works: queue.SimpleQueue | None = None
 
     def start(self, pairs: Sequence[Pair]) -> Copy:
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            what = self._queue, self._pcie, self._name
-            threading.Thread(target=_carry, args=what, name=self._name, daemon=True).start()
-        copy = Copy(pairs)
-        self._queue.put((copy, timeline.active(), time.monotonic()))
+        if self._works is None:
+            self._works = queue.SimpleQueue()
+            args = self._works, self._pcie
+            threading.Thread(target=_work_off, args=args, name=self._name, daemon=True).start()
+        copy, work = Copy(pairs), _Work(pairs)
+        copy.call = Call(self._name, HOST, copy.num_bytes, peers=())
+        copy.call.begin(lambda: self._works.put((work, copy.num_bytes)) or work)
         return copy
 
     def __del__(self) -> None:
-        if self._queue is not None:
-            self._queue.put(None)
+        if self._works is not None:
+            self._works.put(None)
 
 
-def _carry(calls: queue.SimpleQueue, pcie: link.Link, name: str) -> None:
-    """What the thread of a lane does, until no copy can be started any more."""
-    free = 0.0  # when the lane is, by PCIe's clock: so that oversleeping does not add up
-    while (call := calls.get()) is not None:
-        copy, recorder, called = call
-        start = max(called, free)
+class _Work:
+    """One copy in a queue, with the methods of a work of torch."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.pairs, self.called = pairs, time.monotonic()  # `pairs` keeps the sources alive
+        self.times, self.ended = None, torch.futures.Future()
+        self._done, self._error = threading.Event(), None
+
+    def copy(self, start: float, seconds: float) -> float:
+        """Copy, and sleep until `start` + `seconds`; return when the next copy may start."""
         try:
-            for source, destination in copy._pairs:
+            for source, destination in self.pairs:
                 destination.copy_(source)
         except BaseException as error:
-            copy._error = error
-        free = start + pcie.latency + copy.num_bytes / pcie.bandwidth
-        now = time.monotonic()
-        time.sleep(max(0.0, free - now))
-        free = max(free, now)  # where the processor was slower than PCIe
-        if recorder is None or not recorder.on:
-            recorder = timeline.active()  # what a step leaves in flight is seen in the next one
-        if recorder is not None:
-            recorder.comm(name, AXIS, copy.num_bytes, start, time.monotonic())
-        copy._pairs = ()
-        copy._done.set()
-        del copy, call
+            self._error = error
+        now, end = time.monotonic(), start + seconds
+        time.sleep(max(0.0, end - now))
+        self.pairs, self.times = (), (start, time.monotonic())
+        self.ended.set_result(None)
+        self._done.set()
+        return max(end, now)  # `now` where the processor was slower than PCIe
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
 
 
-class _Stream:
-    """One direction on CUDA: a stream that waits for what was computed, and not for what comes."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def start(self, pairs: Sequence[Pair]) -> Copy:
-        copy = Copy(pairs)
-        copy._done = _enqueue(pairs, self._stream)
-        return copy
+def _work_off(works: queue.SimpleQueue, pcie: Any) -> None:
+    """Make the copies of one direction, until their engine is gone."""
+    free = 0.0  # when the link is free, by its own clock: oversleeping does not add up
+    while (item := works.get()) is not None:
+        work, num_bytes = item
+        seconds = 0.0 if pcie is None else pcie.latency + num_bytes / pcie.bandwidth
+        free = work.copy(max(work.called, free), seconds)
+        del item, work  # a thread at rest must not keep tensors alive
 
 
-def _enqueue(pairs: Sequence[Pair], stream: Any) -> Any:
-    """Let a CUDA stream make the copies; return the event of their end."""
+# ---------------------------------------------------------------------- on a GPU
+def _enqueue(stream: Any, pairs: Sequence[Pair]) -> Copy:
+    """Copy on a CUDA stream, after the kernels launched so far, and beside later ones."""
+    copy = Copy(pairs)
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         for source, destination in pairs:
@@ -171,4 +192,5 @@ def _enqueue(pairs: Sequence[Pair], stream: Any) -> Any:
             for tensor in (source, destination):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)  # the allocator must not reuse it yet
-    return stream.record_event()
+    copy.event = stream.record_event()
+    return copy

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from minipar.ranks import threads
+from minipar.comm import threads
 
 AXES = {
     "pp": "pipeline: layers apart",
@@ -34,13 +34,13 @@ AXES = {
     "ep": "experts apart",
     "tp": "tensor: matrices apart",
 }
-"""The standard axes. One that a mesh does not name has size 1 there."""
+"""The standard axes. An axis that a mesh does not name has size 1."""
 
 RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "device_mesh")
 """What a mesh has besides its axes."""
 
 MOST_RANKS = 2**20
-"""Of a mesh on paper: more than there are anywhere, and few enough to try all their layouts."""
+"""Largest mesh on paper: more ranks than any cluster has, and few enough to try all layouts."""
 
 
 # ---------------------------------------------------------------------- arithmetic
@@ -117,7 +117,7 @@ class Axis:
 
 
 def is_nccl() -> bool:
-    """Whether NCCL carries the tensors of this job's GPUs."""
+    """True if NCCL carries the tensors of this job's GPUs."""
     return "cuda:nccl" in str(dist.get_backend_config())
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from minipar.comm import collectives as comm
 from minipar.comm.background import Background
 from minipar.comm.calls import Pending
+from minipar.comm.collectives import Op
 from minipar.comm.mesh import Axis
 from minipar.comm.plans import Message, Plan, Round
-from minipar.comm.shapes import Op
-from minipar.observe import timeline
 
 IN_FLIGHT = 4
 """Rounds posted before the first of them has ended: more would cost scratch and hide no more."""
@@ -119,8 +118,7 @@ def start(
     if not async_op:
         if not hasattr(_thread, "is_call"):  # a step of a call must not wait for the call's end
             for other in before:
-                with timeline.blocked():
-                    other.join()
+                other.join()
         return function()
     results: list[Tensor] = []
 

@@ -1,9 +1,8 @@
-"""The one way in which a strategy looks at a value.
+"""The one place where a strategy reads a value of a tensor.
 
-On a GPU, to look is to wait: Python stands still until all that was launched before is done. So
-strategies decide by shapes and settings, and the few that cannot call `look`, or `send_to_host`
-early enough that no one waits. On the meta device, where tensors have no values and all ranks are
-alike, everything else that looks fails.
+To read a value of a GPU is to wait until the GPU has done everything that was launched before. So
+strategies decide by shapes and settings. The few that cannot call `look`, or `send_to_host` early
+enough that no one waits. On the meta device tensors have no values, and every other read fails.
 """
 
 from collections.abc import Callable
@@ -25,10 +24,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(few: Tensor, device: torch.device) -> Tensor:
-    """Return `few` numbers of the host on `device`, without waiting for what it still has to do.
-
-    On a GPU they leave from pinned memory: the host waits for a copy from any other.
-    """
+    """Return `few` numbers of the host on `device`; from pinned memory, the host does not wait."""
     if device.type == "cuda" and few.device.type == "cpu":
         few = few.pin_memory()
     return few.to(device, non_blocking=True)
@@ -36,20 +32,19 @@ def to_device(few: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def lane(device: torch.device, purpose: str) -> "torch.cuda.Stream":
-    """A stream beside the one that computes, the same for each `purpose`.
+    """Return a stream beside the one that computes, the same for each `purpose`.
 
-    Torch has 32 and hands them out in turn, NCCL's among them: who asks anew each time queues
-    behind a collective now and then.
+    Torch has 32 and hands them out in turn, some to NCCL: a new one each time would now and then
+    queue behind a collective.
     """
     return torch.cuda.Stream(device)
 
 
 def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Begin to bring what `arrive` returns from `device` to the host; returns what waits for it.
+    """Begin to copy the result of `arrive` from `device` to the host; return what waits for it.
 
-    `arrive` is the ``wait`` of a `Pending`. On a GPU a stream beside the one that computes waits
-    for it, then copies: what is launched from now on waits for neither, and who takes the result
-    waits for nothing that was launched later. Elsewhere `arrive` itself is returned.
+    `arrive` is the ``wait`` of a `Pending`. On a GPU a stream of its own waits and copies, so that
+    neither later kernels nor the caller wait for anything else. Elsewhere `arrive` is returned.
     """
     if device.type != "cuda":
         return arrive
@@ -59,4 +54,4 @@ def send_to_host(arrive: Callable[[], Tensor], device: torch.device) -> Callable
         there = arrive()
         here = there.to("cpu", non_blocking=True)  # in pinned memory
         landed = beside.record_event()
-    return lambda: (landed.synchronize(), there, here)[-1]  # whose memory is kept until then
+    return lambda: (landed.synchronize(), there, here)[-1]  # keeps the memory until then

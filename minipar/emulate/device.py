@@ -39,7 +39,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minipar.comm import calls, clock
 from minipar.emulate import operations
-from minipar.observe.spans import Span
 
 LATE = 0.05
 """Share of a recording, late by which a rank says so."""
@@ -125,61 +125,21 @@ def running() -> Any:
     return nullcontext() if _clock is None else _clock.running()
 
 
-@contextmanager
-def paused() -> Iterator[None]:
-    """What the body computes takes no time of the device, and its bytes count as they are: to set
-    up, warm up and check. On all ranks that talk in it."""
-    if _clock is None or _clock.is_paused:
-        yield
-        return
-    _clock.is_paused = True
-    try:
-        yield
-    finally:
-        _clock.is_paused = False
-
-
-_thread = threading.local()
-
-
-@contextmanager
-def beside(start: float) -> Iterator[None]:
-    """In the body, this thread has a clock of its own, from `start` on: what it waits for does not
-    hold the rank up. What it computes takes no time."""
-    _thread.at = start
-    try:
-        yield
-    finally:
-        _thread.at = None
-
-
-def clock() -> float:
-    """Seconds of this rank's clock on the scale of `time.monotonic`, and that without a device."""
-    if _clock is None:
-        return time.monotonic()
-    at = getattr(_thread, "at", None)
-    return _clock.at if at is None else at
+def paused() -> Any:
+    """A context: what the body computes takes no time of the device, and its bytes count as they
+    are. To set up, warm up and check; on all ranks that talk in it."""
+    return clock.paused()
 
 
 def now() -> float:
     """Seconds as the declared device counts them: to measure with, before and after."""
-    return clock() / (1.0 if _clock is None else _clock.device.slowdown)
+    return clock.now() / (1.0 if _clock is None else _clock.slowdown)
 
 
 def synchronize() -> None:
     """Sleep until the device has done all that was asked of it."""
-    if _clock is not None and getattr(_thread, "at", None) is None:
+    if _clock is not None and _clock.is_main:
         _clock.come_true()
-
-
-def reach(end: float) -> None:
-    """Move the clock on to `end`, if it is behind: this rank waits for what is there by then."""
-    if _clock is None:
-        return
-    if getattr(_thread, "at", None) is None:
-        _clock.at = max(_clock.at, end)
-    else:
-        _thread.at = max(_thread.at, end)
 
 
 def counted(num_bytes: int) -> int:
@@ -199,35 +159,12 @@ def late() -> float:
     return 0.0 if _clock is None else _clock.latest
 
 
-def begin_recording() -> None:
-    """From here on it counts how late this rank is."""
-    if _clock is not None:
-        _clock.come_true()
-        _clock.catch_up()
-        _clock.latest, _clock.began = 0.0, _clock.at
-
-
-def end_recording(spans: list[Span]) -> list[Span]:
-    """Return the spans in declared seconds. Warns where this machine was too slow for them."""
-    if _clock is None:
-        return spans
-    _clock.come_true()
-    took, late, slowdown = _clock.at - _clock.began, _clock.latest, _clock.device.slowdown
-    if late > LATE * took:
-        warnings.warn(
-            f"this machine was up to {late:.2f} s late with what the emulated device does in "
-            f"{took:.2f} s: slow it down more than {slowdown:g} times, say {10 * slowdown:g}",
-            stacklevel=3,
-        )
-    return [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
-
-
-class _Clock(TorchDispatchMode):
+class _Clock(TorchDispatchMode, calls.Tap):
     """The clock of a rank, which moves with every operation that torch dispatches."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self.device, self.at = device, time.monotonic()
+        self.device, self.at, self.thread = device, time.monotonic(), threading.local()
         self.began = self.latest = 0.0
         self.is_paused, self.is_inside = False, 0  # optimizers that step, one in the other
         self.stepping = 0.0  # seconds of the step that begins
@@ -237,11 +174,76 @@ class _Clock(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
+        clock.device = self
+        calls.taps.insert(0, self)  # others are told of the bytes of the declared model
 
     def close(self) -> None:
+        clock.device = None
+        calls.taps.remove(self)
         for hook in self.hooks:
             hook.remove()
 
+    # -------- a tap
+    def begin(self, call: calls.Call) -> None:
+        call.num_bytes = counted(call.num_bytes)
+
+    # -------- a clock
+    @property
+    def slowdown(self) -> float:
+        return self.device.slowdown
+
+    @property
+    def is_main(self) -> bool:
+        """True if this thread is not `beside` the rank's work."""
+        return getattr(self.thread, "at", None) is None
+
+    def now(self) -> float:
+        return self.at if self.is_main else self.thread.at
+
+    def reach(self, end: float) -> None:
+        if self.is_main:
+            self.at = max(self.at, end)
+        else:
+            self.thread.at = max(self.thread.at, end)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self.is_paused:
+            yield
+            return
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    @contextmanager
+    def beside(self, start: float) -> Iterator[None]:
+        """What the body waits for does not hold the rank up; what it computes takes no time."""
+        self.thread.at = start
+        try:
+            yield
+        finally:
+            self.thread.at = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count how late this rank is in the body. Warn where it was too late."""
+        self.come_true()
+        self.catch_up()
+        self.latest, self.began = 0.0, self.at
+        yield
+        self.come_true()
+        took, late = self.at - self.began, self.latest
+        if late > LATE * took:
+            warnings.warn(
+                f"this machine was up to {late:.2f} s late with what the emulated device does in "
+                f"{took:.2f} s: slow it down more than {self.slowdown:g} times, "
+                f"say {10 * self.slowdown:g}",
+                stacklevel=5,
+            )
+
+    # -------- operations
     @contextmanager
     def running(self) -> Iterator[None]:
         self.is_paused, self.is_inside = False, 0  # whatever a call before has left
@@ -287,7 +289,7 @@ class _Clock(TorchDispatchMode):
     def _leave_optimizer(self, *_: Any) -> None:
         self.is_inside = max(0, self.is_inside - 1)
 
-    # the clock and the world's
+    # -------- the clock and the world's
     def catch_up(self) -> None:
         """What is past is past: the clock does not lag behind."""
         self.at = max(self.at, time.monotonic())

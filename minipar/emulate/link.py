@@ -27,17 +27,15 @@ backends, ``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
 import torch.distributed as dist
 
+from minipar.comm.collectives import wire_bytes
 from minipar.emulate import device
-from minipar.observe.spans import wire_bytes
 
 
 # ---------------------------------------------------------------------- links
@@ -195,7 +193,7 @@ _STEPS: dict[str, Callable[[int], int]] = {
 def seconds(verb: str, num_bytes: int, size: int, link: Link) -> float:
     """Return how long `verb` takes among `size` ranks; `num_bytes` is the whole tensor's.
 
-    Bytes as in `spans.wire_bytes`, except that a receive takes as long as the send.
+    Bytes as in `collectives.wire_bytes`, except that a receive takes as long as the send.
     Source: Thakur, Rabenseifner & Gropp 2005, section 4 (ring, pairwise); Chan et al. 2007,
     table 1 (bounds that pipelined trees approach).
     """
@@ -210,7 +208,6 @@ _link: Link | Topology = LINKS["none"]
 checks = True
 observers: list[Callable[[Any], None]] = []
 """Called with every `LinkWork` that ends: how to record what torch's own DDP and FSDP send."""
-_stands_for: ContextVar[str] = ContextVar("stands_for", default="")
 
 
 def parse(text: str) -> Link:
@@ -256,24 +253,6 @@ def check_calls(enabled: bool = True) -> None:
     """
     global checks
     checks = enabled
-
-
-@contextmanager
-def standing_for(call: str) -> Iterator[None]:
-    """A collective that is called in here does the work of another, "reduce_scatter(sum)" say.
-
-    Observers and errors know it by that name. It must cost as much.
-    """
-    token = _stands_for.set(call)
-    try:
-        yield
-    finally:
-        _stands_for.reset(token)
-
-
-def stands_for() -> str:
-    """What is called here and now, in other words; empty if it is what it seems."""
-    return _stands_for.get()
 
 
 def among(ranks: Sequence[int]) -> Link:

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
+from minipar.comm import clock
+from minipar.comm.collectives import stands_for, wire_bytes
 from minipar.emulate import device, link, strict
 from minipar.emulate.link_tables import Calls, Cell, Transfer
 from minipar.emulate.operations import tensors as tensors_in
-from minipar.observe.spans import wire_bytes
 
 
 def register() -> None:
@@ -45,8 +46,8 @@ class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.
 
     The wire works for it from `t_start`. Times are in seconds of `time.monotonic`. `verb` and
-    `num_bytes`, what this rank sends, are those of `spans.wire_bytes`; of an uneven all-to-all, the
-    bytes of its own slices for others.
+    `num_bytes`, what this rank sends, are those of `collectives.wire_bytes`; of an uneven
+    all-to-all, the bytes of its own slices for others.
     """
 
     peer: int | None = None  # of a message: the group's rank at the other end
@@ -63,7 +64,7 @@ class LinkWork(dist.Work):
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
-        self.t_issue, self.t_start, self.t_end = device.clock(), None, None
+        self.t_issue, self.t_start, self.t_end = clock.now(), None, None
         self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
@@ -97,7 +98,7 @@ class LinkWork(dist.Work):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.verb} did not end within {limit:g} s")
         self.result()
-        device.reach(self.t_end)
+        clock.reach(self.t_end)
         return True
 
     def synchronize(self) -> None:
@@ -247,7 +248,7 @@ class LinkGroup(dist.ProcessGroup):
         if is_exchange:
             lanes = link.cost(op.verb, 1, self.ranks)[1]  # of a byte: another may send more
             sent = device.counted(sum(flows[:size]) - flows[self.rank()])
-        checks, call = link.checks, link.stands_for()
+        checks, call = link.checks, stands_for.get()
         verb = call.partition("(")[0] or op.verb
         mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
         result, hold = tensors_in(args[:1]), None
@@ -340,7 +341,7 @@ class LinkGroup(dist.ProcessGroup):
         pair = self.ranks[src], self.ranks[dst]
         num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
         duration, lanes = link.cost(verb, device.counted(num_bytes), pair)
-        mine = Transfer(device.clock(), duration, num_bytes)
+        mine = Transfer(clock.now(), duration, num_bytes)
         latency = device.slowed(link.among(pair).latency)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both

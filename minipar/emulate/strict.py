@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minipar.comm.calls import Call, Tap, taps
+
 DELAY = 1e-3
 """Seconds by which an operation is late, in the mean of an exponential law."""
 
@@ -76,6 +78,7 @@ def watching(*, alone: bool = False) -> Iterator[None]:
     before = _flying, _alone
     _flying, _alone = weakref.WeakSet(), alone
     _lost.clear()
+    taps.append(_threads)
     try:
         yield
         until = time.monotonic() + PATIENCE
@@ -92,6 +95,7 @@ def watching(*, alone: bool = False) -> Iterator[None]:
             race.report = f"Race: {race}"
             raise race
     finally:
+        taps.remove(_threads)
         _flying, _alone = before
 
 
@@ -136,6 +140,25 @@ class Handle:
         counts = self._watch is _flying or not _alone
         if counts and not self.is_settled:
             _lost.append(", ".join([self.what, *self._tensors]))
+
+
+class _Threads(Tap):
+    """Watches work in threads (`comm.background`): each is lost unless this rank waits for it."""
+
+    def begin(self, call: Call) -> None:
+        if call.axis is None and is_on() and self not in call.notes:
+            call.notes[self] = Handle(call.verb)
+
+    def started(self, call: Call) -> None:
+        if self in call.notes:
+            call.notes[self].ended = call.work
+
+    def end(self, call: Call) -> None:
+        if self in call.notes:
+            call.notes[self].drop()
+
+
+_threads = _Threads()
 
 
 class Hold(Handle):
@@ -221,5 +244,5 @@ def _call_site() -> str:
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
 _CARRIERS = ("emulate/strict.py", "emulate/link_group.py") + tuple(
-    f"comm/{name}.py" for name in ("calls", "collectives", "autograd", "background")
+    f"comm/{name}.py" for name in ("calls", "collectives", "gloo", "autograd", "background")
 )

@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from IPython.display import Code, display
 
+from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
 from minipar.lab import cells, progress, slips
@@ -388,7 +389,7 @@ def _play(answer: Callable, run: Callable, source: Any, sizes: dict, given: tupl
             if watched.returned and not watched.is_in(error.__traceback__):
                 raise NoAnswer(f"{watched.returned}: this is no answer ({error})") from error
             raise
-        with link.standing_for(_END):
+        with standing_for(_END):
             for one in axes:
                 dist.barrier(one.group)  # all are through, so nothing is under way any more
     finally:

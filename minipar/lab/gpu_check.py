@@ -46,6 +46,7 @@ import tyro
 from minipar.comm import calls
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.threads import usable_cores
 from minipar.lab import draw
 from minipar.lab.gpu_parts import GROUPED, PARTS, steps_of
 from minipar.lab.gpu_speed import Setting, name_of, ours, settings, sheet_of, theirs, trace_of
@@ -54,7 +55,6 @@ from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks
-from minipar.ranks.threads import usable_cores
 from minipar.sim import calibrate, hardware
 from minipar.sim.replay import replay
 from minipar.train import trainer
@@ -343,30 +343,25 @@ def train(
     Called on every rank.
     """
     order = Order()
-    calls.observers.append(order)
+    calls.taps.append(order)
     try:
         trainer.train(config, folder, start)
     finally:
-        calls.observers.remove(order)
+        calls.taps.remove(order)
     world = Mesh(**config.mesh_sizes()).world
     return read(Path(folder) / "metrics.jsonl"), order.problem(world)
 
 
-class Order:
+class Order(calls.Tap):
     """Which collectives this rank launched, in order, by the group that it launched them in."""
 
     def __init__(self) -> None:
         self.verbs: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
 
-    def launched(
-        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Any, result: Any
-    ) -> None:
-        """Note it; messages of two ranks are not launched by all."""
-        if not peers and axis.size > 1:
-            self.verbs[axis.name, tuple(axis.ranks)].append(verb)
-
-    def waited(self, number: int) -> None:
-        """Waits may be in any order."""
+    def begin(self, call: calls.Call) -> None:
+        """Note a call; messages of two ranks are not launched by all."""
+        if not call.peers and call.axis is not None and call.axis.size > 1:
+            self.verbs[call.axis.name, tuple(call.axis.ranks)].append(call.verb)
 
     def problem(self, world: Axis) -> str:
         """Return which group differs, and where; nothing if none does. A collective."""

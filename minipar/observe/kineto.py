@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from minipar.comm.collectives import wire_bytes
 from minipar.observe.kernels import verb_of
 from minipar.observe.spans import (
     Interval,
@@ -21,7 +22,6 @@ from minipar.observe.spans import (
     read_json,
     subtract,
     union,
-    wire_bytes,
 )
 
 if TYPE_CHECKING:  # a worker that reads a trace does without, and starts in a moment

@@ -13,13 +13,16 @@ It costs an entry in a dictionary, which goes when the tensor goes. A parameter 
 tensors in turn lists them all in `param.homes`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from minipar.comm.hostcopy import is_on_host, on_host
+
+__all__ = ["Tag", "is_on_host", "on_host", "tag", "tags", "watch_resize", "watchers"]
 
 
 class Tag(NamedTuple):
@@ -35,8 +38,6 @@ tags: WeakKeyDictionary[torch.UntypedStorage, Tag] = WeakKeyDictionary()
 watchers: list[Callable[[torch.UntypedStorage, Tag], None]] = []
 """Called with every tag: ledgers that are open."""
 
-_host_depth = 0
-
 
 def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
     """Say what the storages of `tensors` are for: "gathered", "gradients" or any other word.
@@ -49,22 +50,6 @@ def tag(category: str, *tensors: Tensor, on_host: bool | None = None) -> None:
         tags[storage] = word
         for watch in watchers:
             watch(storage, word)
-
-
-@contextmanager
-def on_host() -> Iterator[None]:
-    """What is allocated in the body is memory of the host, though the device be the CPU as well."""
-    global _host_depth
-    _host_depth += 1
-    try:
-        yield
-    finally:
-        _host_depth -= 1
-
-
-def is_on_host() -> bool:
-    """Whether the caller is inside of `on_host`."""
-    return _host_depth > 0
 
 
 def watch_resize(notice: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
-from minipar.emulate.device import clock
-from minipar.emulate.operations import tensors
+from minipar.comm import clock
+from minipar.comm.calls import Call, Tap
 from minipar.observe.spans import Span
 
 
@@ -33,7 +34,7 @@ class _Frame:
     start: float
 
 
-class Recorder:
+class Recorder(Tap):
     """Appends finished spans of this rank; keeps the stack of compute spans that are open.
 
     Only the innermost open span runs: opening another closes the piece so far, closing it begins
@@ -50,6 +51,26 @@ class Recorder:
         self._travelling: dict[object, tuple[str, str, int, float]] = {}
         self.unwaited: set[Any] = set()  # works that have not been waited for
 
+    # ------------------------------------------------------------------ a tap
+    def started(self, call: Call) -> None:
+        """Begin a span for `call`, which ends when the work does."""
+        if call.work is None or call.axis is None:  # nothing is sent
+            return
+        if call.axis.group is not None and "nccl" in dist.get_backend(call.axis.group):
+            # To wait here would stop the GPU; when its kernels ran, the profiler tells.
+            words = call.verb, call.axis.name, call.num_bytes
+            self.comm(*words, call.start, time.monotonic())
+        else:
+            call.work = _Noted(call, self)
+
+    def wait(self, call: Call) -> None:
+        """Pause the open compute span: who waits does not compute."""
+        call.notes[self] = self.open(None, "")
+
+    def end(self, call: Call) -> None:
+        self.close(call.notes.pop(self, None))
+
+    # ------------------------------------------------------------------ spans
     def travel(
         self, name: str, axis_name: str, num_bytes: int, start: float
     ) -> Callable[[float, float], None]:
@@ -79,7 +100,7 @@ class Recorder:
         for key in list(self._travelling):
             if (call := self._travelling.pop(key, None)) is not None:
                 *words, start = call
-                self.comm(*words, start, max(start, clock()))
+                self.comm(*words, start, max(start, clock.now()))
 
     def comm(self, name: str, axis_name: str, num_bytes: int, start: float, end: float) -> None:
         """Append a finished communication; any thread may call (`list.append` is atomic)."""
@@ -102,7 +123,7 @@ class Recorder:
         """Interrupt the running span by another; returns what `close` wants."""
         if threading.get_ident() != self._thread and not in_backward():
             return None
-        now = clock()
+        now = clock.now()
         if self.stack:
             self._piece(self.stack[-1], now)
         self.stack.append(_Frame(kind, name, now))
@@ -112,7 +133,7 @@ class Recorder:
         """End `frame` and whatever is still open inside of it; the span around it goes on."""
         if frame not in self.stack:
             return
-        now = clock()
+        now = clock.now()
         self._piece(self.stack[-1], now)
         del self.stack[self.stack.index(frame) :]
         if self.stack:
@@ -124,7 +145,7 @@ class Recorder:
 
     def rename(self, name: str) -> None:
         """From here on the running span has another name."""
-        frame, now = self.stack[-1], clock()
+        frame, now = self.stack[-1], clock.now()
         self._piece(frame, now)
         frame.name, frame.start = name, now
 
@@ -135,6 +156,57 @@ class Recorder:
     def _piece(self, frame: _Frame, now: float) -> None:
         if frame.kind is not None and now > frame.start:
             self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
+
+
+class _Noted:
+    """A work whose end is noted when it ends, not when it is waited for."""
+
+    def __init__(self, call: Call, recorder: Recorder) -> None:
+        self._work, self._start, self._recorder = call.work, call.start, recorder
+        self._note = recorder.travel(call.verb, call.axis.name, call.num_bytes, call.start)
+        recorder.unwaited.add(self)
+        self._noted = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = None
+        try:
+            # Where the backend tells through a future when an operation is over ...
+            ended = getattr(self._work, "ended", None) or self._work.get_future()
+            ended.add_done_callback(lambda _: self._over())
+        except (AttributeError, RuntimeError):
+            # ... else (gloo's reduce-scatter, send and recv) it tells only those who wait.
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def _over(self) -> None:
+        # A backend with a clock of its own (the emulated link) knows when the wire was busy.
+        start, end = getattr(self._work, "times", None) or (self._start, time.monotonic())
+        self._note(start, end)
+        self._noted.set()
+
+    def _watch(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+        self._over()
+
+    @property
+    def is_over(self) -> bool:
+        """True once the work has ended and its span was noted."""
+        return self._noted.is_set()
+
+    def land(self, patience: float) -> None:
+        """Wait, but no longer than that; who called still has to wait."""
+        if self._noted.wait(patience) and self._thread is None:
+            self._work.wait()  # gloo tells of the end before it has come to it
+
+    def wait(self) -> None:
+        if self._thread is None:
+            self._work.wait()
+        self._noted.wait()  # so that the ledger is complete when `wait` returns
+        self._recorder.unwaited.discard(self)
+        if self._error is not None:
+            raise self._error
 
 
 def in_backward() -> bool:
@@ -233,7 +305,8 @@ def hook_model(recorder: Recorder, model: nn.Module) -> list[Callable[[], None]]
 def _hook_nodes(value: Any, hook: Callable[[Any], None]) -> None:
     """Call `hook` whenever a gradient of `value` is complete."""
     if torch.is_grad_enabled():
-        for node in {tensor.grad_fn for tensor in tensors(value)} - {None}:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for node in {tensor.grad_fn for tensor in tensors} - {None}:
             node.register_prehook(hook)
 
 

@@ -27,40 +27,13 @@ class Span:
     start: float
     end: float
     axis: str = ""  # comm only: the axis of the mesh, or the name of the process group
-    num_bytes: int = 0  # comm only; see `wire_bytes`
+    num_bytes: int = 0  # comm only; see `collectives.wire_bytes`
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def duration(self) -> float:
         """Length in seconds."""
         return self.end - self.start
-
-
-def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
-    """Return the bytes that the busiest of `size` ranks sends, by the algorithm that wastes none.
-
-    `num_bytes` is the size of the whole tensor: what an all-gather returns, a reduce-scatter is
-    given, and every rank holds before and after an all-reduce. A ring moves 1/n of it per round:
-    n-1 rounds to reduce-scatter, n-1 to all-gather, both for an all-reduce. Where one rank has a
-    part of its own (scatter, gather, broadcast, reduce) all are charged alike, as in nccl-tests.
-    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3.
-    """
-    rounds = {
-        "all_reduce": 2 * (size - 1),
-        "all_gather": size - 1,
-        "reduce_scatter": size - 1,
-        "all_to_all": size - 1,
-        "scatter": size - 1,
-        "gather": size - 1,
-        "broadcast": size,
-        "reduce": size,
-        "send": size,
-        "recv": 0,  # the sender pays: a message is counted once
-        "barrier": 0,
-    }
-    if size == 1:
-        return 0
-    return num_bytes * rounds[verb] // size
 
 
 def moved(spans: list[Span], by: float) -> list[Span]:

@@ -18,7 +18,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from minipar.emulate import device
+from minipar.comm import calls, clock
 from minipar.observe import kineto
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
 from minipar.observe.spans import (
@@ -189,7 +189,7 @@ class Timeline:
         if axis.group is None:
             return Timeline(self.spans, self.label)
         every: list[Any] = [None] * axis.size
-        with device.paused():
+        with clock.paused():
             dist.barrier(group=axis.group)
             mine = (boot_id() or platform.node(), time.monotonic(), self.spans)
             dist.all_gather_object(every, mine, group=axis.group)
@@ -280,28 +280,40 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     if _active is not None:
         raise RuntimeError("this process is recording already; end that `with record()` first")
     recorder, timeline = Recorder(), Timeline(label=label)
-    device.begin_recording()
-    profiler = kineto.start_profiler()
-    remove = hook_optimizers(recorder) + (hook_model(recorder, model) if model is not None else [])
-    _active = recorder
-    # An emulated device's clock stands still but for work and waiting: all else is work, too.
-    rest = recorder.open("compute", "step") if device.current() else None
-    patience = 5.0  # in vain where the body fails and the others do not come
+    profiler, device = None, clock.device
     try:
-        yield timeline
-        patience = 60.0
+        with clock.recording(), ExitStack() as stack:
+            profiler = kineto.start_profiler()
+            for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
+                stack.callback(undo)
+            _active = recorder
+            calls.taps.append(recorder)
+            # An emulated device's clock stands still but for work and waiting: all else is work.
+            rest = recorder.open("compute", "step") if device is not None else None
+            patience = 5.0  # in vain where the body fails and the others do not come
+            try:
+                yield timeline
+                patience = 60.0
+            finally:
+                recorder.close(rest)
+                if profiler is not None:
+                    recorder.land(patience)
+                recorder.finish()
+                calls.taps.remove(recorder)
+                _active, recorder.on = None, False
     finally:
-        recorder.close(rest)
-        if profiler is not None:
-            recorder.land(patience)
-        recorder.finish()
-        _active, recorder.on = None, False
-        for undo in remove:
-            undo()
-        spans = device.end_recording(list(recorder.spans))
+        slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
+        spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
             spans = kineto.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans
+
+
+def boot_id() -> str:
+    """Name the machine since it was started; "" where the system does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return ""
 
 
 # ---------------------------------------------------------------------- files

@@ -14,7 +14,7 @@ prints, once a rank has waited that long in one collective, from one of the rank
     rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp (1.0 MB on the wire), begun 62 s
     ago. It is here: ... (its Python stack)
 
-How. Every rank keeps a page of memory that the ranks of its machine share. `collectives` writes to
+How. Every rank keeps a page of memory that the ranks of its machine share. A tap on calls writes to
 it, per axis, the number and name of the call that it begins, and of the one that it waits in: about
 a microsecond, and no message. A thread per rank looks at its own page now and then. One that sees a
 wait over the bound puts an alarm into the store through which the ranks met; the threads of the
@@ -37,8 +37,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from minipar.comm import calls
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe.stalls import Call, State, explain
 
@@ -107,8 +108,8 @@ class _Page:
             axis, *ranks = self.read_text(at).split(",")
             if not axis:
                 break
-            for calls, where in ((begun, self.BEGUN), (awaited, self.AWAITED)):
-                calls += self._read_call(at + where, axis, tuple(map(int, ranks)))
+            for found, where in ((begun, self.BEGUN), (awaited, self.AWAITED)):
+                found += self._read_call(at + where, axis, tuple(map(int, ranks)))
         return tuple(begun), tuple(awaited)
 
     def _read_call(self, at: int, axis: str, ranks: tuple[int, ...]) -> list[Call]:
@@ -145,17 +146,17 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Ticket:
-    """One call that has begun. As a context: this rank waits in it."""
+    """One call that has begun."""
 
     memory: mmap.mmap
     at: int
     record: bytes
 
-    def __enter__(self) -> None:
+    def wait(self) -> None:
         self.memory[self.at : self.at + len(self.record)] = self.record
         _TIME.pack_into(self.memory, self.at + 16, time.monotonic())  # third field of _Page.CALL
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self.memory[self.at : self.at + 8] = _NO_NUMBER
 
 
@@ -168,7 +169,7 @@ def _ends(ranks: list[int]) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------- the watchdog of this rank
-class Watchdog:
+class Watchdog(calls.Tap):
     """Keeps the page of this rank and watches it. Made by all ranks together, as by `watch`."""
 
     def __init__(
@@ -219,20 +220,30 @@ class Watchdog:
             os.unlink(mine)  # the memory lives on
         return pages, os.path.basename(paths[0])
 
-    def begin(
-        self, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int] | None = None
-    ) -> _Ticket:
-        """As `watchdog.begin`."""
+    # ------------------------------------------------------------------ a tap
+    def begin(self, call: calls.Call) -> None:
+        """Write down that this rank calls, unless there is no other rank to wait for."""
+        axis, peers = call.axis, call.peers
+        if axis is None or (peers is not None and not peers):
+            return
         key = axis.name, axis.ranks, peers is None  # two meshes may have an axis of one name
         slot = self._slots.get(key) or self._open(key, axis)
         slot.count += 1
         ends = _NO_PEERS if peers is None else _ends([axis.ranks[peer] for peer in peers])
         now = time.monotonic()
-        words = verb.encode(), _subject.encode()
-        record = _Page.CALL.pack(slot.count, num_bytes, now, *ends, *words)
+        words = call.verb.encode(), _subject.encode()
+        record = _Page.CALL.pack(slot.count, call.num_bytes, now, *ends, *words)
         memory = self._page.memory
         memory[slot.begun : slot.begun + len(record)] = record
-        return _Ticket(memory, slot.awaited, record)
+        call.notes[self] = _Ticket(memory, slot.awaited, record)
+
+    def wait(self, call: calls.Call) -> None:
+        if self in call.notes:
+            call.notes[self].wait()
+
+    def end(self, call: calls.Call) -> None:
+        if self in call.notes:
+            call.notes[self].end()
 
     def _open(self, key: tuple, axis: Axis) -> _Slot:
         with self._lock:  # backward may run in a thread of its own
@@ -311,9 +322,7 @@ STACK_FRAMES = 12
 """Innermost frames of a rank that are shown."""
 
 
-_active: Watchdog | None = None
 _subject = ""  # of the calls that this rank begins now
-_UNWATCHED = nullcontext()
 
 
 @contextmanager
@@ -325,18 +334,6 @@ def about(subject: str) -> Iterator[None]:
         yield
     finally:
         _subject = before
-
-
-def begin(
-    verb: str, axis: Axis, num_bytes: int, peers: Sequence[int] | None = None
-) -> AbstractContextManager:
-    """Note that this rank calls `verb`; enter what is returned while it waits for the end.
-
-    Of a message, `peers` are the ranks along `axis` at the other end; of a collective, None.
-    """
-    if _active is None or peers == []:  # no rank to wait for
-        return _UNWATCHED
-    return _active.begin(verb, axis, num_bytes, peers)
 
 
 def _print(report: str) -> None:
@@ -354,15 +351,15 @@ def watch(
     `dump`, for `minipar hang`. With 0 seconds, or alone, it does nothing. Raises `ValueError` for
     less than 0.
     """
-    global _active
     if seconds < 0:
         raise ValueError(f"watch({seconds:g}): the seconds must be above 0, or 0 for no watchdog")
     if seconds == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    outer, _active = _active, Watchdog(seconds, tell, dump)
+    watchdog = Watchdog(seconds, tell, dump)
+    calls.taps.append(watchdog)
     try:
         yield
     finally:
-        mine, _active = _active, outer
-        mine.close()
+        calls.taps.remove(watchdog)
+        watchdog.close()

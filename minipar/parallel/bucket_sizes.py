@@ -13,6 +13,7 @@ n gradients.
 """
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.collectives import all_reduce, ranks_per_host
+from minipar.comm import clock
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
+from minipar.comm.threads import usable_cores
 from minipar.comm.values import look
-from minipar.emulate.device import clock
-from minipar.ranks.threads import usable_cores
 
 MOST_BUCKETS = 32
 FINEST = 64  # pieces at most, between which cuts are looked for
@@ -55,19 +57,19 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
-    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * ranks_per_host()
+    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * _ranks_per_host()
     busy_clock = time.thread_time if has_cores_to_spare else time.process_time
     best = torch.full((2, 2), float("inf"), dtype=torch.float64)
     many = max(2, num_bytes // like.element_size())
     for row, elements in enumerate((1, many)):
         flat = like.new_zeros(elements)
         for _ in range(rounds):
-            start, busy = clock(), busy_clock()
+            start, busy = clock.now(), busy_clock()
             all_reduce(flat, axis, out=flat)
             busy = busy_clock() - busy
             if flat.device.type != "cpu":
                 torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
-            took = clock() - start, busy
+            took = clock.now() - start, busy
             best[row] = torch.minimum(best[row], torch.tensor(took, dtype=torch.float64))
     best = all_reduce(best.to(like.device), axis, "max")
     (latency, call), (seconds, busy) = look(best, on_meta=None)
@@ -129,7 +131,7 @@ def _pieces(num_bytes: Sequence[int]) -> list[int]:
 def now(device: torch.device) -> Any:
     """Return a stamp of this moment; on a GPU, of when it gets to what was launched so far."""
     if device.type != "cuda":
-        return clock()
+        return clock.now()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -158,3 +160,8 @@ def compare(
         lines.append(f"{name}: {1e3 * after:.2f} ms after the last gradient; {megabytes} MB")
     price = f"{1e3 * costs.latency:.2f} ms and {1e9 * costs.per_byte:.2f} ms per MB"
     return "\n".join([*lines, f"An all-reduce takes {price}."])
+
+
+def _ranks_per_host() -> int:
+    """Return how many ranks of the job this host has: torchrun says so; without it, all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import all_reduce, broadcast
+from minipar.comm.collectives import Op, all_reduce, broadcast
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes
 from minipar.parallel.base import guard, hooks

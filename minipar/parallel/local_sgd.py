@@ -54,9 +54,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
 from minipar.parallel.base import guard

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import all_gather, reduce_scatter
+from minipar.comm.collectives import Op, all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import Op
 from minipar.observe import memory
 from minipar.parallel.base import absent, guard
 from minipar.parallel.base.elementwise import check_elementwise

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm.calls import Pending
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import Op
 from minipar.comm.values import look, to_device
 
 

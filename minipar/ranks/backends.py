@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minipar.comm import threads
 from minipar.comm.mesh import Mesh
-from minipar.ranks import threads
 
 BACKENDS = ("gloo", "nccl", "link")
 

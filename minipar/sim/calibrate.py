@@ -26,15 +26,16 @@ import torch
 import torch.nn.functional as F
 
 from minipar.comm import collectives
+from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.threads import keep_to_a_core
 from minipar.emulate import link
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.observe.spans import bounded_text, wire_bytes
+from minipar.observe.spans import bounded_text
 from minipar.parallel.base import masters
 from minipar.parallel.plan import Plan
 from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
-from minipar.ranks.threads import keep_to_a_core
 from minipar.sim import fit, hardware
 from minipar.sim.replay import replay
 from minipar.sim.trace import trace

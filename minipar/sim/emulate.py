@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from minipar.comm import clock
 from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis, Mesh
 from minipar.emulate import device as devices
@@ -132,7 +133,7 @@ def film(
             start = max(all_gather_object(time.monotonic(), axis)) + 0.5
             with timeline.record(model, devices.label(links.current().label)) as recorded:
                 with timeline.active().blocked():  # all ranks begin at one moment of their clocks
-                    devices.reach(start)
+                    clock.reach(start)
                 work()
             return recorded.gather(axis)
     finally:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.observe.spans import bounded_text, wire_bytes
+from minipar.comm.collectives import wire_bytes
+from minipar.observe.spans import bounded_text
 from minipar.sim import hardware
 
 COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"

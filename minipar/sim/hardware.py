@@ -34,7 +34,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.spans import bounded_text, wire_bytes
+from minipar.comm.collectives import wire_bytes
+from minipar.observe.spans import bounded_text
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 """Bytes of an element, by the name that peaks and ceilings have in the files."""

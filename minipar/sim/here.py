@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minipar.comm.threads import keep_to_a_core, usable_cores
 from minipar.emulate import device as devices
 from minipar.emulate import link
 from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import Ranks
-from minipar.ranks.threads import keep_to_a_core, usable_cores
 from minipar.sim import calibrate, emulate, hardware
 from minipar.sim.replay import replay
 from minipar.sim.trace import trace

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import coordinates, rank_at
 from minipar.emulate import operations
-from minipar.observe.spans import Span, clipped, wire_bytes
+from minipar.observe.spans import Span, clipped
 from minipar.observe.timeline import Timeline
 from minipar.parallel.pipeline.messages import AHEAD
 from minipar.sim.hardware import Machine

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.comm.calls import observers
+from minipar.comm.calls import taps
 from minipar.comm.mesh import Mesh, rank_at
 from minipar.emulate import operations
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
@@ -107,7 +107,7 @@ class Traces:
 
 # ---------------------------------------------------------------------- the rank that is played
 _turn = threading.RLock()
-"""Groups, observers of calls and the load of experts belong to the process: one thread traces."""
+"""Groups, taps on calls and the load of experts belong to the process: one thread traces."""
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
-    observers.append(tracer)
+    taps.append(tracer)
     try:
         with _garbage_gone():  # hooks make cycles
             with tracer:
@@ -274,7 +274,7 @@ def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Tr
             programs = play(actor, tracer, places, DISTINCT)
             tracer.look_at(actor.model, actor.strategy.optimizer)
     finally:
-        observers.remove(tracer)
+        taps.remove(tracer)
     tracer.close()
     return {place: Trace(tuple(program), held) for place, program in programs.items()}
 
@@ -288,16 +288,16 @@ Programs = dict[int, list[Segment]]  # by place
 
 def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
     """A step without a pipeline: the third of four microbatches, as often as there are."""
-    count, done = actor.plan.microbatches, [tracer.begin("before")]
+    count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
 
     def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
         def begin(*_: Any) -> None:
-            done.append(tracer.begin("microbatch"))
+            done.append(tracer.begin_segment("microbatch"))
 
         hook = model.register_forward_pre_hook(begin, prepend=True)
         total = forward_backward(model, *args, **options)
         hook.remove()
-        done.append(tracer.begin("after"))
+        done.append(tracer.begin_segment("after"))
         return total
 
     actor.strategy.run = run
@@ -328,20 +328,20 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
             role = roles[at].get(action.microbatch)
             if role is None:
                 return hidden() if makes(action) else None
-            done[at, action.kind, role] = tracer.begin(f"{at}{action.kind}")
+            done[at, action.kind, role] = tracer.begin_segment(f"{at}{action.kind}")
             recorder = tracer.recorder
             frame = recorder.open(SPAN_KIND[action.kind], str(action))
             made = work(action, given)
             recorder.close(frame)
             tracer.label("", given, made)  # counted where they are handed over
-            tracer.begin("messages")
+            tracer.begin_segment("messages")
             return made
 
-        tracer.begin("messages")
+        tracer.begin_segment("messages")
         Pipeline._play(pipeline, lowered, microbatches, few)
-        done["after"] = tracer.begin("after")
+        done["after"] = tracer.begin_segment("after")
 
-    done["before"] = tracer.begin("before")
+    done["before"] = tracer.begin_segment("before")
     pipeline._play = play
     try:
         actor.step()
@@ -363,14 +363,14 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
                 found = (key[2] for key in done if key[:2] == (at, action.kind))
                 role = min(found, key=lambda role: (role == DISTINCT, -role))
             program.append(done[at, action.kind, role])
-            program.append(tracer.begin(f"messages {len(program)}"))
+            program.append(tracer.begin_segment(f"messages {len(program)}"))
             if action.kind == "F":
                 waiting[key] = given  # until its backward
             else:
                 waiting.pop(key, None)
             return hidden() if makes(replace(action, stage=own[at])) else None
 
-        program.append(tracer.begin("messages 0"))
+        program.append(tracer.begin_segment("messages 0"))
         Pipeline._play(twin, schedule, [actor.microbatch] * actor.plan.microbatches, again)
         return [*program, done["after"]]
 

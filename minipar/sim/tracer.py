@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm.mesh import Axis
+from minipar.comm.calls import Call, Tap
 from minipar.emulate import operations
 from minipar.observe import memory
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers, in_backward
@@ -95,7 +95,7 @@ class _Holding:
     category: str = "activations"
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode, Tap):
     """Writes down every operation, collective and storage that passes by, into `segment`."""
 
     def __init__(self, is_uneven: bool = False) -> None:
@@ -103,7 +103,7 @@ class Tracer(TorchDispatchMode):
         self.is_uneven = is_uneven  # what all-to-alls deal out
         self.recorder = Recorder()  # knows which block is at work, and in which phase
         self.segments: list[Segment] = []
-        self.segment = self.begin("before")
+        self.segment = self.begin_segment("before")
         self.launches: dict[int, tuple[Segment, int]] = {}  # by number: segment, index in it
         self.unawaited: set[int] = set()
         self.holdings = weakref.WeakKeyDictionary[torch.UntypedStorage, _Holding]()
@@ -111,8 +111,8 @@ class Tracer(TorchDispatchMode):
         self.stepped = 0  # bytes that the optimizer will read and write
         self.is_counting = False  # memory
 
-    def begin(self, family: str) -> Segment:
-        """What follows belongs to a new segment."""
+    def begin_segment(self, family: str) -> Segment:
+        """Begin a new segment: all that follows belongs to it."""
         self.segment = Segment(family)
         self.segments.append(self.segment)
         return self.segment
@@ -149,17 +149,18 @@ class Tracer(TorchDispatchMode):
         return False  # a wrapper around each operation, which nothing here needs
 
     # collectives
-    def launched(
-        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int], result: Any
-    ) -> None:
-        self.unawaited.add(number)
-        self.launches[number] = self.segment, self.segment.num_launches
+    def begin(self, call: Call) -> None:
+        verb, axis = call.verb, call.axis
+        if axis is None or axis.size == 1:  # work of this rank alone
+            return
+        self.unawaited.add(call.number)
+        self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
         arriving = 0
         if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
-            whole = sum(tensor.nbytes for tensor in operations.tensors(result))
+            whole = sum(tensor.nbytes for tensor in operations.tensors(call.result))
             arriving = whole * (axis.size - 1) // axis.size
-        sizes = axis.size, num_bytes, tuple(peers), arriving
+        sizes = axis.size, call.num_bytes, tuple(call.peers or ()), arriving
         launch = Launch(verb, axis.name, *sizes, purpose=axis.purpose)
         self.segment.events.append(launch)
 
@@ -171,9 +172,9 @@ class Tracer(TorchDispatchMode):
             among = tuple(rank for rank, both in rows if any(both))
             events[-1] = events[-1]._replace(among=among)
 
-    def waited(self, number: int) -> None:
-        self.unawaited.discard(number)
-        segment, index = self.launches.get(number, (None, 0))
+    def wait(self, call: Call) -> None:
+        self.unawaited.discard(call.number)
+        segment, index = self.launches.get(call.number, (None, 0))
         if segment is not None:
             family = "" if segment is self.segment else segment.family
             self.segment.events.append(Wait(family, index))

@@ -25,9 +25,9 @@ import torch
 import minipar
 from minipar.comm.collectives import all_gather_object, all_reduce, barrier
 from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.threads import usable_cores
 from minipar.ranks import backends
 from minipar.ranks.launch import Ranks
-from minipar.ranks.threads import usable_cores
 from minipar.train.folder import held
 from minipar.train.out_of_memory import free_bytes
 

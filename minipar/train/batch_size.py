@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from minipar.comm.calls import Pending
+from minipar.comm.collectives import Op
 from minipar.comm.mesh import Axis, whole_number
-from minipar.comm.shapes import Op
 from minipar.parallel import ddp
 
 Ramp = list[tuple[int, int]]  # (step, the batch size from there on), in order of the steps

@@ -74,18 +74,15 @@ def assert_disjoint(t):
 def launched_over(backend: str) -> Iterator[list[tuple]]:
     """In the body this rank takes its groups for ones of `backend`; yields (verb, peers ...)."""
 
-    class Told:
+    class Told(calls.Tap):
         called: list[tuple] = []
 
-        def launched(self, number, verb, axis, num_bytes, peers, result) -> None:
-            self.called.append((verb, *peers))
+        def begin(self, call: calls.Call) -> None:
+            self.called.append((call.verb, *(call.peers or ())))
 
-        def waited(self, number) -> None:
-            pass
-
-    calls.observers.append(told := Told())
+    calls.taps.append(told := Told())
     try:
         with mock.patch.object(dist, "get_backend", lambda group=None: backend):
             yield told.called
     finally:
-        calls.observers.remove(told)
+        calls.taps.remove(told)

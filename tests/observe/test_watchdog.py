@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from minipar.comm import calls
 from minipar.comm import collectives as comm
 from minipar.comm.mesh import Axis, Mesh
 from minipar.observe import timeline, watchdog
@@ -146,7 +148,7 @@ def late_for_all_reduce(record: bool) -> tuple[list[str], float]:
     """Rank 1 of a 2 x 2 mesh comes late; return what this rank's watchdog tells, and the sum."""
     mesh, told, x = Mesh(dp=2, tp=2), [], torch.ones(1000)
     with watchdog.watch(BOUND, told.append):
-        with timeline.record() if record else watchdog._UNWATCHED:
+        with timeline.record() if record else nullcontext():
             for _ in range(3):
                 comm.all_reduce(x, mesh.tp)
             if mesh.rank == 1:
@@ -294,7 +296,7 @@ def many_watches() -> tuple[int, bool]:
             assert threading.active_count() == before + 1
     with pytest.raises(ZeroDivisionError), watchdog.watch(60):
         1 / 0  # noqa: B018
-    return threading.active_count() - before, watchdog._active is None
+    return threading.active_count() - before, not calls.taps
 
 
 def test_leaves_no_thread_and_no_file(ranks):
@@ -317,7 +319,7 @@ def test_a_page_has_its_room_before_anyone_writes():
     if rank == 1:  # as if its disk were full
         resource.setrlimit(resource.RLIMIT_FSIZE, (watchdog._Page.NUM_BYTES - 1, most[1]))
     with mock.patch.object(watchdog._Page, "__init__", note), watchdog.watch(60):
-        assert list(watchdog._active._pages) == [0, 1][: 1 + rank]
+        assert list(calls.taps[-1]._pages) == [0, 1][: 1 + rank]
         comm.barrier(Mesh(dp=2).dp)
     resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert next(iter(made.values())) >= watchdog._Page.NUM_BYTES
@@ -325,7 +327,7 @@ def test_a_page_has_its_room_before_anyone_writes():
 
 def test_alone_there_is_nobody_to_wait_for():
     with watchdog.watch(0.01), watchdog.watch(0):
-        assert watchdog._active is None
+        assert not calls.taps
     with (
         pytest.raises(ValueError, match="must be above 0, or 0 for no watchdog"),
         watchdog.watch(-1),
@@ -341,7 +343,6 @@ def watching(tmp_path, monkeypatch):
     watching._page, watching._slots = watchdog._Page(str(tmp_path / "page")), {}
     watching._page.write_header()
     watching._lock = threading.Lock()
-    monkeypatch.setattr(watchdog, "_active", watching)
     return watching
 
 
@@ -349,8 +350,8 @@ def test_axes_of_one_name_count_apart_where_their_ranks_differ(watching):
     """As dp of 2 x 2 ranks in either order. Mutant: the first rank and the size tell them apart, so
     that who is missing on one counts as present on the other."""
     for _ in range(3):
-        watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 2)), 12)
-    watchdog.begin("all_reduce", Axis("dp", 0, 2, (0, 1)), 12)
+        watching.begin(calls.Call("all_reduce", Axis("dp", 0, 2, (0, 2)), 12))
+    watching.begin(calls.Call("all_reduce", Axis("dp", 0, 2, (0, 1)), 12))
     begun, _ = watching._page.calls()
     assert [(call.ranks, call.number) for call in begun] == [((0, 2), 3), ((0, 1), 1)]
 
@@ -362,15 +363,18 @@ def test_a_call_costs_microseconds(watching):
     for _ in range(10):
         start = time.perf_counter()
         for _ in range(count):
-            with watchdog.begin("all_reduce", axis, 12):
-                pass
+            call = calls.Call("all_reduce", axis, 12)
+            watching.begin(call), watching.wait(call), watching.end(call)
         fastest.append((time.perf_counter() - start) / count)
     assert min(fastest) < 20e-6
-    with watchdog.begin("a send with a name that is too long", axis, 7, [0, 2]):
-        (collective, message), (awaited,) = watching._page.calls()
+    call = calls.Call("a send with a name that is too long", axis, 7, [0, 2])
+    watching.begin(call), watching.wait(call)
+    (collective, message), (awaited,) = watching._page.calls()
     assert collective.number == 10 * count and collective.ranks == (4, 6, 8)
     assert str(collective) == f"all_reduce #{10 * count} on dp (12 bytes on the wire)"
     assert str(message) == "a send with a name that  on dp with ranks 4, 8 (7 bytes on the wire)"
     assert awaited.key == message.key and awaited.peers == (4, 8)
+    watching.end(call)
     assert watching._page.calls()[1] == ()
-    assert watchdog.begin("exchange", axis, 0, []) is watchdog._UNWATCHED  # nobody at the other end
+    watching.begin(call := calls.Call("exchange", axis, 0, []))
+    assert not call.notes  # nobody at the other end

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minipar.comm.collectives import all_gather_object, barrier
+from minipar.comm.collectives import all_gather_object, barrier, wire_bytes
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.observe import timeline
-from minipar.observe.spans import wire_bytes
 from minipar.parallel import ddp
 from minipar.parallel.base.replicate import TOGETHER, broadcast_all
 from minipar.parallel.plan import Plan

@@ -385,18 +385,18 @@ def _messages(read_nothing: bool) -> tuple[dict, int]:
     return sums, layer.config.capacity(20)
 
 
-class _Order:
+class _Order(calls.Tap):
     """Of counts, and of what was computed meanwhile."""
 
     def __init__(self) -> None:
         self.seen, self.gathers = [], set()
 
-    def launched(self, number: int, verb: str, *_: object) -> None:
-        self.seen.append(verb)
-        self.gathers |= {number} if verb == "all_gather" else set()
+    def begin(self, call: calls.Call) -> None:
+        self.seen.append(call.verb)
+        self.gathers |= {call} if call.verb == "all_gather" else set()
 
-    def waited(self, number: int) -> None:
-        if number in self.gathers:
+    def wait(self, call: calls.Call) -> None:
+        if call in self.gathers:
             self.seen.append("counts are here")
 
 
@@ -406,7 +406,7 @@ def _order(dispatch: str) -> list[str]:
     expert.apply(layer, axis, dispatch=dispatch, nodes=nodes)
     layer.shared_experts.register_forward_hook(lambda *_: order.seen.append("shared"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "observers", [order])
+        patch.setattr(calls, "taps", [order])
         layer(tokens_of(axis.rank))
     return order.seen
 

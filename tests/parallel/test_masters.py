@@ -230,7 +230,7 @@ def test_only_floats_are_cast(kind):
     elif kind == "fsdp":
         strategy = fsdp.apply(model, dp, compute_dtype=half, reduce_dtype=half)
     elif kind == "offload":
-        copies, alone = HostCopy(pcie="none"), Mesh(dp=1, tp=2).dp
+        copies, alone = HostCopy(), Mesh(dp=1, tp=2).dp
         strategy = offload.apply(model, alone, copies=copies, compute_dtype=half)
     else:
         strategy = ddp.apply(model, dp)

@@ -104,7 +104,7 @@ def attach(model: nn.Module, kind: str):
         version = kind if kind in ("bucketed", "tuned") else "overlapped"
         strategy = ddp.apply(model, dp, version=version)
         if kind == "offload in ddp":
-            copies = HostCopy(pcie="none")
+            copies = HostCopy()
             strategy = offload.apply(model, dp, inside=strategy, copies=copies)
     return strategy, adamw(model.parameters())
 
@@ -800,7 +800,7 @@ def test_what_torch_jit_runs_is_refused_where_weights_come_and_go():
     with refuses("0 was made by torch.jit", ValueError):
         zero.apply(model, Mesh().dp, optimizer=optimizer)
     with refuses("0 was made by torch.jit", ValueError):
-        offload.apply(model, Mesh().dp, copies=HostCopy(pcie="none"))
+        offload.apply(model, Mesh().dp, copies=HostCopy())
 
 
 @pytest.mark.parametrize("version", ["bucketed", "overlapped"])
@@ -1217,7 +1217,7 @@ def test_legacy_weight_norm_under_fsdp():
 def test_offload_needs_somebody_who_shares_gradients():
     """Mutant: ranks that drift apart."""
     with refuses(r"no rank would share gradients along dp=2.*inside=ddp\.apply", ValueError):
-        offload.apply(Net(), Mesh(dp=SIZE).dp, copies=HostCopy(pcie="none"))
+        offload.apply(Net(), Mesh(dp=SIZE).dp, copies=HostCopy())
 
 
 @on_ranks(SIZE)

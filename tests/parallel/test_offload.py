@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
+from minipar.emulate import link
 from minipar.emulate.link import Link
 from minipar.lab.memory import MemoryLedger
 from minipar.model.llama import Llama, LlamaConfig, token_loss
@@ -30,7 +31,7 @@ def llama(num_layers: int = 4) -> Llama:
     return Llama(LlamaConfig(61, 32, 64, num_layers, 4, 2))
 
 
-def offloaded(model, pcie="none", **options):
+def offloaded(model, pcie=None, **options):
     return offload.apply(model, Mesh().dp, copies=HostCopy(pcie=pcie), **options)
 
 
@@ -50,7 +51,7 @@ def train(how: str, optimizer_class, steps: int = 3) -> tuple[list[float], dict,
     strategies = [offloaded(model)] if how == "apply" else []
     optimizer = optimizer_class(model.parameters())
     if how == "step_on_host":
-        offload.step_on_host(optimizer, HostCopy(pcie="none"))
+        offload.step_on_host(optimizer, HostCopy())
     losses = [step(model, optimizer, *strategies) for _ in range(steps)]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return losses, weights, optimizer.state_dict()
@@ -87,7 +88,7 @@ def test_any_optimizer_computes_the_same_to_the_bit(how, name):
 def test_without_its_copies_parity_is_violated(lane, monkeypatch):
     """The mutant: copies are announced and waited for, but carry nothing."""
     expected, _, _ = train("plain", OPTIMIZERS["AdamW"])
-    empty = HostCopy(pcie="none")
+    empty = HostCopy()
 
     def nothing(self, pairs):
         return real(self, [(p[0][:0], p[1][:0]) for p in pairs])
@@ -178,7 +179,7 @@ def test_the_device_holds_what_the_formula_says():
 def test_around_the_step_gradients_stay_on_the_device():
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
-    offload.step_on_host(optimizer, HostCopy(pcie="none"))
+    offload.step_on_host(optimizer, HostCopy())
     num_bytes = sum(p.nbytes for p in model.parameters())
     with MemoryLedger(model) as ledger:
         for _ in range(2):
@@ -198,7 +199,7 @@ def test_pcie_carries_gradients_down_and_weights_up(how):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     strategies = [offloaded(model)] if how == "apply" else []
     if how == "step_on_host":
-        offload.step_on_host(optimizer, HostCopy(pcie="none"))
+        offload.step_on_host(optimizer, HostCopy())
     num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
     def whole_step():
@@ -223,7 +224,7 @@ def _step_of_fsdp(num_layers: int) -> tuple[dict, dict, dict]:
     num_parameters = sum(p.numel() for p in model.parameters())
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     strategy = fsdp.apply(model, mesh.dp)
-    offload.shards_on_host(strategy, HostCopy(pcie="none"))
+    offload.shards_on_host(strategy, HostCopy())
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # to learn the order: the first step gathers more
         step(model, optimizer, strategy)
@@ -269,7 +270,7 @@ def _weights_loaded_into_shards() -> bool:
     mesh = Mesh(dp=2)
     model, other = llama(2), llama(2)
     strategy = fsdp.apply(model, mesh.dp)
-    offload.shards_on_host(strategy, HostCopy(pcie="none"))
+    offload.shards_on_host(strategy, HostCopy())
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         step(model, optimizer, strategy)
@@ -295,10 +296,10 @@ def test_copies_are_hidden_behind_backward_and_forward():
     hidden = {}
     for how in ("apply", "step_on_host"):
         model = Llama(LlamaConfig(256, 96, 256, 6, 4, 2))
-        strategies = [offloaded(model, pcie="pcie5*300")] if how == "apply" else []
+        strategies = [offloaded(model, pcie=link.parse("pcie5*300"))] if how == "apply" else []
         optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.1)
         if how == "step_on_host":
-            offload.step_on_host(optimizer, HostCopy(pcie="pcie5*300"))
+            offload.step_on_host(optimizer, HostCopy(pcie=link.parse("pcie5*300")))
         tokens = torch.randint(256, (4, 96))
         with timeline.record(model) as recorded:
             for _ in range(4):
@@ -316,7 +317,7 @@ class Pinned(HostCopy):
     """Knows the memory that it gave out, which would be pinned on a GPU, and who waits for what."""
 
     def __init__(self):
-        super().__init__(pcie="none")
+        super().__init__()
         self.given, self.sources, self.waited = [], [], []
 
     def empty_like(self, tensor):
@@ -607,7 +608,7 @@ def test_a_group_that_is_added_later_has_a_home_too():
     """Mutant: a KeyError at the next step."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
-    offload.step_on_host(optimizer, HostCopy(pcie="none"))
+    offload.step_on_host(optimizer, HostCopy())
     optimizer.add_param_group({"params": list(second.parameters())})
     before = second.bias.detach().clone()
     second(first(torch.ones(1, 2))).sum().backward()
@@ -621,4 +622,4 @@ def test_two_parameters_in_one_memory_are_refused_around_the_step_too():
     second.weight.data = first.weight.data
     optimizer = torch.optim.SGD([first.weight, second.weight], lr=0.1)
     with pytest.raises(ValueError, match="two parameters in the same memory"):
-        offload.step_on_host(optimizer, HostCopy(pcie="none"))
+        offload.step_on_host(optimizer, HostCopy())

@@ -21,11 +21,10 @@ from minipar.sim.trace import trace
 
 
 def wait(number: int, verb: str = "all_to_all") -> None:
-    """What `collectives` says of a call and of the wait for it."""
-    for observer in list(calls.observers):
-        observer.launched(number, verb, None, 0, (), None)
-    for observer in list(calls.observers):
-        observer.waited(number)
+    """Tell the pair of a call and of the wait for it, as `calls` does."""
+    call = calls.Call(verb, number=number)
+    pair = calls.taps[0]
+    pair.begin(call), pair.wait(call)
 
 
 def job(name: str, log: list, waits: int, verb: str = "all_to_all", then=None):
@@ -45,7 +44,7 @@ def job(name: str, log: list, waits: int, verb: str = "all_to_all", then=None):
 def nothing_is_left():
     before = threading.active_count()
     yield
-    assert not calls.observers and threading.active_count() <= before
+    assert not calls.taps and threading.active_count() <= before
 
 
 @pytest.mark.parametrize(

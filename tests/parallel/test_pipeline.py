@@ -403,18 +403,15 @@ def _launches(schedule) -> list[str]:
         order.append(f"{numbers[stage]}B{microbatch}")
         return _stage_backward(stage, microbatch, gradient)
 
-    class Told:
-        def launched(self, number, verb, axis, num_bytes, peers, result) -> None:
-            if axis.name == "dp":
+    class Told(calls.Tap):
+        def begin(self, call) -> None:
+            if call.axis.name == "dp":
                 order.append("dp")
-
-        def waited(self, number) -> None:
-            pass
 
     pipeline = runtime.apply(model, mesh.pp, schedule)
     numbers = {stage: number for number, stage in pipeline.stages.items()}
     data = ddp.apply(model, mesh.dp, average=False, bucket_mb=0.004)
-    calls.observers.append(told := Told())
+    calls.taps.append(told := Told())
     try:
         with mock.patch.object(stages.Stage, "backward", backward):
             for _ in range(2):
@@ -423,7 +420,7 @@ def _launches(schedule) -> list[str]:
                 for strategy in (data, pipeline):
                     strategy.finish_backward()
     finally:
-        calls.observers.remove(told)
+        calls.taps.remove(told)
     return order
 
 

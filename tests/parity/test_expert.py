@@ -325,17 +325,17 @@ def test_trap_27_the_norm_counts_each_expert_once_and_waits_for_nobody(ranks):
         assert squared == pytest.approx(numel, rel=1e-12)
 
 
-class _Waits:
+class _Waits(calls.Tap):
     """What a step does first: its forward, or wait for the call that it launched first."""
 
     def __init__(self) -> None:
         self.first, self.seen = None, []
 
-    def launched(self, number: int, *_: object) -> None:
-        self.first = self.first or number
+    def begin(self, call: calls.Call) -> None:
+        self.first = self.first or call
 
-    def waited(self, number: int) -> None:
-        self.seen += ["tokens are counted"] * (number == self.first)
+    def wait(self, call: calls.Call) -> None:
+        self.seen += ["tokens are counted"] * (call is self.first)
 
 
 def _step_of_a_mixture() -> list[str]:
@@ -343,7 +343,7 @@ def _step_of_a_mixture() -> list[str]:
     model = models.llama(0, moe=FOUR).double()
     data, optimizer = ddp.apply(model, axis, average=False), make_optimizer(model)
     model.register_forward_hook(lambda *_: waits.seen.append("forward"))
-    with mock.patch.object(calls, "observers", [waits]):
+    with mock.patch.object(calls, "taps", [waits]):
         train_step(model, [data], optimizer, task.microbatches_of(0, axis.rank, 2), axis)
     assert all(router.loss_weight is None for _, router in routers(model))
     return waits.seen[:2]

@@ -12,7 +12,7 @@ from tests.parity.tasks import TASKS, attach_zero
 
 def attach(model, mesh, bucket_mb=0.004):
     """Alone on one rank; on more, around data parallelism."""
-    copies = HostCopy(pcie="none")
+    copies = HostCopy()
     if mesh.size == 1:
         return [offload.apply(model, mesh.dp, copies=copies, bucket_mb=bucket_mb)]
     inside = ddp.apply(model, mesh.dp, bucket_mb=bucket_mb, average=False)
@@ -37,7 +37,7 @@ def test_equals_one_device_on_several_ranks(ranks, size, name):
 def attach_fsdp(model, mesh, **options):
     """Weights, gradients and optimizer state in shards, and these on the host."""
     strategy = fsdp.apply(model, mesh.dp, average=False, **options)
-    offload.shards_on_host(strategy, HostCopy(pcie="none"))
+    offload.shards_on_host(strategy, HostCopy())
     return [strategy]
 
 
@@ -52,7 +52,7 @@ def test_shards_of_fsdp_on_the_host_equal_one_device(ranks, size, name):
 def attach_zero_on_host(model, mesh, stage):
     """The inner optimizer, which steps on shards, does so on the host."""
     strategies = attach_zero(model, mesh, stage)
-    offload.step_on_host(model.zero.optimizer.inner, HostCopy(pcie="none"))
+    offload.step_on_host(model.zero.optimizer.inner, HostCopy())
     return strategies
 
 

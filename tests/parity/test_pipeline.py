@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar.comm.collectives import all_gather_object
+from minipar.comm.collectives import all_gather_object, wire_bytes
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import generate, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
-from minipar.observe.spans import wire_bytes
 from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.pipeline import runtime, split_backward
 from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES, make

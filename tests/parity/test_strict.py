@@ -79,7 +79,7 @@ def test_compression_has_no_race(ranks, method):
 
 
 def attach_offloaded(model, mesh: Mesh, how: str) -> list:
-    copies = HostCopy(pcie="none")
+    copies = HostCopy()
     if how == "shards":
         strategy = fsdp.apply(model, mesh.dp, average=False)
         offload.shards_on_host(strategy, copies)

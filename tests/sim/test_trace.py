@@ -223,17 +223,15 @@ def test_memory_is_that_of_the_closed_forms(zero):
 
 
 # ---------------------------------------------------------------------- beside other ranks
-class Diary:
+class Diary(comm_calls.Tap):
     """What a rank launches, in order."""
 
     def __init__(self):
         self.calls = []
 
-    def launched(self, number, verb, axis, num_bytes, peers, result):
-        self.calls.append((verb, axis, num_bytes, [axis.ranks[peer] for peer in peers]))
-
-    def waited(self, number):
-        pass
+    def begin(self, call):
+        peers = [call.axis.ranks[peer] for peer in call.peers or ()]
+        self.calls.append((call.verb, call.axis, call.num_bytes, peers))
 
 
 @pytest.mark.slow
@@ -264,7 +262,7 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
         with pretend(plan, rank=rank) as mesh, Tracer():
             actor = Actor(config, plan, mesh, 1, 32)
             actor.step()
-            monkeypatch.setattr(comm_calls, "observers", [diary])
+            monkeypatch.setattr(comm_calls, "taps", [diary])
             actor.step()
             monkeypatch.undo()
         own, with_peer = defaultdict(list), defaultdict(list)

@@ -100,15 +100,14 @@ def slow(text: str):
     return pytest.param(text, marks=pytest.mark.slow)
 
 
-class Strict:
-    """An observer that wants meta tensors, and them alone."""
+class Strict(calls.Tap):
+    """A tap that wants meta tensors, and them alone."""
 
-    def launched(self, number, verb, axis, num_bytes, peers, result):
-        for tensor in tree_leaves(result):
-            assert not isinstance(tensor, Tensor) or tensor.is_meta, f"{verb} along {axis.name}"
-
-    def waited(self, number):
-        pass
+    def begin(self, call):
+        for tensor in tree_leaves(call.result):
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, (
+                f"{call.verb} along {call.axis.name}"
+            )
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def strict(monkeypatch):
 
     for module in (compose, optimizer_state, shards):  # what they save comes to the host by it
         monkeypatch.setattr(module, "to_host", bring)
-    monkeypatch.setattr(calls, "observers", [Strict()])
+    monkeypatch.setattr(calls, "taps", [Strict()])
     monkeypatch.setattr(Tensor, "__reduce_ex__", refuse_to_pickle)
 
 

@@ -159,7 +159,7 @@ APPLY = {
     "local_sgd": partial(local_sgd.apply, method="diloco", every=2),
     "fsdp": lambda model, dp, _: fsdp.apply(model, dp),
     "offload": lambda model, dp, _: offload.apply(
-        model, dp, inside=ddp.apply(model, dp), copies=HostCopy(pcie="none")
+        model, dp, inside=ddp.apply(model, dp), copies=HostCopy()
     ),
     "tensor": lambda model, tp, _: tensor.apply(model, tp),
     "tensor, sequence": lambda model, tp, _: tensor.apply(model, tp, sequence=True),
@@ -230,7 +230,7 @@ def trained(name: str, backend: str | None, of: str) -> dict[str, torch.Tensor]:
         if name.startswith("fsdp"):
             optimizer = make()  # of the pieces
         if name == "fsdp on the host":
-            offload.shards_on_host(strategy, HostCopy(pcie="none"))
+            offload.shards_on_host(strategy, HostCopy())
     if backend and of == "model":
         run = torch.compile(model, backend=backend)
     for layer in model.model.layers if backend and of == "blocks" else ():

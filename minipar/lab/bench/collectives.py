@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from minipar.comm import algorithms, plans
 from minipar.comm import collectives as comm
+from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.tuning import Tuning, tune
 from minipar.lab.bench import race
-from minipar.observe.spans import wire_bytes
 
 BACKEND = "backend"
 

@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
+from minipar.comm.collectives import wire_bytes
 from minipar.comm.mesh import Mesh, coordinates, groups_along
 from minipar.lab.draw import pen
 from minipar.lab.draw.pen import INK, KIND, MUTED, PAPER, RANK, WIDTH, colour
-from minipar.observe.spans import wire_bytes
 
 
 # ---------------------------------------------------------------------- meshes

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from minipar.comm.background import Background
 from minipar.comm.calls import Pending, beside, waited
-from minipar.comm.collectives import all_reduce
+from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
-from minipar.comm.shapes import Op
 from minipar.parallel.base.shards import laid_out_as
 from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
 from minipar.parallel.compression.compressor import Compressor, check

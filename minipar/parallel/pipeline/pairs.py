@@ -29,7 +29,7 @@ Proved by tests/parallel/test_pairs.py, and with experts and without by tests/pa
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -37,7 +37,6 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from minipar.comm import calls
-from minipar.comm.mesh import Axis
 from minipar.observe import timeline
 
 FORWARD, BACKWARD = 0, 1
@@ -49,19 +48,19 @@ def side_by_side(forward: Callable[[], Any], backward: Callable[[], Any]) -> tup
     Neither may need what the other makes. Raises what either of them raises.
     """
     pair = _Pair()
-    calls.observers.insert(0, pair)  # others see a wait when it is one
+    calls.taps.insert(0, pair)  # others see a wait when it is one
     try:
         return pair.run(forward, backward)
     finally:
-        calls.observers.remove(pair)
+        calls.taps.remove(pair)
 
 
 class _Ended(BaseException):
     """The other one has raised; nothing needs the rest."""
 
 
-class _Pair:
-    """Two threads, of which one runs; an observer, which collectives tell of every wait."""
+class _Pair(calls.Tap):
+    """Two threads, of which one runs; a tap, which hears of every wait."""
 
     def __init__(self) -> None:
         self.caller = threading.get_ident()
@@ -73,16 +72,14 @@ class _Pair:
         self.open_spans = [self.recorder.stack if self.recorder else [], []]
         self.random = [_random_state(), _random_state()]
 
-    # ------------------------------------------------------------------ told by collectives
-    def launched(
-        self, number: int, verb: str, axis: Axis, num_bytes: int, peers: Sequence[int], result: Any
-    ) -> None:
-        if verb == "all_to_all":
-            self.travelling.add(number)
+    # ------------------------------------------------------------------ a tap
+    def begin(self, call: calls.Call) -> None:
+        if call.verb == "all_to_all":
+            self.travelling.add(call.number)
 
-    def waited(self, number: int) -> None:
-        if number in self.travelling:
-            self.travelling.discard(number)
+    def wait(self, call: calls.Call) -> None:
+        if call.number in self.travelling:
+            self.travelling.discard(call.number)
             self.hand_over()
             if self.error is not None:
                 raise _Ended

@@ -8,7 +8,7 @@ ranks need all cores this is not rare but the rule. Threads of the policy SCHED_
 from another by being woken. (sched(7) of Linux; gloo's `Pair::handleEvents`.)
 
 Other systems than Linux are left as they are.
-Proved by: tests/ranks/test_threads.py.
+Proved by: tests/comm/test_threads.py.
 """
 
 import os

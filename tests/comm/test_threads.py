@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minipar.comm import threads
 from minipar.comm.mesh import make_group
-from minipar.ranks import threads
 from minipar.ranks.launch import Ranks
 
 

@@ -1,0 +1,115 @@
+"""What gloo lacks: messages that leave in the right order, and large collectives made of them."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minipar.comm.mesh import Axis
+
+_SLICES, _PIECES = 1, 2
+"""Tags of messages that make up a collective, to keep them apart from the caller's own."""
+LARGE = 1 << 18
+"""Bytes from which messages in the right order gain more than Python's part in them costs."""
+
+
+def all_gather(joined: Tensor, piece: Tensor, axis: Axis, is_async: bool) -> Any:
+    """Start an all-gather. Gloo's own holds the whole a second time. So on a CPU, a large one is
+    messages of ours, each to its place.
+
+    Not on several hosts: there every rank would send its piece to all other hosts, and in gloo's
+    ring only the last rank of a host does.
+    """
+    if piece.nbytes < LARGE or _is_on_several_hosts() or not _is_gloo(piece, axis):
+        return dist.all_gather_single(joined, piece, axis.group, is_async)
+    places = joined.split(len(piece))
+    places[axis.rank].copy_(piece)
+    peers = [(axis.rank + k) % axis.size for k in range(1, axis.size)]
+    sends, recvs = [(piece, peer) for peer in peers], [(places[peer], peer) for peer in peers[::-1]]
+    return post(sends, recvs, axis, _PIECES)
+
+
+def all_to_all(
+    arrived: Tensor, sent: Tensor, axis: Axis, is_async: bool, rows: Sequence[list[int]] = ()
+) -> Any:
+    """Start an all-to-all of rows. Gloo's own sends first, and receives later. So on a CPU, a large
+    one is messages of ours.
+
+    Not of uneven rows: a rank does not know whether the other ranks have large ones.
+    """
+    if rows or sent.nbytes < LARGE or not _is_gloo(sent, axis):
+        recv_rows, send_rows = rows or (None, None)
+        return dist.all_to_all_single(arrived, sent, recv_rows, send_rows, axis.group, is_async)
+    n, rank = axis.size, axis.rank
+    into, out = arrived.split(len(arrived) // n), sent.split(len(sent) // n)
+    into[rank].copy_(out[rank])
+    sends = [(out[(rank + k) % n], (rank + k) % n) for k in range(1, n)]
+    recvs = [(into[(rank - k) % n], (rank - k) % n) for k in range(1, n)]
+    return post(sends, recvs, axis, _SLICES)
+
+
+def _is_gloo(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(axis.group)
+
+
+def _is_on_several_hosts() -> bool:
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1  # torchrun tells all ranks alike
+
+
+def post(
+    sends: Sequence[tuple[Tensor, int]],
+    recvs: Sequence[tuple[Tensor, int]],
+    axis: Axis,
+    tag: int = 0,
+) -> "All | None":
+    """Post messages, receives first: gloo tells the peer over the same connection that a buffer is
+    ready, and behind a message that is leaving, this would wait for its end.
+    """
+    landings = [(buffer, staged(buffer, axis)) for buffer, _ in recvs]
+    ways = [(dist.irecv, b, peer) for (_, b), (_, peer) in zip(landings, recvs, strict=True)]
+    ways += [(dist.isend, staged(tensor, axis), peer) for tensor, peer in sends]
+    posts = [dist.P2POp(op, tensor, None, axis.group, tag, peer) for op, tensor, peer in ways]
+    if any(post.tensor.is_meta for post in posts):  # the batch asks for the device's backend
+        return All([p.op(p.tensor, None, p.group, p.tag, p.group_peer) for p in posts])
+    return All(dist.batch_isend_irecv(posts), landings) if posts else None
+
+
+def staged(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return the tensor that travels as a message. Ranks that share a GPU talk over gloo, and gloo
+    sends messages from memory of the host.
+    """
+    shared = tensor.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo"
+    return tensor.cpu() if shared else tensor
+
+
+class All:
+    """Several works, and then the copies of staged buffers, waited for as one."""
+
+    def __init__(
+        self, works: Sequence[dist.Work], landings: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        self._works, self._landings = works, landings
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for buffer, arrived in self._landings:
+            if arrived is not buffer:
+                buffer.copy_(arrived)
+        self._landings = ()
+
+    @property
+    def ended(self) -> torch.futures.Future:
+        """The end of all works, where a backend tells of it apart from `wait`."""
+        return torch.futures.collect_all([work.ended for work in self._works])
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Start of the first and end of the last, where the backend knows them."""
+        now = time.monotonic()
+        times = [work.times for work in self._works] or [(now, now)]
+        return min(start for start, _ in times), max(end for _, end in times)
