@@ -309,13 +309,6 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         timeline.spans = Timeline(spans).spans
 
 
-def boot_id() -> str:
-    """Name the machine since it was started; "" where the system does not tell."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return ""
-
-
 # ---------------------------------------------------------------------- files
 
 
