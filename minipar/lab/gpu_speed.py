@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.model.hf_config import config_json
+from minipar.model.hf import config_json
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel.base import masters

@@ -71,7 +71,7 @@ PRESETS: dict[str, LlamaConfig] = {
         norm_eps=1e-6,
         rope_theta=1e6,
         max_seq_len=40_960,
-        qk_norm="head",
+        qk_norm=True,
         moe=MoEConfig(128, 8, 768, balance="batch", balance_weight=0.001),
     ),
 }
@@ -177,18 +177,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            heads = (1, 1) if self.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
-            self.q_norm = RMSNorm(heads[0] * self.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(heads[1] * self.head_dim, config.norm_eps)
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.core: Core = dense_core
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]. The head counts are whatever the projections return."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.qk_norm == "all":
-            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, T, H or G, K]
-        if self.qk_norm == "head":
+        if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))

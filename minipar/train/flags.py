@@ -23,8 +23,6 @@ class Model:
     expert_bias: float = 0.0
     """Of experts: balance them by a bias on their scores that moves that far in each step, 0.001 in
     DeepSeek-V3; 0: by none."""
-    expert_z_loss: float = 0.0
-    """Of experts: the weight of the loss that keeps the router's logits small, such as 0.001."""
     expert_capacity: float = 0.0
     """Of experts: seats over mean load in each sequence, such as 1.25; who finds none is dropped.
     0: as many as it takes."""

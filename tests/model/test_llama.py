@@ -135,7 +135,7 @@ def test_causal_flops_halve_attention_alone():
 
 
 BAD_CONFIGS = [
-    (dict(num_kv_heads=3), "num_kv_heads=3 does not divide num_heads=4; use 1, 2 or 4"),
+    (dict(num_kv_heads=3), "num_kv_heads=3 does not divide num_heads=4; use one of .1, 2, 4"),
     (dict(num_heads=5, num_kv_heads=5, head_dim=0), "num_heads=5 does not divide hidden_size=128"),
     (dict(head_dim=31), "head_dim=31 must be even and positive, .* use 32"),
     (dict(num_layers=0), "num_layers=0 must be positive"),

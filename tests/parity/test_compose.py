@@ -424,7 +424,7 @@ def finished_twice(plan: Plan) -> tuple[dict, dict]:
     """Gradients of two backwards, each of them finished, and one more time in the end."""
     mesh, task = (
         Mesh(**plan.mesh_sizes()),
-        Task(partial(models.llama, qk_norm="head", vocab_size=64)),
+        Task(partial(models.llama, qk_norm=True, vocab_size=64)),
     )
     model = task.build(0).double()
     composed = compose.apply(model, mesh, plan, make_optimizer)

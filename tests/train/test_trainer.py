@@ -754,13 +754,13 @@ def test_experts_in_parts_train_go_on_and_count_as_one_rank_does(run, mesh):
 @pytest.mark.slow
 def test_a_capacity_is_for_training_and_not_for_what_is_validated_or_written(run, monkeypatch):
     """Mutant: the text is written by experts that drop tokens, more of them the longer it is."""
-    where, admit = [], MoE.admit
+    where, apply_capacity = [], MoE.apply_capacity
 
     def told(moe: MoE, *args):
         where.append(torch.is_grad_enabled())
-        return admit(moe, *args)
+        return apply_capacity(moe, *args)
 
-    monkeypatch.setattr(MoE, "admit", told)
+    monkeypatch.setattr(MoE, "apply_capacity", told)
     run(1, "moe", preset="tiny-moe", steps=2, expert_capacity=1.0, eval_every=1, sample_tokens=2)
     assert where == [True] * 2 * 4
 
