@@ -31,8 +31,8 @@ class RopeScaling:
 class LlamaConfig:
     """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
 
-    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises each head of
-    queries and keys before RoPE turns it (Qwen 3).
+    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises each head
+    of queries and keys before RoPE turns it (Qwen 3).
 
     Raises `ValueError` where the numbers do not fit each other.
     """

@@ -11,7 +11,7 @@ word would be worse. Proved by tests/model/test_hf.py, against transformers.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,7 @@ class Folder:
         expected = {stored for experts in names for parts in experts for stored in parts}
         # Old files also have rotary frequencies. Some files repeat a tied embedding as the head.
         ignored = {name for name in self.files if name.endswith("rotary_emb.inv_freq")} | {HEAD}
-        missing = sorted(expected - self.files.keys())
-        foreign = sorted(self.files.keys() - expected - ignored)
+        missing, foreign = expected - self.files.keys(), self.files.keys() - expected - ignored
         if missing or foreign:
             raise ValueError(
                 f"{self.path}: the weights are not those of {CONFIG}: "
@@ -287,9 +286,9 @@ def _names_in_files(config: LlamaConfig, name: str) -> list[list[str]]:
     return [[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]]
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "nothing"
+def _some(things: Set) -> str:
+    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
+    return ", ".join(map(str, sorted(things)[:3])) + more or "nothing"
 
 
 # ------------------------------------------------------------------------------------- 3. writing
@@ -313,12 +312,12 @@ def save(
     if config.tie_embeddings:
         state.pop(HEAD, None)
     described = config_json(config, next(iter(state.values())).dtype)
-    found = {name: tuple(tensor.shape) for name, tensor in state.items() if not tensor.is_meta}
-    if found != (expected := _shapes(config)):
-        wrong = sorted(n for n in {**found, **expected} if found.get(n) != expected.get(n))
+    found = {(name, tuple(tensor.shape)) for name, tensor in state.items()}
+    expected = set(_shapes(config).items())
+    if found != expected:
         raise ValueError(
-            f"this is not the full state dict of the config: {_some(wrong)}; of {wrong[0]} it has "
-            f"{found.get(wrong[0])}, and the config says {expected.get(wrong[0])}"
+            "this is not the full state dict of the config: "
+            f"missing {_some(expected - found)}; not known {_some(found - expected)}"
         )
     tensors = {}
     for name, tensor in state.items():

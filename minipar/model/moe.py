@@ -5,7 +5,7 @@ Idea.   Parameters without their FLOPs. A *router* looks at a token and picks k 
         much per token as one of 13B.
 Math.   Scores s = softmax(W x) over the experts (or sigmoid of each). K is the set of the k largest
         s_e + b_e. Then y = sum over e in K of g_e expert_e(x), with the weight g_e = s_e, or
-        g_e = s_e / (sum of s over K) if normalised. The bias b steers the choice and is in no weight.
+        g_e = s_e / (sum of s over K) if normalised. The bias b steers the choice only.
 Balance. Experts that are rarely chosen learn little, and then are chosen less. Two remedies:
         - a loss, balance_weight E/k sum_e f_e p_e, where f_e is the share of tokens that chose e,
           and p_e is the mean score of e;
@@ -25,8 +25,8 @@ Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, lo
         2408.15664 (bias).
 Proved by tests/model/test_moe.py, against transformers.
 
-This file knows nothing of ranks. Strategies replace `MoE.core`, a function of (tokens, routing), and
-the two sums of a router, `Router.sum_counts` and `Router.sum_pieces`.
+This file knows nothing of ranks. Strategies replace `MoE.core`, a function of (tokens, routing),
+and the two sums of a router, `Router.sum_counts` and `Router.sum_pieces`.
 """
 
 import math

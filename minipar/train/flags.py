@@ -143,9 +143,6 @@ class Parallel:
     compress: str = "none"
     """Send gradients with fewer bytes: none, fp16, bf16, int8, fp8-e4m3, fp8-e5m2, sign, top-k,
     random-k or powersgd. What is left out of a step is added to the next."""
-    loss_chunk: int = 0
-    """Compute the logits of that many tokens at a time, and once more in backward, instead of
-    holding those of all; 0: all at once."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile each block by itself, under strategies that stay outside of blocks: inductor for
     speed, aot_eager to try it without a compiler."""

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minipar.lab.memory import LiveBytes
 from minipar.model import llama
 from minipar.model.init import init_weights, initial_weight
 from minipar.model.llama import (
@@ -19,10 +18,8 @@ from minipar.model.llama import (
     Llama,
     LlamaConfig,
     RopeScaling,
-    chunked_loss,
     dense_core,
     generate,
-    loss_on,
     rope_frequencies,
     rope_tables,
     token_loss,
@@ -417,37 +414,6 @@ def test_trap_10_nothing_to_predict_is_zero_and_not_nan():
     loss = token_loss(logits, torch.full((2, 3), IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0 and (logits.grad == 0).all()
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_loss_in_chunks_is_the_loss(tied, chunk):
-    """With all gradients. Mutants: a chunk left out; a mean of chunks; a head without gradient."""
-    model = Llama(LlamaConfig(61, 16, 24, 2, 4, 2, tie_embeddings=tied)).double()
-    tokens, targets = torch.randint(61, (2, 3, 11), generator=torch.Generator().manual_seed(0))
-    targets[0, :4] = IGNORE_INDEX
-    found = {}
-    for model.loss_chunk in (0, chunk):
-        model.zero_grad()
-        loss = loss_on(model, tokens, targets, ())
-        loss.backward()
-        found[model.loss_chunk] = [loss.detach(), *(p.grad for p in model.parameters())]
-    torch.testing.assert_close(found[chunk], found[0], rtol=1e-12, atol=1e-14)
-
-
-def test_a_loss_in_chunks_never_holds_all_logits():
-    """Bytes at the peak of forward and backward, counted. Mutant: chunks that are kept."""
-    hidden, head = (
-        torch.randn(1, 256, 8, requires_grad=True),
-        torch.randn(512, 8, requires_grad=True),
-    )
-    targets, peaks = torch.zeros(1, 256, dtype=torch.int64), {}
-    for chunk in (256, 16):
-        with LiveBytes() as live:
-            chunked_loss(hidden, head, targets, chunk).backward()
-        peaks[chunk] = live.peak
-    logits = 4 * 256 * 512
-    assert peaks[256] > 2 * logits and peaks[16] < logits / 3
 
 
 def test_token_loss_is_wide_for_narrow_logits():
