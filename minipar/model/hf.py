@@ -181,11 +181,10 @@ def fill(
     the CPU by default. Returns the model.
     """
     model.load_state_dict(weights, strict=False, assign=True)
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            owner, _, attribute = name.rpartition(".")
-            zeros = torch.zeros_like(buffer, device=device or "cpu")
-            setattr(model.get_submodule(owner), attribute, zeros)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.zeros_like(buffer, device=device or "cpu"))
     model.tie_weights()
     return model
 

@@ -3,12 +3,12 @@
 The model knows nothing of ranks. Four properties let a strategy split it without touching this
 file:
 
-- Parameter names are those of Hugging Face, and a part that is set to `None` (the embedding, a
-  layer, the final norm, the head) is skipped, so a pipeline stage keeps its names.
-- Attention counts its heads in what the projections return, so narrower projections just work.
+- Parameter names are those of Hugging Face. A part that is set to `None` (the embedding, a layer,
+  the final norm, the head) is skipped, so a pipeline stage keeps its names.
+- Attention takes the number of heads from the projections, so narrower projections work.
 - `Attention.core` is an attribute: any function of (q, k, v, mask) may take its place.
-- Every parameter has its own random stream, named by (seed, parameter name), so code that creates a
-  parameter, alone or with all the others, gets the same values.
+- Every parameter has its own random stream, named by (seed, parameter name). So a stage that
+  creates a few parameters gets the same values as a model that creates all.
 
 Shapes: B batch, T tokens, D width, H heads, G key/value heads, K head width, F hidden,
 V vocabulary, L layers.
@@ -180,7 +180,7 @@ class Attention(nn.Module):
         self.core: Core = dense_core
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D]. The head counts are whatever the projections return."""
+        """Attend: [B, T, D] -> the same. The projections decide how many heads there are."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, T, H or G, K]
         if self.qk_norm:
@@ -271,9 +271,9 @@ class LlamaModel(nn.Module):
 class Llama(nn.Module):
     """The language model: `LlamaModel` and the head that turns hidden states into logits.
 
-    Weights are drawn by `init_weights` from `seed` and from nothing else. Built inside
-    `with torch.device("meta")`, the model allocates and draws nothing; to give it weights, drop the
-    parts that are not wanted (`model.model.layers[0] = None`), then `model.to_empty(device=...)`,
+    `init_weights` draws the weights from `seed` and from nothing else. Built inside
+    `with torch.device("meta")`, the model allocates and draws nothing. To give it weights, drop the
+    parts that are not wanted (`model.model.layers[0] = None`), call `model.to_empty(device=...)`,
     then `init_weights`.
     """
 
@@ -284,16 +284,11 @@ class Llama(nn.Module):
         with torch.device("meta"):  # torch's own initialisation would draw from the global stream
             self.model = LlamaModel(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for module in self.modules():
-            for name, shape_only in list(module.named_parameters(recurse=False)):
-                empty = torch.empty_like(shape_only, device=device)
-                setattr(module, name, nn.Parameter(empty))
-            for name, shape_only in list(module.named_buffers(recurse=False)):
-                setattr(module, name, torch.empty_like(shape_only, device=device))
+        self.to_empty(device=device)
         init_weights(self, seed)
 
     def tie_weights(self) -> None:
-        """Make the head and the embedding one parameter again; `to_empty` and others part them."""
+        """Make the head and the embedding one parameter again, after `to_empty` made two of it."""
         if self.config.tie_embeddings and None not in (self.lm_head, self.model.embed_tokens):
             self.lm_head.weight = self.model.embed_tokens.weight
 
