@@ -60,6 +60,7 @@ _PLAIN = {  # settings that change what a model computes: the value of this Llam
     "sliding_window": None,
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
     "quantization_config": None,
 }
 
@@ -121,6 +122,7 @@ def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _named(raw: dict[str, Any], names: dict[str, str], make: type) -> Any:
+    """Make an object from the values in `raw`, which go by the names of config.json."""
     return make(**{ours: raw[theirs] for ours, theirs in names.items()})
 
 
