@@ -143,24 +143,18 @@ def all_gather(
 
 
 def broadcast(
-    tensor: Tensor,
-    axis: Axis,
-    src: int = 0,
-    algorithm: str = "tree",
-    *,
-    async_op: bool = False,
+    tensor: Tensor, axis: Axis, src: int = 0, *, async_op: bool = False
 ) -> Tensor | Pending:
     """Give all ranks the tensor of rank `src`; the others' tensors lend only shape and dtype.
 
-    "tree": d + g - 1 rounds in g chunks; a rank sends S bytes to each of its 0 to 2 children.
-    "scatter_ring": n rounds; `src` sends 2 S (n-1)/n, no rank more, and nothing has to be cut.
+    Down a tree of depth d: d + g - 1 rounds in g chunks; a rank sends S bytes to each of its 0 to 2
+    children.
     """
-    make = plans.pick("broadcast", algorithm, plans.BROADCAST)
     check_peer("broadcast", "src", src, axis)
     data = _flat(tensor)
 
     def call() -> Tensor:
-        plan = make(src, data.numel(), axis.rank, axis.size, _chunk(tensor))
+        plan = plans.tree_from(src, data.numel(), axis.rank, axis.size, _chunk(tensor))
         execute(plan, data, axis)
         return data.view(tensor.shape)
 

@@ -1,12 +1,12 @@
 """Collectives as plans: who sends which part to whom, round by round. Pure data, no processes.
 
-Idea: a plan is the list of rounds of one rank, and a round is what this rank sends and receives at
-the same time: ``ring_gather(parts, rank, size)`` can be printed, checked and timed on paper before
-a process starts; `minipar.comm.algorithms` runs any of them.
+Idea: a plan is the list of rounds of one rank. A round is what this rank sends and receives at the
+same time. ``ring_gather(parts, rank, size)`` can be printed, checked and timed on paper before a
+process starts. `minipar.comm.algorithms` runs any plan.
 
 Two rules make all of the algorithms from three ways to *spread* data:
 
-*Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root a broadcast
+*Duality.* A reduce-scatter is an all-gather run backwards, and a reduction to a root is a broadcast
 run backwards: reverse the rounds, let receivers send, and add what arrives (`dual`).
 *Composition.* All-reduce = reduce-scatter, then all-gather: lists are joined with ``+``. Two plans
 that use different links run at the same time (`together`).
@@ -36,7 +36,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Elements lo .. hi-1 to or from `peer`; `add` says that a receiver adds them to its own."""
+    """Elements lo .. hi-1 to or from `peer`; if `add`, the receiver adds them to its own."""
 
     peer: int
     lo: int
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank sends and receives at the same time. What it sends is what it has before."""
+    """The messages that one rank sends and receives at the same time: it sends its old elements."""
 
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
@@ -107,7 +107,7 @@ def together(*plans: Plan) -> Plan:
 
 
 def _renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
-    """The same plan among ranks with other numbers."""
+    """Return the plan among ranks with other numbers."""
 
     def to(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return tuple(replace(m, peer=name(m.peer)) for m in messages)
@@ -145,7 +145,7 @@ def bidirectional_gather(
 
 
 def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Have 1, 2, 4 ... parts: fetch as many again from the rank so far to the right. Any n."""
+    """Double the parts that a rank has: with h parts, fetch h more from rank + h. Any n."""
     plan, have = [], 1
     while have < size:
         more = min(have, size - have)
@@ -158,7 +158,7 @@ def bruck_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None 
 
 
 def _adjacent(indices: Sequence[int], parts: Sequence[Span]) -> list[Span]:
-    """The spans of consecutive parts; two where they wrap around from the last to the first."""
+    """Return the span of consecutive parts; two spans where they wrap around to part 0."""
     spans: list[Span] = []
     for index in indices:
         lo, hi = parts[index]
@@ -190,7 +190,7 @@ def direct_gather(parts: Sequence[Span], rank: int, size: int, chunk: int | None
 def pairwise(sent: Sequence[Span], received: Sequence[Span], rank: int, size: int) -> Plan:
     """All-to-all: in round k send to the rank k to the right, receive from k to the left.
 
-    Spans of what goes to each rank are of one buffer, of what comes from each rank of another.
+    `sent` are spans of one buffer, `received` are spans of another.
     """
     plan = []
     for k in range(1, size):
@@ -347,23 +347,6 @@ def tree_from(root: int, numel: int, rank: int, size: int, chunk: int | None = N
     return _renamed(plan, lambda peer: (peer + root - top) % size)
 
 
-def scatter_ring(root: int, numel: int, rank: int, size: int, chunk: int | None = None) -> Plan:
-    """Broadcast as scatter, then ring all-gather: every rank sends, not only the inner ones.
-
-    Source: van de Geijn 1994; Thakur, Rabenseifner & Gropp 2005, section 4.2.
-    """
-    parts = cut((0, numel), size)
-    others = [peer for peer in range(size) if peer != root]
-    if rank == root:
-        scatter = _round([(peer, parts[peer]) for peer in others], [])
-    else:
-        scatter = _round([], [(root, parts[rank])])
-    return [scatter, *ring_gather(parts, rank, size, chunk)]
-
-
-BROADCAST: dict[str, Callable[..., Plan]] = {"tree": tree_from, "scatter_ring": scatter_ring}
-
-
 # ---------------------------------------------------------------------- one of them, and its cost
 def pick(verb: str, algorithm: str, table: dict[str, Callable[..., Plan]]) -> Callable[..., Plan]:
     """Return what makes the plans of `algorithm`; raises `ValueError` for an unknown one."""
@@ -401,7 +384,7 @@ def seconds(
 
 
 def _load(rank: int, messages: Sequence[Message], sharing: float) -> float:
-    """Elements that pass this rank's port, as if one after the other."""
+    """Return the elements that pass this rank's port, as if one after the other."""
     by_peer: dict[int, int] = defaultdict(int)
     for message in messages:
         if message.peer != rank:

@@ -107,7 +107,7 @@ class GpuCheck:
         tried = settings(self.preset)
         if self.rehearse:
             plain = replace(tried[0], batch_size=2, seq_len=64, steps=2)
-            return [plain, replace(plain, loss_chunk=32, recompute="full")]
+            return [plain, replace(plain, recompute="full")]
         return tried
 
     def run(self, gpus: int) -> TrainConfig:
@@ -207,7 +207,7 @@ def verdict(rows: Sequence[dict[str, Any]], gpus: int) -> str:
     fast = [row for row in rows if row["check"] == "utilisation" and "step_ms" in row]
     if fast:
         best = max(fast, key=lambda row: row["tokens_per_second"])
-        words = ("batch_size", "seq_len", "compile", "loss_chunk", "recompute")
+        words = ("batch_size", "seq_len", "compile", "recompute")
         how = ", ".join(f"{name}={best[name]}" for name in words)
         share = f"{best['share_of_matmul']:.0%} of a large matrix product"
         lines.append(f"fastest: {best['tokens_per_second']:,.0f} tokens/s with {how}: {share}")

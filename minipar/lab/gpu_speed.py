@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.model.hf_config import config_json
+from minipar.model.hf import config_json
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel.base import masters
@@ -39,7 +39,6 @@ class Setting:
     batch_size: int  # sequences per step
     seq_len: int = 2048
     compile: bool = False  # each block, by inductor
-    loss_chunk: int = 0  # tokens whose logits are there at a time; 0: all
     recompute: Literal["none", "selective", "full"] = "none"
     steps: int = 10  # that are timed
 
@@ -49,10 +48,9 @@ def settings(preset: str) -> list[Setting]:
     return [
         Setting(preset, 4),
         Setting(preset, 4, compile=True),
-        Setting(preset, 8, compile=True, loss_chunk=4096),
-        Setting(preset, 16, compile=True, loss_chunk=4096),
-        Setting(preset, 16, loss_chunk=4096),
-        Setting(preset, 2, loss_chunk=2048, recompute="full"),
+        Setting(preset, 8, compile=True),
+        Setting(preset, 8),
+        Setting(preset, 2, recompute="full"),
     ]
 
 
@@ -95,7 +93,6 @@ def ours(setting: Setting) -> dict[str, Any]:
     shape, dtype = PRESETS[setting.preset], computing_dtype(device)
     model = fresh(shape, device)
     optimizer = learner(model, dtype)
-    model.loss_chunk = setting.loss_chunk
     checkpoint_activations(model, setting.recompute)
     if setting.compile:
         compile_blocks(model)
@@ -131,7 +128,6 @@ def trace_of(setting: Setting) -> Traces:
         Plan(precision=PRECISIONS[dtype], checkpointing=setting.recompute),
         sequences=setting.batch_size,
         seq_len=setting.seq_len,
-        loss_chunk=setting.loss_chunk,
         on_cpu=device.type == "cpu",
     )
 

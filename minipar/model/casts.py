@@ -1,8 +1,8 @@
 """Autocast, also on the meta device, for which torch has none.
 
-Where tensors have no values, their dtypes still say how much is computed, moved and kept: a
-simulated step in bf16 must cast where a real one does. Matrix products alone are cast here; torch's
-autocast keeps norms, softmax and losses in float32, and so they are in our models by themselves.
+A simulated step has no values, but its dtypes say how much is computed, moved and kept. So on meta
+the same matrix products are cast as in a real step. Norms, softmax and losses stay in float32: in
+torch's autocast by a list, in our models by themselves.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,30 +17,30 @@ _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm
 
 
 def autocast(device: str, dtype: torch.dtype) -> AbstractContextManager:
-    """Compute the matrix products of the body in `dtype`; weights are cast once."""
+    """Compute the matrix products of the body in `dtype`; cast each weight once."""
     return _OnMeta(dtype) if device == "meta" else torch.autocast(device, dtype)
 
 
 def product_dtype(device: str) -> torch.dtype | None:
-    """What products are cast to at this point; None outside of `autocast`."""
+    """Return the dtype to which products are cast now; None outside of `autocast`."""
     if device == "meta":
         return None if _OnMeta.current is None else _OnMeta.current.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def as_multiplied(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast would for products, of which it does not know all; it leaves float64."""
+    """Cast operands of a product that autocast does not know; like autocast, leave float64."""
     dtype = product_dtype(tensors[0].device.type)
     return tuple(t if dtype is None or t.itemsize > 4 else t.to(dtype) for t in tensors)
 
 
 def off(device: str) -> AbstractContextManager:
-    """In the body, products keep the dtypes of their operands."""
+    """Leave the operands of products in the body as they are."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def same_again() -> AbstractContextManager:
-    """For a recomputation: the `autocast` of now on meta; of others, torch takes care itself."""
+    """Repeat the `autocast` of now in a recomputation. On real devices torch does so itself."""
     return nullcontext() if _OnMeta.current is None else _OnMeta(_OnMeta.current.dtype)
 
 
@@ -68,8 +68,9 @@ class _OnMeta(TorchFunctionMode):
     def cast(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or not x.is_meta:
             return x
-        if not isinstance(x, nn.Parameter):
-            return x.to(self.dtype)
         if x not in self.weights:
-            self.weights[x] = x.to(self.dtype)
+            cast = x.to(self.dtype)
+            if not isinstance(x, nn.Parameter):
+                return cast
+            self.weights[x] = cast
         return self.weights[x]

@@ -31,8 +31,8 @@ class RopeScaling:
 class LlamaConfig:
     """The shape of a Llama. `head_dim=0` stands for `hidden_size // num_heads`.
 
-    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises queries and
-    keys before they are turned: each "head" by itself (Qwen 3), or "all" heads together (OLMoE).
+    With `moe`, some layers have experts in the place of their MLP. `qk_norm` normalises each head
+    of queries and keys before RoPE turns it (Qwen 3).
 
     Raises `ValueError` where the numbers do not fit each other.
     """
@@ -50,7 +50,7 @@ class LlamaConfig:
     max_seq_len: int = 2048
     tie_embeddings: bool = False
     moe: MoEConfig | None = None
-    qk_norm: str = ""
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -61,7 +61,7 @@ class LlamaConfig:
             good = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"use {_one_of(good)}"
+                f"use one of {good}"
             )
         if not self.head_dim:
             if self.hidden_size % self.num_heads:
@@ -76,48 +76,6 @@ class LlamaConfig:
                 f"head_dim={self.head_dim} must be even and positive, because RoPE turns pairs; "
                 f"use {max(self.head_dim + 1, 2)}"
             )
-        if self.qk_norm not in ("", "head", "all"):
-            raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head', 'all' or ''")
-
-    def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
-        """Parameters of one block: the sum of `layer_parts`."""
-        return sum(self.layer_parts(layer, active).values())
-
-    def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
-        """Parameters of one block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
-
-        Of a mixture, mlp is the router and all experts; with `active`, the k that a token passes.
-        """
-        heads = self.num_heads + self.num_kv_heads
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        if self.moe is not None and self.moe.is_sparse(layer):
-            mlp = self.moe.num_parameters(self.hidden_size, active)
-        norms_of_heads = {"": 0, "head": 2, "all": heads}[self.qk_norm]
-        return {
-            "attention": 2 * self.hidden_size * self.head_dim * heads,
-            "mlp": mlp,
-            "norm": 2 * self.hidden_size + norms_of_heads * self.head_dim,
-        }
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether any layer has some: where `moe` begins behind the last one, none has."""
-        return self.moe is not None and any(map(self.moe.is_sparse, range(self.num_layers)))
-
-    @property
-    def num_layer_parameters(self) -> int:
-        """Parameters of the first block: of each block, where none or all have experts."""
-        return self.layer_parameters(0)
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters; tied embeddings are counted once."""
-        return self._sum_parameters(active=False)
-
-    @property
-    def num_active_parameters(self) -> int:
-        """The parameters that one token passes: fewer than all where a mixture has experts."""
-        return self._sum_parameters(active=True)
 
     def check_length(self, seq_len: int) -> None:
         """Raise `ValueError` for a sequence of more tokens than there are positions for."""
@@ -125,27 +83,64 @@ class LlamaConfig:
             longest = f"max_seq_len={self.max_seq_len}"
             raise ValueError(f"a sequence of {seq_len} tokens is longer than {longest}")
 
+    @property
+    def has_experts(self) -> bool:
+        """True if any layer has experts; with a large `moe.first_dense`, none has."""
+        return self.moe is not None and any(map(self.moe.is_sparse, range(self.num_layers)))
+
+    # ------------------------------------------------------------------ parameters and FLOPs
+
+    def layer_parts(self, layer: int = 0, active: bool = False) -> dict[str, int]:
+        """Return the parameters of a block: attention D·K·(2H + 2G), mlp 3·D·F (SwiGLU), norm.
+
+        The mlp of a mixture is the router and all experts; if `active`, the router and k experts.
+        """
+        heads = self.num_heads + self.num_kv_heads
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.moe is not None and self.moe.is_sparse(layer):
+            mlp = self.moe.num_parameters(self.hidden_size, active)
+        return {
+            "attention": 2 * self.hidden_size * self.head_dim * heads,
+            "mlp": mlp,
+            "norm": 2 * (self.hidden_size + self.qk_norm * self.head_dim),
+        }
+
+    def layer_parameters(self, layer: int = 0, active: bool = False) -> int:
+        """Return the parameters of a block: the sum of `layer_parts`."""
+        return sum(self.layer_parts(layer, active).values())
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of the first block: of every block, if all or none have experts."""
+        return self.layer_parameters(0)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied embeddings count once."""
+        return self._sum_parameters(active=False)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The parameters that one token passes: fewer than all in a mixture."""
+        return self._sum_parameters(active=True)
+
     def _sum_parameters(self, active: bool) -> int:
         tables = 1 if self.tie_embeddings else 2
         layers = sum(self.layer_parameters(layer, active) for layer in range(self.num_layers))
         return tables * self.vocab_size * self.hidden_size + layers + self.hidden_size
 
     def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
-        """Training FLOPs for one token of a sequence of `seq_len` tokens: 6·N + 12·L·H·K·T.
+        """Return the training FLOPs of a token in a sequence of T tokens: 6·N + 12·L·H·K·T.
 
-        N is the number of parameters that multiply, with the head, without the look-up of the
-        embedding and without experts that a token does not pass: 2 FLOPs each in forward, 4 in
-        backward. The second term is attention, QKᵀ and AV,
-        counted over the whole T x T square as in PaLM (2204.02311, appendix B), so that utilisation
-        compares with published figures. `causal=True` halves it: what a kernel that skips the
-        upper triangle really computes. Recomputed activations do not count.
+        N is the number of parameters that multiply this token: not the embedding, which is looked
+        up, and not the experts that the token does not pass. Each costs 2 FLOPs in forward and 4 in
+        backward. The second term is attention, QKᵀ and AV, over the whole T x T square, as in PaLM
+        (2204.02311, appendix B), so that utilisation compares with published figures.
+        `causal=True` halves the second term: a kernel that skips the upper triangle computes so
+        much. Recomputed activations do not count.
         """
         multiplying = self.num_active_parameters
         if not self.tie_embeddings:
             multiplying -= self.vocab_size * self.hidden_size
         attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
         return 6 * multiplying + (attention // 2 if causal else attention)
-
-
-def _one_of(values: list[int]) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

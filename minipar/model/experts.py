@@ -1,7 +1,7 @@
-"""The experts of a mixture, side by side: one small MLP after the other, or all in one product.
+"""The experts of a mixture: one small MLP after the other, or all in one product.
 
-Which of their tokens they get is the business of moe.py; rows become tokens again in `add_up`.
-Proved by tests/model/test_moe.py.
+moe.py chooses the rows of each expert. `add_up` makes tokens of rows again. Proved by
+tests/model/test_moe.py.
 """
 
 from typing import Any
@@ -25,23 +25,24 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_size))
 
     def forward(self, rows: Tensor, counts: Tensor | None, how: str = "auto") -> Tensor:
-        """Rows [R, D], those of expert 0 first, `counts` [E] of them for each -> [R, D].
+        """Compute rows [R, D], sorted by expert, `counts` [E] per expert -> [R, D].
 
-        `how`: one product after the other ("loop": any dtype, reads the counts), or all experts in
-        one product of torch's ("grouped": reads nothing; see `why_not_grouped`), or as `padded`,
-        without counts. Under autocast, products are in its dtype either way. Expert parallelism has
-        counts on the host already.
+        `how` is one of
+        - "loop": one expert after the other. Any dtype; the host reads the counts.
+        - "grouped": all experts in one product of torch. The host reads nothing; `why_not_grouped`.
+        - "auto": "grouped" if possible.
+        - "padded": as `padded`, without counts.
         """
         assert how in ("auto", "loop", "grouped", "padded")
         if how == "padded":
             return _swiglu(rows @ self.gate_up_proj.mT) @ self.down_proj.mT
-        # Before the choice: autocast does not look into the grouped product.
+        # Before the choice of `how`, because autocast does not know the grouped product.
         rows, ups, downs = casts.as_multiplied(rows, self.gate_up_proj, self.down_proj)
         reason = why_not_grouped(rows, ups, downs)
         if how == "grouped" and reason:
             raise ValueError(f"no grouped product here: {reason}; use 'loop'")
         if how == "loop" or reason:
-            # On "meta" there is nothing to read, and each expert has as many rows.
+            # On meta there is no value to read: all experts have equally many rows.
             even = counts.is_meta and rows.tensor_split(len(counts))
             pieces = even or rows.split(counts.tolist())
             outs = [
@@ -55,23 +56,20 @@ class Experts(nn.Module):
         ends = ends.to(rows.device, non_blocking=True)
         hidden = _swiglu(torch._grouped_mm(rows, ups.mT, offs=ends))
         out = torch._grouped_mm(hidden, downs.mT, offs=ends)
-        if out.requires_grad:  # its backward takes no view of one number, which a sum's gradient is
+        if out.requires_grad:  # its backward refuses an expanded gradient, such as that of a sum
             out.register_hook(Tensor.contiguous)
         return out
 
     def padded(self, rows: Tensor) -> Tensor:
-        """As many rows for each expert, [E, C, D] -> the same: one batched product.
+        """Compute equally many rows for each expert, [E, C, D] -> the same: one batched product.
 
-        By way of a call, whose hooks say which weights were used: those that fsdp has gathered.
+        This goes through `__call__`, because fsdp gathers the weights in a forward hook.
         """
         return self(rows, None, "padded")
 
 
 def why_not_grouped(rows: Tensor, *weights: Tensor) -> str:
-    """Say why torch's grouped product does not take these tensors; "" if it does.
-
-    On a CPU it takes what is 16 bytes apart, on "meta" bf16 alone, and nowhere float64.
-    """
+    """Return why torch's grouped product does not take these tensors; "" if it does."""
     dtypes = {tensor.dtype for tensor in (rows, *weights)}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"it multiplies float32, bfloat16 or float16, not {', '.join(map(str, dtypes))}"
@@ -91,11 +89,9 @@ def _swiglu(both: Tensor) -> Tensor:
 
 
 def add_up(rows: Tensor, tokens: Tensor, num_tokens: int, most: int) -> Tensor:
-    """Add rows [M, D] to those of their `tokens` [M], of which there are N -> [N, D].
+    """Add up the rows [M, D] of each token, `tokens` [M], at most `most` per token -> [N, D].
 
-    A token has `most` rows at the most.
-
-    As torch's `index_add`, which would keep all rows for the sake of their shape.
+    The same as torch's `index_add`, which would keep all rows for backward, just for their shape.
     """
     return _AddUp.apply(rows, tokens, num_tokens, most)
 
@@ -106,8 +102,8 @@ class _AddUp(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         total = rows.new_zeros(num_tokens, rows.shape[1])
         if rows.is_cuda and most > 2:
-            # There index_add has no order, and of three summands it matters: ranks of tensor
-            # parallelism that compute the same tokens would part. This sorts them first.
+            # On a GPU index_add adds in any order, and for three summands the order matters: ranks
+            # of tensor parallelism would get different sums of the same rows. This sorts first.
             return total.index_put_((tokens,), rows, accumulate=True)
         return total.index_add_(0, tokens, rows)
 

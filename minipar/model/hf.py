@@ -1,35 +1,161 @@
 """Hugging Face checkpoints: a folder with `config.json` and the weights as safetensors.
 
-Weights lie in one file, `model.safetensors`, or in shards `model-00001-of-00003.safetensors` that
-`model.safetensors.index.json` maps names to. Our parameter names are theirs, but for experts: files
-mostly hold the matrices of each expert apart (`_stored_as`). Known are Llama, and with experts
-Mixtral, Qwen3-MoE and OLMoE, whose balancing loss is not taken over: set it in `MoEConfig`. Of
-DeepSeek-V3, the routers alone: `load_router`.
-A safetensors file starts with a table of contents, so a reader of a few tensors reads only these.
+The dense Llama and Mixtral are read and written. Weights lie in one file, `model.safetensors`, or
+in several, which `model.safetensors.index.json` lists; we write one. Parameters have the same names
+there and here, except experts: a Mixtral has one matrix per expert, we have one tensor for all
+(`_names_in_files`). Mixtral's balancing loss is not taken over: set it in `MoEConfig`.
 
-Everything that is wrong with a checkpoint raises `ValueError` with the file and the numbers.
+A file that asks for another function than this Llama's raises `ValueError`: to load it without a
+word would be worse. Proved by tests/model/test_hf.py, against transformers.
 """
 
+import json
 import os
-import re
-import shutil
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minipar.model.hf_config import CONFIG, config_json, load_config, read_json, short, write_json
-from minipar.model.llama import Llama, LlamaConfig
-from minipar.model.moe import MoEConfig, Router
+from minipar.model.config import LlamaConfig, RopeScaling
+from minipar.model.llama import Llama
+from minipar.model.moe import MoEConfig
 
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# --------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------- 1. the configuration
+
+_NAMES = {  # our names, and those of config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+_EXPERTS = {
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_size": "intermediate_size",
+}
+_PLAIN = {  # settings that change what a model computes: the value of this Llama
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "quantization_config": None,
+}
+
+
+def load_config(path: str | Path) -> LlamaConfig:
+    """Read `config.json` in the folder `path`, as transformers 4 or 5 wrote it."""
+    file = Path(path) / CONFIG
+    try:
+        return _parse(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
+    except KeyError as error:
+        raise ValueError(f"{file}: {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _parse(raw: dict[str, Any]) -> LlamaConfig:
+    kind = raw.get("model_type")
+    if kind not in ("llama", "mixtral"):
+        raise ValueError(f"model_type={kind!r}; only 'llama' and 'mixtral' are known here")
+    for name, plain in _PLAIN.items():
+        if raw.get(name) not in (plain, None):
+            raise ValueError(f"{name}={raw[name]!r} is not supported, only {plain!r} is")
+    defaults = {"num_key_value_heads": raw["num_attention_heads"], "rms_norm_eps": 1e-6}
+    given = defaults | {name: value for name, value in raw.items() if value is not None}
+    theta, scaling = _parse_rope(raw)
+    return LlamaConfig(
+        **{ours: given[theirs] for ours, theirs in _NAMES.items() if theirs in given},
+        rope_theta=theta,
+        rope_scaling=scaling,
+        moe=_named(raw, _EXPERTS, MoEConfig) if kind == "mixtral" else None,
+    )
+
+
+def _parse_rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Return theta and Llama 3's scaling, if any.
+
+    transformers 5 has both in `rope_parameters`; version 4 has `rope_theta` and `rope_scaling`.
+    """
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    if old and new:
+        raise ValueError("rope_scaling and rope_parameters are both given; keep one of the two")
+    rope = {name: value for name, value in (old | new).items() if value is not None}
+    thetas = {rope.pop("rope_theta", None), raw.get("rope_theta")} - {None}
+    if len(thetas) > 1:
+        raise ValueError(f"rope_theta is given twice, as {sorted(thetas)}; keep one of the two")
+    theta = thetas.pop() if thetas else 10_000.0
+    kinds = {rope.pop("rope_type", None), rope.pop("type", None)} - {None}
+    if kinds <= {"default"} and not rope:
+        return theta, None
+    if kinds != {"llama3"} or rope.keys() - _SCALING.values():
+        kind = " and ".join(sorted(map(repr, kinds))) or "not given"
+        raise ValueError(
+            f"a rope_type that is {kind} is not supported with {sorted(rope)}; use 'llama3' with "
+            f"{sorted(_SCALING.values())}, or 'default' with none"
+        )
+    return theta, _named(rope, _SCALING, RopeScaling)
+
+
+def _named(raw: dict[str, Any], names: dict[str, str], make: type) -> Any:
+    """Make an object from the values in `raw`, which go by the names of config.json."""
+    return make(**{ours: raw[theirs] for ours, theirs in names.items()})
+
+
+def config_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json in the layout of transformers 4, which 5 reads as well.
+
+    Raises `ValueError` for a model that is neither a Llama nor a Mixtral.
+    """
+    moe, scaling = config.moe, config.rope_scaling
+    said = (*_EXPERTS, "balance", "balance_weight")  # of a mixture; all else is as in any Mixtral
+    plain = moe and MoEConfig(**{name: getattr(moe, name) for name in said})
+    if config.qk_norm or moe != plain:
+        raise ValueError(f"no Llama and no Mixtral of Hugging Face's is like this: {config}")
+    kind = "llama" if moe is None else "mixtral"
+    content = {"architectures": [f"{kind.title()}ForCausalLM"], "model_type": kind}
+    content |= {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
+    content |= {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_scaling": None}
+    if scaling is not None:
+        named = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+        content["rope_scaling"] = {"rope_type": "llama3", **named}
+    if moe is not None:
+        content |= {theirs: getattr(moe, ours) for ours, theirs in _EXPERTS.items()}
+    # Special tokens are a tokenizer's business; without these lines transformers assumes 1 and 2.
+    content |= {"bos_token_id": None, "eos_token_id": None}
+    return content | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write `content` as indented JSON."""
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------- 2. reading
 
 
 def load(
@@ -37,12 +163,12 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Llama:
-    """The model in the checkpoint folder `path`.
+    """Return the model in the folder `path`, on the CPU and in the dtype of its files by default.
 
-    On the CPU and in the dtype of the file, unless `device` and `dtype` say otherwise.
+    Raises `ValueError` where names, shapes or types are not those of `config.json`.
     """
     folder = Folder(path)
-    weights = folder.read(dtype=dtype, device=device)  # refuses sizes that no file bears out
+    weights = {name: folder.read(name, dtype, device) for name in folder.shapes}
     with torch.device("meta"):
         model = Llama(folder.config)
     return fill(model, weights, device)
@@ -51,352 +177,163 @@ def load(
 def fill(
     model: Llama, weights: Mapping[str, Tensor], device: torch.device | str | None = None
 ) -> Llama:
-    """Make `weights` those of `model`, which is on the meta device: none is drawn, none is copied.
+    """Make `weights` the parameters of `model`, which is on the meta device, without a copy.
 
-    Parameters that `weights` lack stay on meta; buffers become zeros, on the CPU unless `device`
-    says otherwise. Returns the model.
+    Parameters that `weights` lack stay on meta. Buffers (the counts of routers) become zeros, on
+    the CPU by default. Returns the model.
     """
     model.load_state_dict(weights, strict=False, assign=True)
-    for name, buffer in model.named_buffers():  # of routers: counts
-        if buffer.is_meta:
-            owner, _, attribute = name.rpartition(".")
-            zeros = torch.zeros_like(buffer, device=device or "cpu")
-            setattr(model.get_submodule(owner), attribute, zeros)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.zeros_like(buffer, device=device or "cpu"))
     model.tie_weights()
     return model
 
 
 class Folder:
-    """A checkpoint folder of which tensors are read time after time: what it has is read once."""
+    """A checkpoint folder: its table of contents is read once, its tensors one at a time.
+
+    A tied head is no parameter of its own: read `model.embed_tokens.weight`.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = path = Path(path)
-        self.config, self.files = load_config(path), _files_of(path)
-        if self.config.num_layers > len(self.files):
+        self.path, self.config = Path(path), load_config(path)
+        self.files, self.shapes = _files_of(self.path), _shapes(self.config)
+        names = [_names_in_files(self.config, name) for name in self.shapes]
+        expected = {stored for experts in names for parts in experts for stored in parts}
+        # Old files also have rotary frequencies. Some files repeat a tied embedding as the head.
+        ignored = {name for name in self.files if name.endswith("rotary_emb.inv_freq")} | {HEAD}
+        missing, foreign = expected - self.files.keys(), self.files.keys() - expected - ignored
+        if missing or foreign:
             raise ValueError(
-                f"{path / CONFIG}: num_hidden_layers={self.config.num_layers}, but there are no "
-                f"weights for so many: {len(self.files)} tensors in all"
+                f"{self.path}: the weights are not those of {CONFIG}: "
+                f"missing {_some(missing)}; not known {_some(foreign)}"
             )
-        self.shapes = _expected_shapes(self.config, path / CONFIG)
-        self.stored = {
-            name: _stored_as(self.config, name, shape, self.files)
-            for name, shape in self.shapes.items()
-        }
-        expected = {p: shape for parts in self.stored.values() for p, (_, shape) in parts.items()}
-        # Old files store the rotary frequencies; tied ones may repeat the embedding as the head.
-        unknown = self.files.keys() - expected.keys() - {HEAD}
-        self.foreign = sorted(n for n in unknown if not n.endswith("rotary_emb.inv_freq"))
-        if self.config.tie_embeddings and EMBEDDING in expected:
-            expected[HEAD] = expected[EMBEDDING]
-        self.expected = expected  # shapes by name, as in the files
+        stored_head = self.config.tie_embeddings and HEAD in self.files
+        if stored_head and not torch.equal(self._stored(HEAD), self._stored(EMBEDDING)):
+            raise ValueError(
+                f"{self.files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they "
+                "are tied; write tie_word_embeddings: false if the head is one of its own"
+            )
 
     def read(
         self,
-        names: Callable[[str], bool] | None = None,
+        name: str,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        """Those parameters that `names` says yes to (default: all).
-
-        Nothing else is read from the disk. A tied head is no parameter of its own: ask for
-        `model.embed_tokens.weight`; a file that stores a head beside it must store the same. Names,
-        shapes and types are held against `config.json` before any reading. Without `dtype`, all
-        parameters have to be of one type.
-        """
-        config, files = self.config, self.files
-        asked = [name for name in self.shapes if names is None or names(name)]
-        wanted = {part for name in asked for part in self.stored[name]}
-        missing = sorted(wanted - files.keys())
-        if missing:
+    ) -> Tensor:
+        """Return the parameter `name`, by default on the CPU and in the dtype of its file."""
+        if ".experts." in name:
+            experts = _names_in_files(self.config, name)
+            tensor = torch.stack([torch.cat([*map(self._stored, parts)]) for parts in experts])
+        else:
+            ((stored,),) = _names_in_files(self.config, name)
+            tensor = self._stored(stored)
+        if tuple(tensor.shape) != self.shapes[name]:
             raise ValueError(
-                f"{self.path}: no weights for {_some(missing)}, which {CONFIG} asks for"
+                f"{self.path}: {name} has shape {tuple(tensor.shape)}, but by {CONFIG} it is "
+                f"{self.shapes[name]}"
             )
-        if self.foreign:
-            some = _some(self.foreign)
-            raise ValueError(f"{self.path}: weights for {some}, which {CONFIG} knows nothing of")
+        return tensor.to(device=device or "cpu", dtype=dtype)
 
-        tensors: dict[str, Tensor] = {}
-        first: tuple[str, torch.dtype] | None = None
-        if config.tie_embeddings and HEAD in files and EMBEDDING in wanted:
-            wanted.add(HEAD)
-        for file in sorted({files[name] for name in wanted}):
-            with _open(file) as contents:
-                there = set(contents.keys())
-                for name in sorted(name for name in wanted if files[name] == file):
-                    if name not in there:
-                        raise ValueError(
-                            f"{file}: no {name}, although {INDEX} says that it is here"
-                        )
-                    tensor = _read(file, contents, name, self.expected[name])
-                    first, found = first or (name, tensor.dtype), tensor.dtype
-                    if dtype is None and found != first[1]:
-                        raise ValueError(
-                            f"{file}: {name} is {short(found)}, but {first[0]} is "
-                            f"{short(first[1])}; say which `dtype` all shall have"
-                        )
-                    tensors[name] = tensor.to(device=device or "cpu", dtype=dtype)
-        head = tensors.pop(HEAD) if HEAD in wanted and config.tie_embeddings else None
-        if head is not None and not torch.equal(head, tensors[EMBEDDING]):
+    def _stored(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{files[HEAD]}: {HEAD} is not {EMBEDDING}, although {CONFIG} says that they are "
-                "tied; write tie_word_embeddings: false if the head is one of its own"
+                f"{self.files[name]}: {name} is stored as {tensor.dtype}: quantised weights are "
+                "not supported; use float64, float32, float16 or bfloat16"
             )
-        return {name: _assembled(self.stored[name], tensors, self.shapes[name]) for name in asked}
-
-
-_ROUTER = {  # of DeepSeek-V3: our names, theirs
-    "num_experts": "n_routed_experts", "top_k": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size", "normalise": "norm_topk_prob",
-    "scale": "routed_scaling_factor", "num_groups": "n_group", "top_groups": "topk_group",
-}  # fmt: skip
-
-
-def load_router(path: str | Path, layer: int) -> Router:
-    """The router of one layer of the DeepSeek-V3 in the folder `path`, in float32 at least.
-
-    Of its files, only `weight` [E, D] and `e_score_correction_bias` [E] are read. Raises
-    `ValueError` for a folder of another model, and for a layer without experts.
-    """
-    path, raw, gate = Path(path), read_json(Path(path) / CONFIG), f"model.layers.{layer}.mlp.gate"
-    try:
-        told = {ours: raw[theirs] for ours, theirs in _ROUTER.items()}
-        speed = 0.001  # of the bias, which no file has: arXiv 2412.19437, section 4.2
-        router = Router(MoEConfig(**told, score="sigmoid", bias_speed=speed), raw["hidden_size"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path / CONFIG}: no router of DeepSeek-V3 ({error!r})") from None
-    files, found = _files_of(path), {}
-    for name, value in router.state_dict().items():
-        if (stored := f"{gate}.{name}") not in files:
-            raise ValueError(f"{path}: no weights for {stored}; is layer {layer} dense?")
-        with _open(files[stored]) as contents:
-            read = _read(files[stored], contents, stored, tuple(value.shape))
-        found[name] = read.to(torch.promote_types(read.dtype, torch.float32))
-    router.load_state_dict(found, assign=True)
-    return router
-
-
-def save_router(router: Router, path: str | Path, layer: int) -> None:
-    """Write `router` to the new folder `path`, as `load_router` reads it.
-
-    Raises `ValueError` for a router of another kind, `FileExistsError` where the folder is there.
-    """
-    path, moe = Path(path), router.config
-    if moe.score != "sigmoid" or moe.bias_speed is None:
-        raise ValueError(f"a router of DeepSeek-V3 has sigmoids and a bias, this one is of {moe}")
-    path.mkdir(parents=True)
-    told = {theirs: getattr(moe, ours) for ours, theirs in _ROUTER.items()}
-    told["hidden_size"] = router.weight.shape[1]
-    write_json(path / CONFIG, told)
-    named = {f"model.layers.{layer}.mlp.gate.{n}": t for n, t in router.state_dict().items()}
-    save_file(named, path / SINGLE, metadata={"format": "pt"})
-
-
-Parts = dict[str, tuple[tuple, tuple[int, ...]]]  # name in a file -> where in the tensor, its shape
-
-
-def _stored_as(
-    config: LlamaConfig, name: str, shape: tuple[int, ...], files: Container[str] = ()
-) -> Parts:
-    """Under which names a parameter of ours is in files: as here where `files` have it so.
-
-    Otherwise experts are apart, and in a Mixtral they and their router have another path.
-    """
-    if name in files:
-        return {name: ((), shape)}
-    is_mixtral, theirs = config.moe is not None and not config.qk_norm, name
-    if is_mixtral:
-        theirs = re.sub(r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1.", name)
-    if ".mlp.experts." not in name:
-        return {theirs: ((), shape)}
-    prefix, _, kind = theirs.rpartition(".")
-    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    names = names[2:] if kind == "down_proj" else names[:2]
-    rows = shape[1] // len(names)
-    return {
-        f"{prefix}.{e}.{part}.weight": ((e, slice(i * rows, (i + 1) * rows)), (rows, shape[2]))
-        for e in range(shape[0])
-        for i, part in enumerate(names)
-    }
-
-
-def _assembled(parts: Parts, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """One tensor of those that files have; each of them is freed."""
-    first = tensors[next(iter(parts))]
-    if len(parts) == 1 and first.shape == shape:
-        return first
-    whole = first.new_empty(shape)
-    for name, (place, _) in parts.items():
-        whole[place] = tensors.pop(name)
-    return whole
-
-
-def _read(file: Path, contents: safe_open, name: str, expected: tuple[int, ...]) -> Tensor:
-    """A tensor of the open `file`, once its shape and type are known to be right."""
-    try:
-        part = contents.get_slice(name)
-        shape, kind = tuple(part.get_shape()), part.get_dtype()
-        if shape != expected:
-            raise ValueError(f"{file}: {name} has shape {shape}, but by {CONFIG} it is {expected}")
-        if kind not in ("F64", "F32", "F16", "BF16"):
-            raise ValueError(
-                f"{file}: {name} is stored as {kind}: quantised weights are not supported; "
-                "use F64, F32, F16 or BF16"
-            )
-        return contents.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: {name} cannot be read ({error})") from None
-
-
-def _expected_shapes(config: LlamaConfig, file: Path | str = CONFIG) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter; tied ones once, under the name of the embedding."""
-    try:
-        with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
-    except RuntimeError as error:  # sizes that multiply to more than torch can count
-        raise ValueError(f"{file}: no model has such sizes ({error})") from None
-
-
-_SHARD = re.compile(r"[\w\-+=.]{1,240}\.safetensors")
-"""A file right here: a stranger's index must not lead to other folders, nor to devices."""
+        return tensor
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    if (path / INDEX).exists():
-        weight_map = read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{path / INDEX}: no weight_map in it")
-        for name, file in weight_map.items():
-            if not (isinstance(file, str) and _SHARD.fullmatch(file)):
-                raise ValueError(
-                    f"{path / INDEX}: {name} is said to be in {file!r:.200}, which is no name of a "
-                    "safetensors file in this folder"
-                )
-        return {name: path / file for name, file in weight_map.items()}
-    if not (path / SINGLE).exists():
-        raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
-    with _open(path / SINGLE) as contents:
-        return dict.fromkeys(contents.keys(), path / SINGLE)
-
-
-def _open(file: Path) -> safe_open:
-    if not file.is_file():
-        raise ValueError(f"{file}: the file is missing, although {INDEX} names it")
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        num_bytes = file.stat().st_size
+    """Return the file of each stored tensor, by the tensor's name."""
+    single, index = path / SINGLE, path / INDEX
+    if single.exists() and index.exists():
         raise ValueError(
-            f"{file}: not a whole safetensors file ({error}); it has {num_bytes} bytes, "
-            "perhaps a copy was cut short"
-        ) from None
+            f"{path}: {SINGLE} and {INDEX} are two sets of weights; delete one of them"
+        )
+    if index.exists():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / file for name, file in weight_map.items()}
+    if not single.exists():
+        raise ValueError(f"{path}: neither {SINGLE} nor {INDEX} is in this folder")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
 
 
-# --------------------------------------------------------------------------------------- writing
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter; a tied one is named once, as the embedding."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+
+
+def _names_in_files(config: LlamaConfig, name: str) -> list[list[str]]:
+    """Return the names of the matrices in files that make up our parameter `name`.
+
+    Experts: a list for each expert, of matrices that lie one below the other. Otherwise: one list
+    of one name.
+    """
+    if ".mlp.experts." in name:
+        layer, kind = name.split(".mlp.experts.")
+        matrices = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
+        stem = f"{layer}.block_sparse_moe.experts"
+        return [
+            [f"{stem}.{e}.{matrix}.weight" for matrix in matrices]
+            for e in range(config.moe.num_experts)
+        ]
+    return [[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]]
+
+
+def _some(things: Set) -> str:
+    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
+    return ", ".join(map(str, sorted(things)[:3])) + more or "nothing"
+
+
+# ------------------------------------------------------------------------------------- 3. writing
 
 
 def save(
-    source: Llama | Mapping[str, Tensor],
-    path: str | Path,
-    config: LlamaConfig | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    fused: bool = False,
+    source: Llama | Mapping[str, Tensor], path: str | Path, config: LlamaConfig | None = None
 ) -> None:
-    """Write a model, or a full state dict together with its `config`, to the folder `path`.
+    """Write a model, or a full state dict with its `config`, to the folder `path`.
 
-    A new folder appears at once and complete. In a folder that is there already the weights are
-    replaced file by file (no file is ever seen half written) and other files are left alone. Shards
-    hold at most `max_shard_bytes`, or a single tensor that is larger. The matrices of experts lie
-    apart, or `fused` as here. Raises `ValueError` if names or shapes are not those of `config`.
+    Weights in the folder are replaced, other files are left alone. Raises `ValueError` where names
+    or shapes are not those of `config`, before anything is written.
     """
     if isinstance(source, Llama):
         source, config = source.state_dict(), source.config
     if config is None:
         raise ValueError("a state dict does not say what model it belongs to: pass config as well")
-    config_json(config, torch.float32)  # raises for what no model type has
-    tensors = _checked(source, config, fused)
-    shards = _split(tensors, max_shard_bytes)
-    path = Path(path).resolve()  # of "." there would be no name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    workshop = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")  # beside: the same file system
-    workshop.mkdir()
-    try:
-        _write(workshop, shards, config)
-        _publish(workshop, path)
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
-
-
-def _checked(state: Mapping[str, Tensor], config: LlamaConfig, fused: bool) -> dict[str, Tensor]:
-    """The parameters to write, under the names of files."""
-    expected = _expected_shapes(config)
-    given = set(state) - ({HEAD} if config.tie_embeddings else set())
-    if given != expected.keys():
-        missing, foreign = sorted(expected.keys() - given), sorted(given - expected.keys())
-        raise ValueError(
-            f"this is not the full state dict of the config: missing {_some(missing)}; "
-            f"not known {_some(foreign)}"
-        )
-    for name, shape in expected.items():
-        if tuple(state[name].shape) != shape or state[name].is_meta:
-            where = " without data (meta)" if state[name].is_meta else ""
-            raise ValueError(
-                f"{name} has shape {tuple(state[name].shape)}{where}, but the config says {shape}"
-            )
-    return {
-        part: state[name].detach()[place].clone() if place else state[name].detach()
-        for name, shape in expected.items()
-        for part, (place, _) in _stored_as(config, name, shape, state if fused else ()).items()
-    }
-
-
-def _split(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Fill one shard after the other, in order."""
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
-    shards: list[dict[str, Tensor]] = [{}]
-    room = max_shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = max_shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    return shards
-
-
-def _write(folder: Path, shards: list[dict[str, Tensor]], config: LlamaConfig) -> None:
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        shard = {name: tensor.contiguous() for name, tensor in shard.items()}
-        save_file(shard, folder / file, metadata={"format": "pt"})  # transformers wants the format
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
-    write_json(folder / CONFIG, config_json(config, next(iter(shards[0].values())).dtype))
-    for file in set(weight_map.values()):
-        shutil.copymode(folder / CONFIG, folder / file)  # safetensors makes its files private
-
-
-def _publish(workshop: Path, path: Path) -> None:
-    if not path.exists():
-        os.replace(workshop, path)
-        return
-    if not path.is_dir():
+    path, state = Path(path), dict(source)
+    if path.is_file():
         raise ValueError(f"{path} is a file; a checkpoint is a folder")
-    new = {file.name for file in workshop.iterdir()}
-    # Weights first, then what points to them; meanwhile, nothing does.
-    (path / INDEX).unlink(missing_ok=True)
-    for name in sorted(new, key=lambda name: name.endswith(".json")):
-        os.replace(workshop / name, path / name)
-    for old in (*path.glob("model*.safetensors"), path / INDEX):
-        if old.name not in new:
-            old.unlink(missing_ok=True)
+    if config.tie_embeddings:
+        state.pop(HEAD, None)
+    described = config_json(config, next(iter(state.values())).dtype)
+    found = {(name, tuple(tensor.shape)) for name, tensor in state.items()}
+    expected = set(_shapes(config).items())
+    if found != expected:
+        raise ValueError(
+            "this is not the full state dict of the config: "
+            f"missing {_some(expected - found)}; not known {_some(found - expected)}"
+        )
+    tensors = {}
+    for name, tensor in state.items():
+        names = _names_in_files(config, name)
+        if ".experts." in name:
+            for parts, one in zip(names, tensor.detach(), strict=True):
+                matrices = one.chunk(len(parts))
+                tensors |= {p: m.clone() for p, m in zip(parts, matrices, strict=True)}
+        else:
+            tensors[names[0][0]] = tensor.detach().contiguous()
 
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more if names else "nothing"
+    path.mkdir(parents=True, exist_ok=True)
+    unfinished = path / f".{SINGLE}.tmp"
+    save_file(tensors, unfinished, metadata={"format": "pt"})  # transformers wants the format
+    for old in (path / INDEX, *path.glob("model-*-of-*.safetensors")):
+        old.unlink(missing_ok=True)
+    os.replace(unfinished, path / SINGLE)
+    write_json(path / CONFIG, described)

@@ -3,12 +3,12 @@
 The model knows nothing of ranks. Four properties let a strategy split it without touching this
 file:
 
-- Parameter names are those of Hugging Face, and a part that is set to `None` (the embedding, a
-  layer, the final norm, the head) is skipped, so a pipeline stage keeps its names.
-- Attention counts its heads in what the projections return, so narrower projections just work.
+- Parameter names are those of Hugging Face. A part that is set to `None` (the embedding, a layer,
+  the final norm, the head) is skipped, so a pipeline stage keeps its names.
+- Attention takes the number of heads from the projections, so narrower projections work.
 - `Attention.core` is an attribute: any function of (q, k, v, mask) may take its place.
-- Every parameter has its own random stream, named by (seed, parameter name), so code that creates a
-  parameter, alone or with all the others, gets the same values.
+- Every parameter has its own random stream, named by (seed, parameter name). So a stage that
+  creates a few parameters gets the same values as a model that creates all.
 
 Shapes: B batch, T tokens, D width, H heads, G key/value heads, K head width, F hidden,
 V vocabulary, L layers.
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from minipar.model.config import LlamaConfig, RopeScaling
 from minipar.model.init import init_weights
@@ -71,7 +70,7 @@ PRESETS: dict[str, LlamaConfig] = {
         norm_eps=1e-6,
         rope_theta=1e6,
         max_seq_len=40_960,
-        qk_norm="head",
+        qk_norm=True,
         moe=MoEConfig(128, 8, 768, balance="batch", balance_weight=0.001),
     ),
 }
@@ -81,11 +80,11 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
-    """[K/2] fp32, radians per token: theta^(-2i/K), stretched by Llama 3's rule if so configured.
+    """Return theta^(-2i/K), [K/2] fp32 in radians per token, stretched by Llama 3's rule if asked.
 
-    The rule, as released with Llama 3.1: a pair that turns more than `high_freq_factor` times
-    within the original length is kept; one that turns less than `low_freq_factor` times is slowed
-    down by `factor`; between the two, a linear blend.
+    The rule, as released with Llama 3.1, counts the turns of a pair within the original length.
+    More than `high_freq_factor` turns: the pair keeps its frequency. Fewer than `low_freq_factor`:
+    its frequency is divided by `factor`. Between the two: a linear blend.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     freqs = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
@@ -102,12 +101,11 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) ->
 
 
 def rope_tables(config: LlamaConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
-    """cos and sin of every angle, [..., T, 1, K], for positions [T] or [B, T].
+    """Return cos and sin of every angle, [..., T, 1, K], for positions [T] or [B, T].
 
-    Computed in fp32 whatever `dtype` is, as the published models were, then converted to `dtype`:
-    the tables are constants of the model, and a Llama in float64 uses the very same ones. They
-    depend on the positions alone: a shard of the sequence that passes its own gets its own rows.
-    The sine carries the sign of the rotation, see `rotate`.
+    The tables are computed in fp32, as in the published models, and then converted to `dtype`: a
+    Llama in float64 uses the same constants. A row depends on its position only, so a shard of the
+    sequence passes its own positions. The sine carries the sign of the rotation, see `rotate`.
     """
     angles = positions[..., None].float() * rope_frequencies(config, positions.device)
     cos, sin = angles.cos(), angles.sin()
@@ -118,8 +116,8 @@ def rope_tables(config: LlamaConfig, positions: Tensor, dtype: torch.dtype) -> R
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[i], x[i + K/2]) of every head by their angles: [B, T, H, K] -> the same.
 
-    Rolling by half the head swaps the members of all pairs; with the sign in `sin` that is the
-    whole rotation, and cheaper than building the negated half.
+    Rolling by half the head swaps the members of all pairs. With the sign in `sin`, this is the
+    whole rotation.
     """
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).type_as(x)
 
@@ -140,12 +138,12 @@ class RMSNorm(nn.Module):
 
 
 def dense_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(K)) v for q [B, H, T, K] and k, v [B, G, T, K] -> [B, H, T, K].
+    """Return softmax(q kᵀ / sqrt(K)) v: q [B, H, T, K] and k, v [B, G, T, K] -> [B, H, T, K].
 
     `mask` is boolean, [B, 1, T, T], True where a query may look; None is causal. With G < H each
     key/value head serves H/G neighbouring query heads.
     """
-    if q.is_meta and mask is None:  # torch would spell it out; what counts is one kernel
+    if q.is_meta and mask is None:  # on meta torch would take four operations for this one kernel
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     grouped = q.shape[1] != k.shape[1]
     if grouped and _no_fused_groups(q, mask):
@@ -157,9 +155,9 @@ def dense_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 
 
 def _no_fused_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether a GPU's only fused kernel for this wants as many heads of keys as of queries.
+    """True if the fused kernels of a GPU need as many key heads as query heads.
 
-    Flash attention takes groups, but 16 bits alone and no mask.
+    Only flash attention takes groups; it takes 16 bits only, and no mask.
     """
     in_float32 = q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
     return q.is_cuda and (in_float32 or mask is not None)
@@ -177,18 +175,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            heads = (1, 1) if self.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
-            self.q_norm = RMSNorm(heads[0] * self.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(heads[1] * self.head_dim, config.norm_eps)
+            self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
         self.core: Core = dense_core
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D]. The head counts are whatever the projections return."""
+        """Attend: [B, T, D] -> the same. The projections decide how many heads there are."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.qk_norm == "all":
-            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, T, H or G, K]
-        if self.qk_norm == "head":
+        if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -273,42 +268,27 @@ class LlamaModel(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-class Head(nn.Linear):
-    """Hidden states [B, T, D] -> logits [B, T, V]; with targets [B, T], their `chunked_loss`."""
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
-        if targets is None:
-            return super().forward(hidden)
-        return chunked_loss(hidden, self.weight, targets, chunk)
-
-
 class Llama(nn.Module):
     """The language model: `LlamaModel` and the head that turns hidden states into logits.
 
-    Weights are drawn by `init_weights` from `seed` and from nothing else. Built inside
-    `with torch.device("meta")`, the model allocates and draws nothing; to give it weights, drop the
-    parts that are not wanted (`model.model.layers[0] = None`), then `model.to_empty(device=...)`,
+    `init_weights` draws the weights from `seed` and from nothing else. Built inside
+    `with torch.device("meta")`, the model allocates and draws nothing. To give it weights, drop the
+    parts that are not wanted (`model.model.layers[0] = None`), call `model.to_empty(device=...)`,
     then `init_weights`.
     """
 
     def __init__(self, config: LlamaConfig, seed: int = 0):
         super().__init__()
         self.config = config
-        self.loss_chunk = 0  # tokens whose logits there are at a time, see `loss_on`; 0: of all
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global stream
             self.model = LlamaModel(config)
-            self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
-        for module in self.modules():
-            for name, shape_only in list(module.named_parameters(recurse=False)):
-                empty = torch.empty_like(shape_only, device=device)
-                setattr(module, name, nn.Parameter(empty))
-            for name, shape_only in list(module.named_buffers(recurse=False)):
-                setattr(module, name, torch.empty_like(shape_only, device=device))
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to_empty(device=device)
         init_weights(self, seed)
 
     def tie_weights(self) -> None:
-        """Make the head and the embedding one parameter again; `to_empty` and others part them."""
+        """Make the head and the embedding one parameter again, after `to_empty` made two of it."""
         if self.config.tie_embeddings and None not in (self.lm_head, self.model.embed_tokens):
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -318,15 +298,9 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         valid: Tensor | None = None,
-        targets: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head).
-
-        With `targets` [B, T], their loss: a scalar, by `chunked_loss`.
-        """
+        """Tokens [B, T] -> logits [B, T, V] (hidden states [B, T, D] if there is no head)."""
         hidden = self.model(tokens, positions, mask, valid)
-        if targets is not None:
-            return self.lm_head(hidden, targets, self.loss_chunk)
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 
@@ -334,53 +308,35 @@ class Llama(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """*Sum* of the cross entropies (nats) of logits [..., V] against targets [...]: a scalar.
+    """Return the *sum* of the cross entropies (nats) of logits [..., V] against targets [...].
 
-    The caller divides, by the number of targets that count in the *whole* batch: a mean here would
-    become a mean of means over ranks and microbatches (T10). In fp32 at least; 0, and not NaN, when
-    every target is ignored.
+    The caller divides by the number of targets that count in the *whole* batch: a mean here would
+    become a mean of means over ranks and microbatches (T10). The sum is in fp32 at least. If every
+    target is ignored, it is 0 and not NaN.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
-def chunked_loss(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """`token_loss` of hidden [B, T, D] @ head [V, D]ᵀ, without logits of all tokens at once.
-
-    Those of `chunk` tokens take 4 V chunk bytes; they are dropped, and computed again in backward:
-    2 D V FLOPs more per token. The head is an argument, and not looked up again, as fsdp has it
-    here in forward alone.
-    """
-
-    def of_some(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(F.linear(hidden, head), targets)
-
-    parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-    losses = [checkpoint(of_some, h, head, t, use_reentrant=False) for h, t in parts]
-    return torch.stack(losses).sum()
-
-
 def loss_on(model: nn.Module, inputs: Tensor, targets: Tensor, context: Sequence[Tensor]) -> Tensor:
-    """Return the summed loss of `model` on a microbatch: by `chunked_loss`, if it says so."""
-    rest = beside(model, targets, context)
-    if getattr(model, "loss_chunk", 0):
-        return model(inputs, *rest, targets=targets)
-    return loss_of(model)(model(inputs, *rest), targets)
+    """Return the summed loss of `model` on a microbatch; `context` is its positions and mask."""
+    return loss_of(model)(model(inputs, *beside(model, targets, context)), targets)
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """What compares the outputs of `model` with targets: `model.token_loss`, else `token_loss`.
+    """Return the function that compares outputs of `model` with targets.
 
-    A strategy that changes what the model returns sets the attribute on it.
+    That is `token_loss`, except after a strategy that changes the outputs has set
+    `model.token_loss`: under tensor parallelism the logits are those of a part of the vocabulary.
     """
     return getattr(model, "token_loss", token_loss)
 
 
 def beside(model: nn.Module, targets: Tensor, context: Sequence[Tensor]) -> Sequence[Any]:
-    """What `model` is given beside its tokens: `context`, and with experts which tokens count.
+    """Return the inputs of `model` beside its tokens: `context`, and for experts, `valid`.
 
-    These are the ones that have a target; so padding takes no part in the balance.
+    Tokens with a target are valid, so padding takes no part in the balance of experts.
     """
     if getattr(getattr(model, "config", None), "moe", None) is None:
         return context
@@ -401,9 +357,9 @@ def generate(
 ) -> Tensor:
     """Continue tokens [B, T] by sampling -> [B, T + max_new_tokens].
 
-    `temperature=0` takes the likeliest token; `top_k` keeps the k likeliest only. Without a cache
-    of keys and values every new token runs the whole context again, cropped to the last
-    `max_seq_len` tokens: simple, and fast enough for a sample, not for serving.
+    `temperature=0` takes the likeliest token; `top_k` keeps only the k likeliest. There is no cache
+    of keys and values: every new token runs the last `max_seq_len` tokens again, which is fast
+    enough for a sample, not for serving.
     """
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ValueError(

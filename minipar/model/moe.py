@@ -1,32 +1,32 @@
 """A mixture of experts in the place of a block's MLP: each token is computed by k of E experts.
 
-Idea.   Parameters without their FLOPs: a *router* looks at a token and picks k of E small MLPs, the
-        experts; the token's output is their weighted sum. A model of 47B parameters then costs what
-        one of 13B costs, per token.
-Math.   With scores s = softmax(W x) over the experts (or sigmoid) and K the k largest of s + b:
-        y = sum over e in K of g_e expert_e(x), g_e = scale s_e / (sum over K of s, if normalised).
-        A softmax over the chosen logits alone is the same as a softmax over all, normalised. The
-        bias b steers the choice and never enters a weight.
-Balance. Experts that are rarely chosen learn little and are chosen less. Two remedies, alone or
-        together: a loss, balance_weight E/k sum_e f_e p_e, with f_e the share of tokens that chose
-        e and p_e the mean score of e; or the bias, raised for experts below the mean load by
-        `bias_speed` per step, lowered above: no gradient is bent.
-Capacity. Without one, every token is computed ("dropless"), and sizes depend on the data. With a
-        capacity factor c, each expert computes the first C = ceil(c k T / E) that choose it of the
-        T tokens of a sequence, and the rest is dropped: sizes are known beforehand, and padding is
-        computed. (GShard's "groups", one for each sequence: so what is dropped hangs neither on
-        the other sequences of a batch nor on the ranks that have them.) It is for training: what a
-        full expert drops hangs on all tokens before it, and C on how many follow, which a model
-        that writes does not know. So in evaluation, after `model.eval()`, nothing is dropped.
+Idea.   Parameters without their FLOPs. A *router* looks at a token and picks k of E small MLPs, the
+        experts. The token's output is their weighted sum. A model of 47B parameters then costs as
+        much per token as one of 13B.
+Math.   Scores s = softmax(W x) over the experts (or sigmoid of each). K is the set of the k largest
+        s_e + b_e. Then y = sum over e in K of g_e expert_e(x), with the weight g_e = s_e, or
+        g_e = s_e / (sum of s over K) if normalised. The bias b steers the choice only.
+Balance. Experts that are rarely chosen learn little, and then are chosen less. Two remedies:
+        - a loss, balance_weight E/k sum_e f_e p_e, where f_e is the share of tokens that chose e,
+          and p_e is the mean score of e;
+        - the bias: after each step, raise b_e by `bias_speed` if e had less than the mean load,
+          lower it if more. No gradient is bent.
+Capacity. Without a capacity every token is computed ("dropless"), and sizes depend on the data.
+        With a capacity factor c, each expert computes the first C = ceil(c k T / E) tokens of a
+        sequence of T that choose it, and drops the others. Sizes are known beforehand, and empty
+        seats are computed as zeros. Sequences are counted one by one (GShard's "groups"): what is
+        dropped depends neither on the other sequences of a batch nor on the ranks that have them.
+        In evaluation nothing is dropped: a model that writes does not know how long T will be.
 Shapes. N tokens of width D, E experts, k chosen, F hidden width of an expert. A *slot* is a pair
-        (token, one of its k choices); slot i belongs to token i // k.
+        (token, one of its k choices); slot i belongs to token i // k. A *seat* is a row of an
+        expert with a capacity: a slot takes a seat or is dropped.
 Source. Shazeer et al. 1701.06538; Fedus et al. 2101.03961 (Switch: capacity, loss); Jiang et al.
-        2401.04088 (Mixtral); DeepSeek-V3 2412.19437 (sigmoid, groups, shared experts); Wang et al.
-        2408.15664 (bias); Zoph et al. 2202.08906 (z-loss).
+        2401.04088 (Mixtral); DeepSeek-V3 2412.19437 (sigmoid, shared experts); Wang et al.
+        2408.15664 (bias).
 Proved by tests/model/test_moe.py, against transformers.
 
-This file knows nothing of ranks: `MoE.core` is an attribute, and any function of (tokens, routing)
-may take its place, as any sum of counts may that of `Router.sum_counts` and `sum_pieces`.
+This file knows nothing of ranks. Strategies replace `MoE.core`, a function of (tokens, routing),
+and the two sums of a router, `Router.sum_counts` and `Router.sum_pieces`.
 """
 
 import math
@@ -49,29 +49,24 @@ SCOPES = ("none", "sequence", "microbatch", "batch")
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What is mixed, and how tokens choose. Raises `ValueError` where the numbers do not fit.
+    """The sizes of a mixture, and how tokens choose. Raises `ValueError` if numbers do not fit.
 
     Args:
         num_experts: E.
-        top_k: k, the experts of a token.
+        top_k: k, the number of experts of a token.
         expert_size: F, the hidden width of one expert.
-        num_shared: experts that every token passes, fused to one MLP of num_shared * F.
-        first_dense: so many layers at the bottom keep a dense MLP.
-        every: of the layers above, each whose number + 1 it divides has experts.
+        num_shared: number of experts that every token passes, fused to one MLP of num_shared * F.
+        first_dense: number of layers at the bottom that keep a dense MLP.
+        every: of the layers above, each n-th has experts: 2 means every other layer.
         score: "softmax" over all experts, or "sigmoid" of each.
-        normalise: whether the weights of a token sum to `scale`.
-        scale: factor on all weights.
-        num_groups, top_groups: experts lie in groups (nodes); a token's k come from the best
-            top_groups, by the sum of the two best experts of each.
-        balance: over what the balancing loss takes its means: each "sequence", the "microbatch" of
-            a rank, or that of all ranks of the "batch" (2501.11873); "none". That paper also adds
-            up f_e over the microbatches of a step, in a buffer; here each is balanced by itself,
-            because a pipeline runs them in another order, and its losses would be others.
-        balance_weight: its weight.
-        z_weight: weight of the mean of logsumexp(logits)^2, which keeps logits small.
-        bias_speed: step of the bias in `update_bias`; None: there is no bias.
+        normalise: True if the k weights of a token sum to 1.
+        balance: the tokens over which the balancing loss takes its means: those of each "sequence",
+            of the "microbatch" of a rank, or of that microbatch on all ranks ("batch",
+            2501.11873); "none" for no loss.
+        balance_weight: weight of the balancing loss.
+        bias_speed: step of the bias in `Router.update_bias`; None for no bias.
         capacity_factor: c; None drops nothing.
-        forced: choose experts in turn instead of by score: perfect balance, for timing alone.
+        forced: choose experts in turn instead of by score: perfect balance, for timing only.
     """
 
     num_experts: int
@@ -82,21 +77,17 @@ class MoEConfig:
     every: int = 1
     score: str = "softmax"
     normalise: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
     balance: str = "none"
     balance_weight: float = 0.01
-    z_weight: float = 0.0
     bias_speed: float | None = None
     capacity_factor: float | None = None
     forced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "expert_size", "every", "num_groups"):
+        for name in ("num_experts", "expert_size", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("num_shared", "first_dense", "balance_weight", "z_weight", "bias_speed"):
+        for name in ("num_shared", "first_dense", "balance_weight", "bias_speed"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative, or infinite")
         if not 1 <= self.top_k <= self.num_experts:
@@ -112,24 +103,6 @@ class MoEConfig:
         for name, known in (("score", SCORES), ("balance", SCOPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
-        if self.num_experts % self.num_groups:
-            good = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            raise ValueError(
-                f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}; "
-                f"use one of {good}"
-            )
-        group_size = self.num_experts // self.num_groups
-        least = math.ceil(self.top_k / group_size)
-        if not least <= self.top_groups <= self.num_groups:
-            raise ValueError(
-                f"top_groups={self.top_groups} of {self.num_groups} groups of {group_size} experts "
-                f"cannot hold top_k={self.top_k}; use {least} to {self.num_groups}"
-            )
-        if self.num_groups > 1 and group_size < 2:
-            raise ValueError(
-                f"num_groups={self.num_groups} leaves one expert in each group, but a group is "
-                f"judged by its two best; use at most {self.num_experts // 2}"
-            )
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} must be positive and finite; 1 to 2 is "
@@ -137,34 +110,27 @@ class MoEConfig:
             )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether layer number `layer` has experts."""
+        """True if layer number `layer` has experts."""
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
     def capacity(self, seq_len: int) -> int:
-        """C: how many tokens of a sequence each expert computes at most."""
+        """Return C, the number of tokens of a sequence that an expert computes at most."""
         assert self.capacity_factor is not None, "dropless: there is no capacity"
         exact = self.capacity_factor * self.top_k * seq_len / self.num_experts
         return min(seq_len, math.ceil(exact))
 
     def num_parameters(self, width: int, active: bool = False) -> int:
-        """Parameters that take the place of one MLP: all of them, or what one token passes."""
+        """Return the parameters of router and experts; if `active`, those that one token passes."""
         experts = (self.top_k if active else self.num_experts) + self.num_shared
         return self.num_experts * width + 3 * experts * self.expert_size * width
 
 
 class Routing(NamedTuple):
-    """Where N tokens go."""
+    """Which experts compute each of N tokens."""
 
-    experts: Tensor  # [N, k] int64
-    weights: Tensor  # [N, k], in the dtype of the router; gradients flow through these
-
-
-class Seated(NamedTuple):
-    """Where N tokens go when experts have a capacity, and some slots are dropped."""
-
-    experts: Tensor  # E for a slot that is dropped
-    weights: Tensor
-    seats: int  # of each expert for these N tokens: B C, for B sequences
+    experts: Tensor  # [N, k] int64; E if the slot is dropped
+    weights: Tensor  # [N, k] in the dtype of the router, with gradients
+    seats: int | None = None  # rows of each expert for these N tokens; None: without a capacity
 
 
 # ----------------------------------------------------------------------------------- the router
@@ -174,31 +140,29 @@ class Router(nn.Module):
     """Chooses k experts for each token. Computes in fp32 at least: small differences decide.
 
     Attributes:
-        counts: [E] int64, slots per expert since `reset_counts`: of microbatches that went through
-            backward, each once, however often recomputation runs its forward. Data for pictures,
-            the bias and the simulator.
-        loss_weight: returns the factor of the balancing losses, which are sums over tokens: 1 /
-            number of tokens of the whole batch, as for the summed loss of the tokens. Backward
-            asks for it: in a forward it may yet be on its way. None stands for one over the tokens
-            of the call, which suits a mean loss of one microbatch.
-        sum_counts: adds up counts [..., E] over the ranks that share a batch; identity alone.
-        sum_pieces: the same over the ranks that share each sequence.
+        counts: [E] int64, slots per expert since `reset_counts`. Backward counts a microbatch, so a
+            forward that is recomputed counts once.
+        loss_weight: returns the factor of the balancing loss, which is a sum over tokens: 1 /
+            number of tokens of the whole batch. Backward calls it, because in forward that number
+            may still be on its way. None: 1 / tokens of this call.
+        sum_counts: adds up counts [..., E] over the ranks that share a batch.
+        sum_pieces: adds up counts [..., E] over the ranks that share each sequence.
     """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, width))
-        no_bias = config.bias_speed is None
         zeros = torch.zeros(config.num_experts)
-        self.register_buffer("e_score_correction_bias", None if no_bias else zeros)
+        bias = None if config.bias_speed is None else zeros
+        self.register_buffer("e_score_correction_bias", bias)
         self.register_buffer("counts", zeros.long(), persistent=False)
         self.loss_weight: Callable[[], Tensor] | None = None
         self.sum_counts: Callable[[Tensor], Tensor] = alone
         self.sum_pieces: Callable[[Tensor], Tensor] = alone
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """As of every module; but in 16 bits the bias would stand still: it keeps 32 at least."""
+        """Convert all but the bias to 16 bits: there, a step of 0.001 would be rounded away."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
@@ -207,65 +171,53 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
-        """Route tokens x [B, T, D] -> [B T, k]. `valid` [B, T] says which of them count.
+        """Route tokens x [B, T, D] -> [B T, k].
 
-        Padding is routed like any token, but takes part in no count and no loss.
+        `valid` [B, T] is False for padding, which is routed, but is in no count and no loss.
         """
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
-        with casts.off(x.device.type):  # autocast would round both back
+        with casts.off(x.device.type):  # autocast would round x and W to 16 bits
             logits = F.linear(x.to(wide), self.weight.to(wide))  # [B, T, E]
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach().flatten(0, -2))  # [N, k]
         weights = scores.flatten(0, -2).gather(1, experts)  # without the bias
         if config.normalise:
-            # Sigmoids of a lost token may all be next to nothing; a softmax never is.
+            # k sigmoids may all be almost 0; of a softmax, the largest is at least 1 / E.
             floor = 1e-20 if config.score == "sigmoid" else 0.0
             weights = weights / (weights.sum(-1, keepdim=True) + floor)
-        weights = weights * config.scale
         if torch.is_grad_enabled():
-            weights = self._attach_losses(weights, logits, scores, experts, valid)
+            weights = self._attach_loss(weights, scores, experts, valid)
         return Routing(experts, weights)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The k experts of each token, best first: scores [N, E] -> [N, k]."""
-        config = self.config
-        if config.forced:
-            slots = torch.arange(len(scores) * config.top_k, device=scores.device)
-            return (slots % config.num_experts).view(-1, config.top_k)
+        """Return the k experts of each token, best first: scores [N, E] -> [N, k]."""
+        if self.config.forced:
+            slots = torch.arange(len(scores) * self.config.top_k, device=scores.device)
+            return (slots % self.config.num_experts).view(-1, self.config.top_k)
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias.to(scores.dtype)
-        if config.top_groups < config.num_groups:
-            groups = scores.unflatten(1, (config.num_groups, -1))  # [N, groups, E / groups]
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(config.top_groups, dim=-1).indices
-            shut = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
-            # -inf and not 0: with a negative bias, 0 would win.
-            scores = groups.masked_fill(shut[..., None], -torch.inf).flatten(1)
-        return scores.topk(config.top_k, dim=-1).indices
+        return scores.topk(self.config.top_k, dim=-1).indices
 
-    def _attach_losses(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor | None
+    def _attach_loss(
+        self, weights: Tensor, scores: Tensor, experts: Tensor, valid: Tensor | None
     ) -> Tensor:
-        """Hang the balancing losses and the count of this microbatch on the weights' backward."""
-        config = self.config
-        batch, seq_len = logits.shape[:2]
+        """Return `weights`; their backward also differentiates the balancing loss, and counts."""
         if valid is None:
-            valid = torch.ones(batch, seq_len, dtype=torch.bool, device=logits.device)
-        chosen = torch.zeros_like(logits).flatten(0, -2).scatter(1, experts, 1.0)
-        chosen = chosen.view_as(logits) * valid[..., None]  # [B, T, E]
+            valid = torch.ones(scores.shape[:2], dtype=torch.bool, device=scores.device)
+        chosen = torch.zeros_like(scores).flatten(0, -2).scatter(1, experts, 1.0)
+        chosen = chosen.view_as(scores) * valid[..., None]  # [B, T, E]
         counts = chosen.detach().sum(1)  # [B, E]
-        losses = logits.new_zeros(())
-        if config.balance != "none":
-            losses = losses + config.balance_weight * self._imbalance(counts, scores, valid)
-        if config.z_weight:
-            losses = losses + config.z_weight * (logits.logsumexp(-1).square() * valid).sum()
+        loss = scores.new_zeros(())
+        if self.config.balance != "none":
+            loss = loss + self.config.balance_weight * self._imbalance(counts, scores, valid)
         weigh = self.loss_weight
         if weigh is None:
-            weigh = partial(torch.reciprocal, valid.sum().clamp(min=1).to(losses.dtype))
-        return _Attach.apply(weights, losses, weigh, self.counts, counts.sum(0))
+            weigh = partial(torch.reciprocal, valid.sum().clamp(min=1).to(loss.dtype))
+        return _Attach.apply(weights, loss, weigh, self.counts, counts.sum(0))
 
     def _imbalance(self, counts: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
-        """Sum over tokens of E/k sum_e f_e p_e; 1 per token when all experts are used alike."""
+        """Return the sum over tokens of E/k sum_e f_e p_e: 1 per token in perfect balance."""
         config = self.config
         shares = scores / scores.sum(-1, keepdim=True)  # sigmoids as shares; a softmax stays
         sums = (shares * valid[..., None]).sum(1)  # [B, E]: T p_e of each sequence
@@ -278,12 +230,12 @@ class Router(nn.Module):
         return config.num_experts / config.top_k * (shares_chosen * sums).sum()
 
     def reset_counts(self) -> None:
-        """Begin to count anew: at the start of a step."""
+        """Set the counts to zero: at the start of a step."""
         self.counts.zero_()
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Raise the bias of experts with less than the mean load since `reset_counts`, else lower.
+        """Raise the bias of experts below the mean load since `reset_counts`, lower the others.
 
         Once per step, after backward, with the counts of the whole batch (2408.15664, algorithm 1).
         """
@@ -294,32 +246,27 @@ class Router(nn.Module):
 
 
 def alone(counts: Tensor) -> Tensor:
-    """The sum over the one rank there is."""
+    """Return `counts`: their sum over one rank."""
     return counts
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on the weights, whose backward starts that of the losses, and counts.
+    """Identity on the weights. Its backward starts the backward of the loss, and counts.
 
-    So the losses need no way out of the model: they are differentiated wherever the tokens are, on
-    any stage of a pipeline, and once per microbatch, also where forward is run again.
+    So the loss needs no way out of the model: a pipeline stage differentiates it where its tokens
+    are, once per microbatch, even if recomputation runs forward twice.
     """
 
     @staticmethod
-    def forward(ctx, weights, losses, weigh, counts, more):
-        ctx.weigh, ctx.counts, ctx.more, ctx.dtype = weigh, counts, more, losses.dtype
+    def forward(ctx, weights, loss, weigh, counts, more):
+        ctx.weigh, ctx.counts, ctx.more, ctx.dtype = weigh, counts, more, loss.dtype
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.counts += ctx.more.to(ctx.counts.dtype)
-        return (
-            grad,
-            torch.as_tensor(ctx.weigh(), dtype=ctx.dtype, device=grad.device),
-            None,
-            None,
-            None,
-        )
+        of_loss = torch.as_tensor(ctx.weigh(), dtype=ctx.dtype, device=grad.device)
+        return grad, of_loss, None, None, None
 
 
 # ---------------------------------------------------------------------------------- the mixture
@@ -336,68 +283,70 @@ class MoE(nn.Module):
         self.shared_experts = shared
         self.core: Callable[[Tensor, Routing], Tensor] = self.compute
         self.how = "auto"  # of `Experts.forward`
-        self.dropped: Tensor | None = None  # how many slots the last forward dropped, a scalar
-        self.num_dropped = 0  # since `start_step`, forwards that recomputation repeats left out
+        self.dropped: Tensor | None = None  # slots that the last forward dropped, a scalar
+        self.num_dropped = 0  # slots dropped since `start_step`, without recomputed forwards
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """`valid` [B, T] says which tokens count in balance and drops; default: all."""
+        """Compute x [B, T, D]. `valid` [B, T] is False for padding, which counts nowhere."""
         if torch.compiler.is_compiling():
-            return _outside_of_graphs(self.forward, x, valid)
+            return _run_uncompiled(self.forward, x, valid)
         routing = self.gate(x, valid)
         if self.config.capacity_factor is not None and self.training:
-            routing = self.admit(routing, x.shape[1], valid)
+            routing = self.apply_capacity(routing, x.shape[1], valid)
         return self.core(x.flatten(0, -2), routing).view_as(x)
 
-    def admit(self, routing: Routing, seq_len: int, valid: Tensor | None = None) -> Seated:
-        """Drop what full experts have no seat for: in each sequence the first come are served."""
+    def apply_capacity(
+        self, routing: Routing, seq_len: int, valid: Tensor | None = None
+    ) -> Routing:
+        """Drop the slots for which a full expert has no seat: in each sequence, the last ones."""
         num_experts, capacity = self.config.num_experts, self.config.capacity(seq_len)
         by_sequence = routing.experts.view(-1, seq_len * self.config.top_k)  # [B, T k]
         sequence = torch.arange(len(by_sequence), device=by_sequence.device)[:, None]
-        before = places(by_sequence + num_experts * sequence, num_experts * len(by_sequence))
-        stays = (before < capacity).view_as(routing.experts)
+        nth = count_before(by_sequence + num_experts * sequence, num_experts * len(by_sequence))
+        stays = (nth < capacity).view_as(routing.experts)
         lost = ~stays if valid is None else ~stays & valid.view(-1, 1)
         self.dropped = lost.sum()
-        if torch._C._current_graph_task_id() == -1:  # else this is a forward inside of backward
+        if torch._C._current_graph_task_id() == -1:  # else recomputation calls, inside of backward
             self.num_dropped = self.num_dropped + self.dropped
         experts = torch.where(stays, routing.experts, num_experts)
-        return Seated(experts, routing.weights, capacity * len(by_sequence))
+        return Routing(experts, routing.weights, capacity * len(by_sequence))
 
-    def compute(self, x: Tensor, routing: Routing | Seated) -> Tensor:
+    def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute tokens [N, D] by the experts chosen for each: the model on one device."""
-        if isinstance(routing, Seated):
+        if routing.seats is not None:
             return self.add(self.seated(x, routing, self.experts.padded), self.shared(x))
         order, counts = sort_by_expert(routing.experts, self.config.num_experts)
-        tokens = order // routing.experts.shape[1]
+        tokens = order // self.config.top_k
         rows = self.experts(x[tokens], counts, self.how)
         return self.add(combine(rows, order, routing, x), self.shared(x))
 
-    def seated(self, x: Tensor, routing: Seated, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Tokens [N, D] through `compute`: as many rows for each expert, [E, seats, D] -> the same.
+    def seated(self, x: Tensor, routing: Routing, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Put tokens [N, D] on seats [E, seats, D], `compute` these, and combine -> [N, D].
 
-        Seats that no token takes are zeros. No size depends on values: the host reads nothing.
+        Empty seats are zeros. All sizes are known beforehand: the host reads no value.
         """
         num_experts, seats = self.config.num_experts, routing.seats
         experts, nowhere = routing.experts.flatten(), num_experts * seats
-        row = experts * seats + places(experts, num_experts + 1)
+        row = experts * seats + count_before(experts, num_experts + 1)
         row = torch.where(experts < num_experts, row, nowhere)  # [N k]
         slots = torch.arange(len(row), device=x.device)
-        padded = x.new_zeros(nowhere + 1, x.shape[1])  # the last row: what is dropped
+        padded = x.new_zeros(nowhere + 1, x.shape[1])  # the last row is of dropped slots
         padded = padded.index_put((row,), x[slots // self.config.top_k])
         out = compute(padded[:-1].view(num_experts, seats, -1)).flatten(0, 1)
         return combine(torch.cat([out, out.new_zeros(1, x.shape[1])])[row], slots, routing, x)
 
     def shared(self, x: Tensor) -> Tensor | None:
-        """What the shared experts make of tokens x [N, D]; None if there are none."""
+        """Compute tokens x [N, D] by the shared experts; None if there are none."""
         return None if self.shared_experts is None else self.shared_experts(x)
 
     def add(self, out: Tensor, shared: Tensor | None) -> Tensor:
-        """Add what `shared` returned."""
+        """Add the result of `shared`."""
         return out if shared is None else out + shared
 
 
 @_disable_dynamo
-def _outside_of_graphs(forward: Callable, *args: Tensor | None) -> Tensor:
-    """Sizes hang on values, so that a graph of torch.compile breaks here instead of somewhere."""
+def _run_uncompiled(forward: Callable, *args: Tensor | None) -> Tensor:
+    """Break the graph of torch.compile here: sizes inside depend on values."""
     return forward(*args)
 
 
@@ -412,24 +361,27 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
 
 def start_step(model: nn.Module, loss_weight: Callable[[], Tensor]) -> None:
-    """Begin to count anew, and weigh the balancing losses of `model` by what this returns."""
+    """Set the counts of `model` to zero, and the factor of its balancing losses."""
     for _, moe in mixtures(model):
         moe.gate.loss_weight, moe.num_dropped = loss_weight, 0
         moe.gate.reset_counts()
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Slots in the order of their experts, [N k], and how many each expert has, [E] int64.
+# ------------------------------------------------------------------------------ slots and experts
 
-    Slots of one expert stay in the order of the tokens; those that are dropped come last.
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the slots in the order of their experts, [N k], and the slots per expert, [E] int64.
+
+    Slots of one expert stay in the order of the tokens. Dropped slots come last.
     """
     flat = experts.flatten()
     counts = flat.new_zeros(num_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
     return flat.argsort(stable=True), counts[:-1]
 
 
-def places(keys: Tensor, num_keys: int) -> Tensor:
-    """How many of the same key come before each of `keys` [...], all below `num_keys` -> [N]."""
+def count_before(keys: Tensor, num_keys: int) -> Tensor:
+    """Return how many equal keys come before each: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
     order, counts = sort_by_expert(keys, num_keys)
     starts = counts.cumsum(0) - counts
     nth = torch.arange(len(order), device=order.device) - starts[keys.flatten()[order]]

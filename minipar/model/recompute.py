@@ -28,20 +28,18 @@ _KEPT = {  # matrix products and fused attention, as autograd sees them on CPU a
 
 
 def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
-    """Choose what every `Block` of `model` keeps for backward; the rest is computed once more.
+    """Choose what every `Block` of `model` keeps for backward; backward computes the rest again.
 
     - "none": keep all.
-    - "full": keep the block's input alone; backward runs the block's forward again, about 1/3 more
+    - "full": keep the block's input only. Backward repeats the forward of the block: about 1/3 more
       FLOPs (Chen et al. 1604.06174).
-    - "selective": keep what is dear to compute, drop what is cheap. Korthikanti et al. (2205.05198,
-      section 5) drop the T x T matrices inside attention: much memory, few FLOPs. Fused attention
-      never stores these, so the same rule now picks what is left: keep the results of matrix
-      products and of attention, but for a layer's last, which backward does not need; compute
-      norms, rotations and SwiGLU's product again. Hardly any extra FLOPs. (The last is kept, too,
-      where it would be computed again: in a mixture, in tensor parallelism with overlap, in a
-      zero-bubble pipeline, and where it is as wide as others.)
+    - "selective": keep results that cost many FLOPs, repeat the cheap ones. Korthikanti et al.
+      (2205.05198, section 5) drop the T x T matrices of attention. Fused attention never stores
+      these, so the rule now keeps the results of matrix products and of attention, and repeats
+      norms, rotations and the product in SwiGLU: hardly any extra FLOPs. The last product of a
+      layer (down) is not kept if backward has no use for its result and need not repeat it.
 
-    Gradients are those of "none". May be called again to change the mode.
+    Gradients are the same in all modes. May be called again to change the mode.
     """
     contexts = {"none": None, "full": _keep_nothing, "selective": _keep_products}
     if mode not in contexts:
@@ -52,20 +50,24 @@ def checkpoint_activations(model: nn.Module, mode: str = "full") -> None:
             module.checkpoint = make and partial(checkpoint, use_reentrant=False, context_fn=make)
 
 
-def _keep_nothing(_: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts of a forward and of its recomputation."""
+Contexts = tuple[AbstractContextManager, AbstractContextManager]
+
+
+def _keep_nothing(_: Block) -> Contexts:
+    """Return contexts of a forward and of its recomputation."""
     return nullcontext(), casts.same_again()
 
 
-def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _keep_products(block: Block) -> Contexts:
     last = _width_of_last(block)
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> Policy:
         is_last = op is torch.ops.aten.mm.default and args[0].shape[-1] == last
-        # The repetition ends where backward has all it needs. Plain products save their inputs
-        # first, and are not reached; an autograd function, without gradients in it, does so last.
-        is_reached = not torch.is_grad_enabled()
-        is_kept = op in _KEPT and (is_reached or not is_last)
+        # The repetition ends when backward has all it needs. An ordinary product saves its inputs
+        # first, so the last product is not repeated. An autograd function (a zero-bubble pipeline,
+        # tensor parallelism with overlap) saves them last: then keep its result.
+        is_repeated = not torch.is_grad_enabled()
+        is_kept = op in _KEPT and (is_repeated or not is_last)
         return Policy.MUST_SAVE if is_kept else Policy.PREFER_RECOMPUTE
 
     forward, recompute = create_selective_checkpoint_contexts(policy)
@@ -73,8 +75,11 @@ def _keep_products(block: Block) -> tuple[AbstractContextManager, AbstractContex
 
 
 def _width_of_last(block: Block) -> int | None:
-    """Return what the last product of a layer sums over; None if others do so, too."""
-    if not isinstance(block.mlp, MLP):  # the results of experts are weighed
+    """Return F, by which the last product of a layer is known; None if other products sum over F.
+
+    A mixture needs the results of its experts to weigh them, so there is no such product.
+    """
+    if not isinstance(block.mlp, MLP):
         return None
     attention = block.self_attn
     down, *others = (

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.model.llama import Head
 from minipar.parallel.base.shards import copies_axis
 from minipar.parallel.flat import FLATS, Flat, Options
 
@@ -31,7 +30,7 @@ def find(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
         least = max(map(_numel, members), default=math.inf)
         inside = {module for member in members for module in member.modules()}
         # No other classes: in a subclass weights may be used without a forward, as in attention.
-        tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
+        tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear))
         return members + [m for m in tables if m not in inside and _numel(m) >= least]
     found: dict[nn.Module, None] = {}
     named = dict(model.named_modules())

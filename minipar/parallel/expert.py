@@ -72,7 +72,7 @@ from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
-from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
+from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
 from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.base import guard
 from minipar.parallel.base.replicate import replicate
@@ -202,9 +202,9 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
 
 
 # ---------------------------------------------------------------------- 2. tokens go to theirs
-def padded(moe: MoE, axis: Axis, x: Tensor, routing: Seated) -> Tensor:
+def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     """Each rank has as many seats at each expert, taken or not: tokens [N, D] -> the same."""
-    if not isinstance(routing, Seated):  # in evaluation, which drops nothing
+    if routing.seats is None:  # in evaluation, which drops nothing
         return exchanged(moe, axis, x, routing)
 
     def elsewhere(rows: Tensor) -> Tensor:  # [E, seats, D]: first to last rank

@@ -124,11 +124,6 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    if axis.size > 1 and getattr(model, "loss_chunk", 0):
-        raise ValueError(
-            f"loss_chunk={model.loss_chunk} multiplies by the whole head, which "
-            f"{axis.name}={axis.size} cuts; set it to 0"
-        )
     spread = [p for p in model.parameters() if is_spread_over(p, axis)]
     cut = [p for p in model.parameters() if not is_spread_over(p, axis)]
     if any(axis.name == a.name for p in cut for a in axes_of(p)):

@@ -175,7 +175,6 @@ def trace(
     sequences: int = 1,
     seq_len: int,
     every_cp: bool = False,
-    loss_chunk: int = 0,
     experts: Load = (),
     on_cpu: bool = False,
 ) -> Traces:
@@ -185,7 +184,6 @@ def trace(
         sequences: of a microbatch, on every rank of dp; `seq_len` tokens each, before cp cuts them.
         every_cp: trace all ranks of cp. Their attention is as much work in blocks of other shapes;
             where kernels are short that makes a difference of some percent.
-        loss_chunk: as of `minipar train`.
         experts: tokens of each expert, see `load.py`; of ranks that share experts out, the busiest
             is traced, and taken to be what all of them wait for.
         on_cpu: norms are spelled out, as torch does there; on a GPU each is one operation.
@@ -219,7 +217,6 @@ def trace(
             norms = nullcontext() if on_cpu else operations.fused_norms()
             with pretend(plan, rank) as mesh, load.assumed(experts), norms:
                 actor = Actor(config, plan, mesh, sequences, seq_len)
-                actor.model.loss_chunk = loss_chunk
                 found[c] |= _record(actor, places, Tracer(is_uneven))
                 del actor
         found[c] = dict(sorted(found[c].items()))
@@ -393,16 +390,14 @@ def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
 
 
 # ---------------------------------------------------------------------- before and after
-REFINEMENTS: dict[str, tuple[str, int]] = {  # the plan, and tokens whose logits there are at a time
-    "ddp in float32": ("dp=8", 0),
-    "  the loss in chunks": ("dp=8", 512),
-    "  recompute full": ("dp=8,checkpointing=full", 0),
-    "ddp, autocast to bf16": ("dp=8,precision=autocast-bf16", 0),
-    "ddp, bf16 and masters": ("dp=8,precision=bf16", 0),
-    "ZeRO 3 in float32": ("dp=8,zero=3", 0),
-    "  bf16 working weights": ("dp=8,zero=3,precision=bf16", 0),
-    "  and the loss in chunks": ("dp=8,zero=3,precision=bf16", 512),
-    "  and recompute full": ("dp=8,zero=3,precision=bf16,checkpointing=full", 512),
+REFINEMENTS: dict[str, str] = {  # the plan
+    "ddp in float32": "dp=8",
+    "  recompute full": "dp=8,checkpointing=full",
+    "ddp, autocast to bf16": "dp=8,precision=autocast-bf16",
+    "ddp, bf16 and masters": "dp=8,precision=bf16",
+    "ZeRO 3 in float32": "dp=8,zero=3",
+    "  bf16 working weights": "dp=8,zero=3,precision=bf16",
+    "  and recompute full": "dp=8,zero=3,precision=bf16,checkpointing=full",
 }
 """By what they are called."""
 
@@ -423,8 +418,8 @@ def refined(config: LlamaConfig, seq_len: int) -> dict[str, Totals]:
     None of them looks at a value: on the meta device that would fail.
     """
     found = {}
-    for name, (text, chunk) in REFINEMENTS.items():
-        step = trace(config, Plan.parse(text), seq_len=seq_len, loss_chunk=chunk).ranks[0]
+    for name, text in REFINEMENTS.items():
+        step = trace(config, Plan.parse(text), seq_len=seq_len).ranks[0]
         moved = [event.num_bytes for event in step.events() if type(event) is Compute]
         held, sent = step.at_peak(), sum(step.sent().values())
         peak, activations = sum(held.values()), held.get("activations", 0)

@@ -41,7 +41,6 @@ IN_A_PLAN = {name: name for name in _ALIKE.split()} | {
 EXPERTS = {
     "expert_balance": "balance",
     "expert_bias": "bias_speed",
-    "expert_z_loss": "z_weight",
     "expert_capacity": "capacity_factor",
 }
 """Flags, and the fields of a `MoEConfig` for them."""
@@ -54,8 +53,8 @@ SMALLEST = 1e-12
 
 _FROM_ONE = "steps batch_size seq_len microbatches eval_batches save_every keep record_every "
 _FROM_ONE += "local_every timeout"
-_FROM_ZERO = "loss_chunk warmup_steps weight_decay bucket_mb eval_every sample_tokens "
-_FROM_ZERO += "rebalance_every expert_bias expert_z_loss expert_capacity stall_seconds"
+_FROM_ZERO = "warmup_steps weight_decay bucket_mb eval_every sample_tokens "
+_FROM_ZERO += "rebalance_every expert_bias expert_capacity stall_seconds"
 _LEAST = dict.fromkeys(_FROM_ONE.split(), 1.0) | dict.fromkeys(_FROM_ZERO.split(), 0.0)
 _LEAST |= dict.fromkeys(("lr", "max_norm"), SMALLEST)
 
@@ -128,11 +127,6 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
             )
         if self.compile != "none":
             compiled.check(plan)
-        if self.loss_chunk and plan.tp * plan.pp > 1:
-            raise ValueError(
-                f"--loss-chunk {self.loss_chunk} needs the whole head and the last hidden states "
-                f"on each rank, and --mesh {self.mesh} cuts them up; use tp=1 and pp=1"
-            )
         plan.check(model)
         if plan.pp > 1:
             self._check_batches_of_a_pipeline()

@@ -23,8 +23,6 @@ class Model:
     expert_bias: float = 0.0
     """Of experts: balance them by a bias on their scores that moves that far in each step, 0.001 in
     DeepSeek-V3; 0: by none."""
-    expert_z_loss: float = 0.0
-    """Of experts: the weight of the loss that keeps the router's logits small, such as 0.001."""
     expert_capacity: float = 0.0
     """Of experts: seats over mean load in each sequence, such as 1.25; who finds none is dropped.
     0: as many as it takes."""
@@ -145,9 +143,6 @@ class Parallel:
     compress: str = "none"
     """Send gradients with fewer bytes: none, fp16, bf16, int8, fp8-e4m3, fp8-e5m2, sign, top-k,
     random-k or powersgd. What is left out of a step is added to the next."""
-    loss_chunk: int = 0
-    """Compute the logits of that many tokens at a time, and once more in backward, instead of
-    holding those of all; 0: all at once."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile each block by itself, under strategies that stay outside of blocks: inductor for
     speed, aot_eager to try it without a compiler."""

@@ -44,7 +44,6 @@ from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.model import casts
-from minipar.model.llama import Head
 from minipar.parallel import ddp
 from minipar.parallel.base.norm import cut_over
 from minipar.parallel.base.shards import in_order, piece_of
@@ -369,7 +368,7 @@ def use_fp8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> list[str]
     found = {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Head) and not set(skip) & set(name.split("."))
+        if type(module) is nn.Linear and not set(skip) & set(name.split("."))
     }
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer apart from {list(skip)}")

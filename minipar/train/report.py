@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object, all_reduce
 from minipar.comm.mesh import Mesh
-from minipar.model.hf_config import write_json
+from minipar.model.hf import write_json
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import mixtures
 from minipar.observe import timeline

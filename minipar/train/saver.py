@@ -37,7 +37,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.model.hf_config import write_json
+from minipar.model.hf import write_json
 from minipar.observe.spans import bounded_text
 from minipar.parallel.base.shards import Part
 from minipar.train.checkpoint import (

@@ -205,7 +205,7 @@ def _first_values(config: TrainConfig, model: Llama) -> Callable[[str], Tensor]:
         if name == hf.HEAD and shape.tie_embeddings:
             name = hf.EMBEDDING
         if source is not None:
-            return source.read({name}.__contains__, dtype, device)[name]
+            return source.read(name, dtype, device)
         return initial_weight(shape, name, shapes[name], config.seed).to(device, dtype)
 
     return first_value

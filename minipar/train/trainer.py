@@ -84,7 +84,6 @@ class Trainer:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.parameter_names = names_in_order(self.model)  # of the serial model, whatever follows
         checkpoint_activations(self.model, config.recompute)
-        self.model.loss_chunk = config.loss_chunk
         self.workload = Workload(config, self.model, self.mesh)
         self.setup = strategies.make(config, self.model, self.mesh, self.workload)
         if config.compile != "none":

@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(shape: LlamaConfig, folder: str) -> None:
-    """Write a random model, in shards."""
-    hf.save(Llama(shape, seed=1), folder, max_shard_bytes=10**9)
+    """Write a random model."""
+    hf.save(Llama(shape, seed=1), folder)
 
 
 def show(report: Report, shape: LlamaConfig, ranks: int) -> bool:

@@ -1,7 +1,6 @@
 """A mixture of experts is the published one, for each way to route, and counts what it should."""
 
 import copy
-import shutil
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,28 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral import modeling_mixtral
-from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from minipar.model import hf
 from minipar.model.experts import add_up, why_not_grouped
 from minipar.model.init import init_weights
 from minipar.model.llama import PRESETS, Llama, LlamaConfig, token_loss
-from minipar.model.moe import MoE, MoEConfig, Router, Routing, routers
+from minipar.model.moe import MoE, MoEConfig, Router, routers
 from minipar.model.recompute import checkpoint_activations
 from tests.model.oracle import exact_norm, randomised, some_tokens
 
@@ -46,7 +40,7 @@ MODELS = {
         dict(num_local_experts=6, sliding_window=None),
     ),
     "qwen3": (
-        LlamaConfig(**BASE, **HEADS, head_dim=20, moe=replace(SIX, every=2), qk_norm="head"),
+        LlamaConfig(**BASE, **HEADS, head_dim=20, moe=replace(SIX, every=2), qk_norm=True),
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         dict(
@@ -56,12 +50,6 @@ MODELS = {
             norm_topk_prob=True,
             decoder_sparse_step=2,
         ),
-    ),
-    "olmoe": (
-        LlamaConfig(**BASE, **HEADS, moe=MoEConfig(6, 2, 80, normalise=False), qk_norm="all"),
-        OlmoeForCausalLM,
-        OlmoeConfig,
-        dict(num_experts=6, norm_topk_prob=False, clip_qkv=None),
     ),
 }
 
@@ -95,7 +83,7 @@ def their_twin(name: str, model: Llama) -> nn.Module:
 @pytest.fixture
 def exact(monkeypatch):
     """Norms and routers of transformers in float64: theirs round to fp32, whatever the model is."""
-    for norm in (modeling_mixtral.MixtralRMSNorm, OlmoeRMSNorm, Qwen3MoeRMSNorm):
+    for norm in (modeling_mixtral.MixtralRMSNorm, Qwen3MoeRMSNorm):
         monkeypatch.setattr(norm, "forward", exact_norm)
     softmax, to_float = F.softmax, torch.Tensor.float
     monkeypatch.setattr(
@@ -165,73 +153,28 @@ def gradients(model: Llama, tokens: Tensor, weight: float) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-DEEPSEEK = DeepseekV3Config(
-    hidden_size=32,
-    num_experts_per_tok=3,
-    n_routed_experts=16,
-    n_group=4,
-    topk_group=2,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=2,
-    vocab_size=61,
-    moe_intermediate_size=8,
-    intermediate_size=8,
-)
-
-
-def keep_float64(monkeypatch):
-    """Their router converts to fp32, also in a model in float64."""
-    convert = torch.Tensor.type
+def test_trap_33_the_bias_chooses_and_never_weighs(monkeypatch):
+    """DeepSeek-V3's router, transformers' and ours: sigmoids, a bias below zero."""
+    convert = torch.Tensor.type  # their router converts to fp32, also in a model in float64
     monkeypatch.setattr(
         torch.Tensor, "type", lambda self, t=None: self if t == torch.float32 else convert(self, t)
     )
-
-
-def test_the_router_of_a_deepseek_is_read_from_its_folder_and_written(tmp_path, exact, monkeypatch):
-    """transformers' own folder, in float64. Mutants: the bias is left out; another layer's."""
-    theirs = DeepseekV3ForCausalLM(DEEPSEEK).double()
-    gate = theirs.model.layers[1].mlp.gate
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        gate.weight.normal_(generator=generator)
-        gate.e_score_correction_bias.normal_(mean=-3, generator=generator)
-    theirs.save_pretrained(tmp_path / "whole")
-    keep_float64(monkeypatch)
-    x = torch.randn(1, 50, 32, dtype=torch.float64, generator=generator)
-    _, weights, experts = gate(x[0])
-    for where in ("whole", "router"):
-        ours = hf.load_router(tmp_path / where, 1)
-        if where == "whole":
-            hf.save_router(ours, tmp_path / "router", 1)
-        mine = ours(x)
-        tables = [torch.zeros(50, 16).double() for _ in range(2)]
-        tables[0].scatter_(1, mine.experts, mine.weights.detach())
-        tables[1].scatter_(1, experts, weights.detach())
-        torch.testing.assert_close(*tables, rtol=1e-9, atol=1e-12)
-    with pytest.raises(ValueError, match=r"no weights for .*layers.0.mlp.gate.weight; is layer 0"):
-        hf.load_router(tmp_path / "whole", 0)
-    hf.save(Llama(MODELS["mixtral"][0]), tmp_path / "mixtral")
-    with pytest.raises(ValueError, match=r"config.json: no router of DeepSeek-V3 .*'n_routed_expe"):
-        hf.load_router(tmp_path / "mixtral", 0)
-    with pytest.raises(ValueError, match="a router of DeepSeek-V3 has sigmoids and a bias"):
-        hf.save_router(Router(SIX, 32), tmp_path / "none", 0)
-
-
-def test_trap_33_the_bias_chooses_and_never_weighs(exact, monkeypatch):
-    """DeepSeek-V3's router, transformers' and ours: groups, sigmoids, a bias below zero."""
-    moe = MoEConfig(
-        16, 3, 8, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_speed=0.001
-    )
-    theirs = DeepseekV3TopkRouter(DEEPSEEK).double()
-    keep_float64(monkeypatch)
+    moe = MoEConfig(16, 3, 8, score="sigmoid", bias_speed=0.001)
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            hidden_size=32,
+            num_experts_per_tok=3,
+            n_routed_experts=16,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
+        )
+    ).double()
     ours = Router(moe, 32).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         ours.weight.normal_(generator=generator)
-        # So negative that a masked group set to 0 would win.
         ours.e_score_correction_bias.normal_(mean=-3, generator=generator)
         theirs.weight.copy_(ours.weight)
         theirs.e_score_correction_bias.copy_(ours.e_score_correction_bias)
@@ -239,20 +182,19 @@ def test_trap_33_the_bias_chooses_and_never_weighs(exact, monkeypatch):
     _, weights, experts = theirs(x.flatten(0, 1))
     mine = ours(x)
 
-    def by_expert(weights: Tensor, experts: Tensor) -> Tensor:
+    def by_expert(experts: Tensor, weights: Tensor, *_: None) -> Tensor:
         return torch.zeros(100, 16, dtype=torch.float64).scatter(1, experts, weights)
 
     whose, probe = [], torch.randn(100, 16, dtype=torch.float64, generator=generator)
-    for gate, found in ((ours, (mine.weights, mine.experts)), (theirs, (weights, experts))):
+    for gate, found in ((ours, mine), (theirs, (experts, weights))):
         table = by_expert(*found)
         (table * probe).sum().backward()
         whose.append((table, gate.weight.grad))
     torch.testing.assert_close(*whose, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(mine.weights.sum(-1), torch.full((100,), 2.5, dtype=torch.float64))
     unbiased = Router(replace(moe, bias_speed=None), 32).double()
     with torch.no_grad():
         unbiased.weight.copy_(ours.weight)
-    assert (by_expert(*reversed(unbiased(x))) != by_expert(*reversed(mine))).any()
+    assert (by_expert(*unbiased(x)) != by_expert(*mine)).any()
 
 
 # --------------------------------------------------------------------------- three ways to compute
@@ -318,23 +260,19 @@ def test_under_autocast_each_way_multiplies_in_its_dtype(how):
     assert experts.down_proj.grad.dtype == torch.float32 and experts.down_proj.grad.any()
 
 
-def test_what_a_grouped_product_does_not_take_is_said():
-    double, narrow = some_moe(SIX, dtype=torch.float64), some_moe(MoEConfig(6, 2, 24), width=6)
-    weights = double.experts.gate_up_proj
-    assert "float64" in why_not_grouped(torch.zeros(3, 16, dtype=torch.float64), weights)
-    assert "no multiple of 4" in why_not_grouped(torch.zeros(3, 6), narrow.experts.gate_up_proj)
-    assert "bfloat16 alone" in why_not_grouped(torch.zeros(3, 16, device="meta"))
-    double.how = "grouped"
-    with pytest.raises(ValueError, match="no grouped product here.*use 'loop'"):
-        double(some_hidden(torch.float64))
-
-
-def test_ample_capacity_drops_nothing_and_equals_dropless():
-    x = some_hidden(torch.float64)
-    dropless = some_moe(SIX, dtype=torch.float64)
-    ample = some_moe(replace(SIX, capacity_factor=3.0), dtype=torch.float64)
-    torch.testing.assert_close(ample(x), dropless(x))
-    assert ample.dropped == 0
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        (torch.zeros(3, 16, dtype=torch.float64), "float64"),
+        (torch.zeros(3, 6), "no multiple of 4"),
+        (torch.zeros(3, 16, device="meta"), "bfloat16 alone"),
+    ],
+)
+def test_the_reason_against_a_grouped_product_is_given(rows, word):
+    assert word in why_not_grouped(rows)
+    experts = MoE(SIX, rows.shape[1]).to(rows.device, rows.dtype).experts
+    with pytest.raises(ValueError, match=f"no grouped product here.*{word}.*use 'loop'"):
+        experts(rows, torch.tensor([3] + [0] * 5), "grouped")
 
 
 def test_full_experts_drop_those_who_come_last():
@@ -343,7 +281,7 @@ def test_full_experts_drop_those_who_come_last():
     moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
     capacity = config.capacity(20)
     assert capacity == 5
-    weights, experts = (t.tolist() for t in reversed(moe.gate(x)))
+    experts, weights = (t.tolist() for t in moe.gate(x)[:2])
     flat, expected, load, dropped = x.flatten(0, 1), torch.zeros(40, 16, dtype=torch.float64), {}, 0
     for token in range(40):
         for weight, expert in zip(weights[token], experts[token], strict=True):
@@ -366,7 +304,7 @@ def test_dropped_slots_of_padding_are_not_counted():
     moe(x)
     every = moe.dropped
     valid[:, :12] = True
-    stays = moe.admit(moe.gate(x), 20).experts.view(2, 20, 2) < 6
+    stays = moe.apply_capacity(moe.gate(x), 20).experts.view(2, 20, 2) < 6
     moe(x, valid)
     assert moe.dropped == (~stays & valid[..., None]).sum() and 0 < moe.dropped < every
 
@@ -440,7 +378,7 @@ def test_an_expert_without_tokens_gets_zeros_and_not_none():
 
 def test_trap_31_padding_takes_no_part_in_the_balance():
     """The same sequence, alone and with padding behind it: same counts, same gradient of W."""
-    config = replace(SIX, balance="sequence", balance_weight=1.0, z_weight=0.1)
+    config = replace(SIX, balance="sequence", balance_weight=1.0)
     found = []
     for padding in (0, 7):
         moe = some_moe(config, dtype=torch.float64)
@@ -456,7 +394,7 @@ def test_trap_31_padding_takes_no_part_in_the_balance():
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_trap_32_recomputation_routes_alike_and_counts_once(mode):
-    config = replace(MODELS["mixtral"][0], moe=replace(SIX, balance="batch", z_weight=0.1))
+    config = replace(MODELS["mixtral"][0], moe=replace(SIX, balance="batch"))
     tokens, found = some_tokens(config), []
     for recomputes in (False, True):
         model = randomised(config)
@@ -471,19 +409,6 @@ def test_trap_32_recomputation_routes_alike_and_counts_once(mode):
     torch.testing.assert_close(found[0][1], found[1][1])
 
 
-def test_the_loss_of_logits_is_the_mean_square_of_their_logsumexp():
-    """Zoph et al. 2202.08906, equation 5, over the tokens that count. Mutant: over all."""
-    moe = some_moe(replace(SIX, z_weight=0.1), dtype=torch.float64)
-    x, valid = some_hidden(torch.float64), torch.ones(2, 20, dtype=torch.bool)
-    valid[0, 12:] = False
-    (0.0 * moe(x, valid)).sum().backward()
-    logits = F.linear(x.detach(), moe.gate.weight)
-    expected = 0.1 * (logits.logsumexp(-1).square() * valid).sum() / valid.sum()
-    torch.testing.assert_close(
-        moe.gate.weight.grad, *torch.autograd.grad(expected, moe.gate.weight), rtol=1e-10, atol=0
-    )
-
-
 def test_scope_of_the_balance():
     """Per sequence, other sequences do not matter; over the microbatch they do."""
     for scope, same in (("sequence", True), ("microbatch", False)):
@@ -495,20 +420,6 @@ def test_scope_of_the_balance():
             (0.0 * moe(x[rows])).sum().backward()
             found.append(x.grad[0])
         assert torch.allclose(*found) == same
-
-
-def test_each_microbatch_is_balanced_by_itself():
-    """Whatever came before it: schedules of a pipeline have microbatches in other orders."""
-    config = replace(SIX, balance="batch", balance_weight=1.0)
-    found = []
-    for rows in ([0, 1], [1]):
-        moe, x = some_moe(config, dtype=torch.float64), some_hidden(torch.float64)
-        moe.gate.loss_weight = partial(torch.tensor, 1.0)
-        for row in rows:
-            (0.0 * moe(x[row : row + 1])).sum().backward()
-        found.append(x.grad[1])
-    torch.testing.assert_close(*found)
-    assert found[0].abs().max() > 0
 
 
 def test_bias_finds_the_balance_that_a_loss_would_bend_gradients_for():
@@ -606,13 +517,9 @@ def test_model_of_dense_and_sparse_layers_is_made_on_meta_and_filled():
         (dict(capacity_factor=float("inf")), "must be positive and finite"),
         (dict(bias_speed=float("nan")), "bias_speed=nan must not be negative, or infinite"),
         (dict(balance_weight=float("inf")), "must not be negative, or infinite"),
-        (dict(num_groups=4), r"does not divide num_experts=6; use one of \[1, 2, 3, 6\]"),
-        (dict(num_groups=3, top_groups=4), "use 1 to 3"),
-        (dict(num_groups=6, top_groups=2), "use at most 3"),
         (dict(score="relu"), "score='relu' is unknown"),
         (dict(balance="always"), "balance='always' is unknown"),
         (dict(every=0), "every=0 must be at least 1"),
-        (dict(z_weight=-1.0), "z_weight=-1.0 must not be negative"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(wrong, message):
@@ -620,57 +527,24 @@ def test_numbers_that_do_not_fit_are_refused(wrong, message):
         replace(SIX, **wrong)
 
 
-def test_routing_is_what_a_function_in_the_place_of_core_gets():
-    moe, seen = some_moe(SIX), []
-    moe.core = lambda x, routing: seen.append((x.shape, routing)) or x
-    moe(some_hidden())
-    shape, routing = seen[0]
-    assert shape == (40, 16) and isinstance(routing, Routing)
-    assert routing.experts.shape == routing.weights.shape == (40, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_trap_34_files_hold_every_expert_in_both_directions(name, tmp_path):
-    """Apart and fused; catches a matrix of another expert, gate for up, a converter that drops."""
-    config, cls, *_ = MODELS[name]
+def test_trap_34_files_hold_every_expert_in_both_directions(tmp_path):
+    """Catches a matrix of another expert, gate for up, a converter that drops experts."""
+    config, cls, *_ = MODELS["mixtral"]
     model = randomised(config, torch.float32)
-    ours, theirs, fused = (tmp_path / where for where in ("ours", "theirs", "fused"))
-    merged = tmp_path / "merged"
-    hf.save(model, ours, max_shard_bytes=50_000)
+    ours, theirs, sharded = (tmp_path / where for where in ("ours", "theirs", "sharded"))
+    hf.save(model, ours)
     twin, report = cls.from_pretrained(ours, output_loading_info=True)
     assert not any(report.values()), report
     twin.save_pretrained(theirs)
-    shutil.copytree(theirs, fused)
-    save_file(model.state_dict(), fused / "model.safetensors")
-    hf.save(model, merged, fused=True)
-    assert load_file(merged / "model.safetensors").keys() == model.state_dict().keys()
-    for folder in (ours, theirs, fused, merged):
+    twin.save_pretrained(sharded, max_shard_size="50KB")
+    for folder in (ours, theirs, sharded):
         found = hf.load(folder)
-        assert found.config.moe == replace(config.moe, every=found.config.moe.every)
+        assert found.config == config
         for parameter, value in found.state_dict().items():
             torch.testing.assert_close(value, model.state_dict()[parameter], rtol=0, atol=0)
         tokens = some_tokens(config)
         aligned = copy.deepcopy(found)  # where weights lie in a file, rounding may be another
         torch.testing.assert_close(aligned(tokens), model(tokens), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(score="sigmoid"),
-        dict(num_shared=1),
-        dict(capacity_factor=1.0),
-        dict(bias_speed=0.1),
-        dict(forced=True),
-    ],
-)
-def test_what_no_model_type_has_is_not_saved(change, tmp_path):
-    config = MODELS["mixtral"][0]
-    model = Llama(replace(config, moe=replace(config.moe, **change)))
-    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*no mixtral has experts like"):
-        hf.save(model, tmp_path / "none")
-    assert not (tmp_path / "none").exists()
 
 
 def test_trap_39_utilisation_counts_the_experts_that_compute():

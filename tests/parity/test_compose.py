@@ -424,7 +424,7 @@ def finished_twice(plan: Plan) -> tuple[dict, dict]:
     """Gradients of two backwards, each of them finished, and one more time in the end."""
     mesh, task = (
         Mesh(**plan.mesh_sizes()),
-        Task(partial(models.llama, qk_norm="head", vocab_size=64)),
+        Task(partial(models.llama, qk_norm=True, vocab_size=64)),
     )
     model = task.build(0).double()
     composed = compose.apply(model, mesh, plan, make_optimizer)
@@ -476,12 +476,11 @@ def test_sums_over_two_axes_may_be_finished_in_any_order(ranks):
 
 
 # ---------------------------------------------------------------------- what cannot be
-def refusal_of(text: str, config: LlamaConfig, *keep: str, chunk: int = 0) -> str:
+def refusal_of(text: str, config: LlamaConfig, *keep: str) -> str:
     """What is said where only parameters with one of `keep` in their name are trained."""
     plan = Plan.parse(text)
     plan.check(config)
     model = Llama(config, seed=0)
-    model.loss_chunk = chunk
     for name, p in model.named_parameters():
         p.requires_grad_(not keep or any(word in name for word in keep))
     try:
@@ -504,13 +503,6 @@ def test_stages_with_nothing_to_train_are_refused_on_all_ranks(ranks):
     assert ranks(2).run(refusal_of, "pp=2", untied, "norm") == ["", ""]
     for said in ranks(2).run(refusal_of, "pp=2", untied, "norm", "lm_head"):
         assert "[1, 2] groups of parameters" in said
-
-
-def test_a_loss_in_chunks_is_refused_where_the_head_is_cut_or_elsewhere(ranks):
-    """Mutants: an error of torch's under tp; no word under pp, where all logits are made."""
-    for text in ("tp=2", "pp=2"):
-        said = ranks(2).run(refusal_of, text, CONFIG, chunk=4)
-        assert all("loss_chunk=4" in each and "set it to 0" in each for each in said)
 
 
 def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):

@@ -36,7 +36,6 @@ FOUR = MoEConfig(
     score="sigmoid",
     balance="sequence",
     balance_weight=0.1,
-    z_weight=0.01,
     bias_speed=0.02,
 )
 
@@ -273,7 +272,7 @@ def test_trap_24_the_data_group_of_experts_is_not_the_dense_one(ranks, text):
 def _averaged(how: str) -> dict[str, Tensor]:
     """Gradients of the mean over two ranks of dp and two of ep, by a strategy that averages."""
     mesh = Mesh(dp=2, ep=2)
-    model = models.llama(mesh.rank, moe=replace(FOUR, balance="none", z_weight=0.0)).double()
+    model = models.llama(mesh.rank, moe=replace(FOUR, balance="none")).double()
     spread = expert.apply(model, mesh.ep, copies=mesh.dp)
     data = mesh.joint("dp", "ep")
     if how == "fsdp":
@@ -293,7 +292,7 @@ def _averaged(how: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", ["naive", "overlapped", "zero", "fsdp"])
 def test_trap_26_a_mean_over_ranks_is_one_for_experts_too(ranks, how):
     """Gradients, which Adam would hide: over all data ranks, though few have copies."""
-    model = models.llama(0, moe=replace(FOUR, balance="none", z_weight=0.0)).double()
+    model = models.llama(0, moe=replace(FOUR, balance="none")).double()
     batch = Task(partial(models.llama), num_sequences=4).microbatches_of(0, 0, 1)
     forward_backward(model, [], batch, weigh=lambda loss: loss / 28, autocast=nullcontext)
     for found in ranks(4).run(_averaged, how):

@@ -45,7 +45,7 @@ TASKS = {
     "six heads": Task(six_heads),
     "six heads, one kv head": Task(partial(six_heads, num_kv_heads=1), seq_len=12),
     "frozen": Task(models.untied_llama, fine_tune=models.frozen_embedding),
-    "norms of heads": Task(partial(models.llama, qk_norm="head"), seq_len=8),
+    "norms of heads": Task(partial(models.llama, qk_norm=True), seq_len=8),
     "only vectors": Task(with_biases, fine_tune=freeze_matrices),
 }
 

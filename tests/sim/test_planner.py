@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minipar.cli import commands, main
-from minipar.model.hf_config import config_json
+from minipar.model.hf import config_json
 from minipar.model.llama import PRESETS, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.parallel.plan import Plan

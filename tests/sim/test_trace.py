@@ -287,16 +287,8 @@ def test_all_ranks_launch_in_the_same_order(text, monkeypatch):
 
 @pytest.mark.slow
 def test_what_each_refinement_changes_is_told():
-    """Chunks hold fewer logits and compute them twice; bf16 moves and sends fewer bytes. Mutant: a
-    setting that does not reach the model."""
+    """bf16 moves and sends fewer bytes. Mutant: a setting that does not reach the model."""
     rows = traces.refined(replace(CONFIG, vocab_size=4096), seq_len=2048)
-    for whole, chunked in (
-        ("ddp in float32", "  the loss in chunks"),
-        ("  bf16 working weights", "  and the loss in chunks"),
-    ):
-        logits = 4096 * 2048 * 4
-        assert rows[whole].activations - rows[chunked].activations > logits
-        assert rows[whole].operations < rows[chunked].operations
     narrow, wide = rows["  bf16 working weights"], rows["ZeRO 3 in float32"]
     assert narrow.moved < 0.95 * wide.moved and narrow.sent < 0.75 * wide.sent
     assert rows["  recompute full"].activations < rows["ddp in float32"].activations

@@ -337,7 +337,7 @@ READS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "allclose"}
 REDUCTIONS = {"any", "all", "max", "min", "sum", "mean"}  # of which a truth or a number is made
 ELSEWHERE = {
     "model/experts.py Experts.forward": "the loop needs the counts; over ep they are on the host",
-    "model/hf.py Folder.read": "a checkpoint, on the host",
+    "model/hf.py Folder.__init__": "a checkpoint, on the host",
     "parallel/expert.py Trip.__init__": "a table on the host",
     "parallel/expert.py hierarchical": "a table on the host",
     "parallel/expert.py plan_trips.trips": "a table on the host",

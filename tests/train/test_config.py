@@ -182,13 +182,13 @@ def test_what_does_not_go_with_zero_or_local_methods_is_refused(changes, message
 
 
 def test_flags_about_experts_are_those_of_the_model():
-    flags_ = dict(expert_balance="none", expert_bias=0.001, expert_z_loss=0.01, expert_capacity=1.5)
+    flags_ = dict(expert_balance="none", expert_bias=0.001, expert_capacity=1.5)
     config = TrainConfig(preset="tiny-moe", mesh="dp=2,ep=2", dispatch="padded", **flags_)
     config.check()
-    fields = "balance", "bias_speed", "z_weight", "capacity_factor"
+    fields = "balance", "bias_speed", "capacity_factor"
     moe, plain = config.model_config().moe, TrainConfig(preset="tiny-moe").model_config().moe
     assert [getattr(moe, field) for field in fields] == list(flags_.values())
-    assert [getattr(plain, field) for field in fields] == ["microbatch", None, 0.0, None]
+    assert [getattr(plain, field) for field in fields] == ["microbatch", None, None]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Head, Llama, LlamaConfig, token_loss
+from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
 from minipar.parallel import ddp, fsdp, zero
@@ -601,7 +601,7 @@ def test_fp8_leaves_names_weights_and_the_head_alone():
     model = Llama(replace(SHAPE, tie_embeddings=False), seed=0)
     before = dict(model.named_parameters())
     turned = use_fp8(model)
-    assert len(turned) == 2 * 7 and type(model.lm_head) is Head
+    assert len(turned) == 2 * 7 and type(model.lm_head) is nn.Linear
     assert all(p is before[name] for name, p in model.named_parameters())
     assert "lm_head" in use_fp8(model, skip=())
     with pytest.raises(ValueError, match="Llama has no linear layer apart from"):

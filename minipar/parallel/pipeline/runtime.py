@@ -96,11 +96,6 @@ def apply(
             f"a pipeline cuts a Llama by its names, with the forward it was born with, not this "
             f"{type(model).__name__}"
         )
-    if axis.size > 1 and getattr(model, "loss_chunk", 0):
-        raise ValueError(
-            f"loss_chunk={model.loss_chunk} is of a model that computes its loss itself, and here "
-            f"the last stage does; set it to 0"
-        )
     validate(schedule)
     if paired:
         check_pairs(schedule)

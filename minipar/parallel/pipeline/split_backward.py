@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from minipar.model.llama import Head
-
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
 Used = dict[nn.Module, list[Tensor]]
 
@@ -161,7 +159,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
             continue
         if getattr(module, "multiply", None) is F.linear:
             module.multiply = partial(_multiply, put_off)
-        elif type(module) in (nn.Linear, Head):
+        elif type(module) is nn.Linear:
             module.forward = partial(_forward_linear, module, put_off)
         elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
             module.forward = partial(_forward_embedding, module, put_off)
