@@ -180,9 +180,9 @@ class Bucket:
 
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce."""
+        self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.parameters:
-            if p.grad is None:
-                self.unused.add(p)
+            if p in self.unused:
                 self.views[p].zero_()
             else:
                 check_not_summed(p, axis)
