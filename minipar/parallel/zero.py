@@ -221,6 +221,7 @@ class Stage1(Naive):
     are whole since the first microbatch, and the stage before waits for the last backward's end.
     """
 
+    others_wait = False  # for the end of a backward: the stage before, in a pipeline
     every_backward_sends = False  # under `no_sync`, too: then ranks may differ in their rounds
     most_in_flight = 2  # buckets: the link always has the next one to carry, and memory an end
 
