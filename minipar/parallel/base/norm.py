@@ -124,8 +124,7 @@ def check_unchanged(parameters: Iterable[Tensor]) -> None:
             raise RuntimeError(
                 "gradients have changed since finish_backward(), and this rank has shards of them: "
                 "torch's clip_grad_norm_ would see these alone, so use strategy.clip_grad_norm_; "
-                "with GradScaler, call strategy.unscale_(scaler, optimizer) before its step; after "
-                "a change that looks at each number alone, call strategy.note_reduced()"
+                "after a change that looks at each number alone, call strategy.note_reduced()"
             )
 
 
