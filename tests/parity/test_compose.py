@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama, LlamaConfig, loss_on
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, tensor
+from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
@@ -413,74 +413,13 @@ def travel(ranks, task: Task, legs: list[tuple[Plan, Task]]) -> None:
             assert_same_state(state, expected)
 
 
-# ---------------------------------------------------------------------- sums that nobody zeroed
-TWICE = {
-    2: ["dp=2,zero=1", "tp=2", "tp=2,zero=1", "tp=2,zero=3", "tp=2,sequence_parallel,zero=2"],
-    4: ["tp=4", "dp=2,tp=2,sequence_parallel", "dp=2,tp=2,sequence_parallel,zero=3"],
-}
-
-
-def finished_twice(plan: Plan) -> tuple[dict, dict]:
-    """Gradients of two backwards, each of them finished, and one more time in the end."""
-    mesh, task = (
-        Mesh(**plan.mesh_sizes()),
-        Task(partial(models.llama, qk_norm=True, vocab_size=64)),
-    )
-    model = task.build(0).double()
-    composed = compose.apply(model, mesh, plan, make_optimizer)
-    expected = task.build(0).double()
-    for step in range(2):
-        for size, rank, of in ((mesh.dp.size, mesh.dp.rank, model), (1, 0, expected)):
-            [microbatch] = task.microbatches_of(step, rank, size)
-            inputs, targets, *rest = composed.shard(microbatch) if of is model else microbatch
-            loss_on(of, inputs, targets, rest).backward()
-        composed.finish_backward()
-    composed.finish_backward()
-    wanted = {name: p.grad for name, p in expected.named_parameters()}
-    return composed.full_gradients(), wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", TWICE)
-def test_gradients_add_up_where_each_backward_is_finished(ranks, size):
-    """Mutants: what is a sum over tp by now is summed once more, with what is added to it or
-    without; in p.grad, in a slice of zero, in a piece of fsdp."""
-    for text in TWICE[size]:
-        for found, wanted in ranks(size).run(finished_twice, Plan.parse(text)):
-            for name, gradient in wanted.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11, msg=text)
-
-
-def finished_one_by_one(first: str) -> dict:
-    """Gradients of two backwards on dp=2, tp=2; data parallelism sends when it is told to."""
-    mesh, task = Mesh(dp=2, tp=2), Task(partial(models.llama, vocab_size=64))
-    model = task.build(0).double()
-    made = {"tensor": tensor.apply(model, mesh.tp, sequence=True)}
-    made["data"] = ddp.apply(model, mesh.dp, version="naive", average=False)
-    for step in range(2):
-        [microbatch] = task.microbatches_of(step, mesh.dp.rank, 2)
-        loss_on(model, *microbatch[:2], microbatch[2:]).backward()
-        for name in (first, *(made.keys() - {first})):
-            made[name].finish_backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_sums_over_two_axes_may_be_finished_in_any_order(ranks):
-    """Mutant: what one strategy has summed over its axis is shared when another finishes."""
-    for one, other in zip(
-        *(ranks(4).run(finished_one_by_one, first) for first in ("data", "tensor")), strict=True
-    ):
-        for name, gradient in one.items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-11)
-
-
 # ---------------------------------------------------------------------- what cannot be
-def refusal_of(text: str, config: LlamaConfig, *keep: str) -> str:
+def refusal_of(text: str, config: LlamaConfig, *keep: str, chunk: int = 0) -> str:
     """What is said where only parameters with one of `keep` in their name are trained."""
     plan = Plan.parse(text)
     plan.check(config)
     model = Llama(config, seed=0)
+    model.loss_chunk = chunk
     for name, p in model.named_parameters():
         p.requires_grad_(not keep or any(word in name for word in keep))
     try:
@@ -503,6 +442,13 @@ def test_stages_with_nothing_to_train_are_refused_on_all_ranks(ranks):
     assert ranks(2).run(refusal_of, "pp=2", untied, "norm") == ["", ""]
     for said in ranks(2).run(refusal_of, "pp=2", untied, "norm", "lm_head"):
         assert "[1, 2] groups of parameters" in said
+
+
+def test_a_loss_in_chunks_is_refused_where_the_head_is_cut_or_elsewhere(ranks):
+    """Mutants: an error of torch's under tp; no word under pp, where all logits are made."""
+    for text in ("tp=2", "pp=2"):
+        said = ranks(2).run(refusal_of, text, CONFIG, chunk=4)
+        assert all("loss_chunk=4" in each and "set it to 0" in each for each in said)
 
 
 def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):
