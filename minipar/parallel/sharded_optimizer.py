@@ -18,15 +18,15 @@ from minipar.comm.shapes import Op
 from minipar.observe import memory
 from minipar.parallel.base import absent, guard
 from minipar.parallel.base.elementwise import check_elementwise
+from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import (
     Members,
-    as_groups,
     cut_state,
     join_state,
     labelled,
     pack,
 )
-from minipar.parallel.base.shards import Layout, Row, copies_axis, master_of, share_sum
+from minipar.parallel.base.shards import Layout, Row, copies_axis, share_sum
 
 
 class Bucket(Row):
@@ -350,3 +350,20 @@ def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[l
             bucket.append(p)
             room -= p.nbytes
         yield bucket
+
+
+def as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
+    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
+
+    Returns groups of tensors, and the names of those that have one.
+    """
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    result, names = [], {}
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
+        members = [m[1] if isinstance(m, tuple) else m for m in members]
+        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
+    return result, names

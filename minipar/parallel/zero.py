@@ -50,9 +50,9 @@ from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look, send_to_host
 from minipar.parallel.base import guard, hooks
+from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import Members
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import master_of
 from minipar.parallel.base.strategy import Strategy, flags
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
 

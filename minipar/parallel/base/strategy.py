@@ -13,6 +13,7 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
 from minipar.parallel.base import guard, hooks
+from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import clip_grad_norm
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
 from minipar.parallel.base.shards import (
@@ -20,7 +21,6 @@ from minipar.parallel.base.shards import (
     axes_of,
     copies_axis,
     in_order,
-    master_of,
     note_sum,
     piece_of,
     share_sum,
