@@ -27,8 +27,8 @@ from minipar.comm.collectives import (
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.observe import memory, watchdog
-from minipar.parallel.base import absent, guard
-from minipar.parallel.base.shards import Layout, Row, copies_axis, share_sum
+from minipar.parallel.base import absent
+from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.same_order import SAME_ORDER, Ledger
 
 SLICE = 1 << 26
@@ -96,8 +96,6 @@ class Options:
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
-        if self.reduce is not None:
-            guard.check_real(model)
         if self.init is not None and not any(p.is_meta for p in parameters):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
 
@@ -225,7 +223,6 @@ class Flat(Row):
         dtype = self.reduce_dtype
         only = gradients[0]
         if only is not None and only.numel() == self.layout.total and not self.changes_rows:
-            guard.check_gradient(self.pieces[0], only)
             self.used.add(self.pieces[0])
             return only.detach().reshape(-1).to(dtype)
         flat = self.full.new_empty(self.full.numel(), dtype=dtype)
@@ -236,7 +233,6 @@ class Flat(Row):
             if gradient is None:
                 part.zero_()
             else:
-                guard.check_gradient(p, gradient)
                 part.view(gradient.shape).copy_(gradient.detach())
                 self.used.add(p)
         return flat
@@ -292,7 +288,6 @@ class Flat(Row):
         """Add the finished gradient [S] of the shard to ``grad`` of the pieces."""
         gradient = gradient.to(self.shard)
         for p, span in zip(self.pieces, self.layout.spans, strict=True):
-            share_sum(p)
             if p.grad is None:
                 p.grad = gradient[span].view_as(p)
                 self.fresh.add(p)

@@ -45,7 +45,7 @@ Two versions: `FullySharded` gathers and frees, `Prefetching` gathers ahead. Bot
 comes and goes is in flat.py, which weights go together in blocks.py.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -59,10 +59,10 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.observe import watchdog
 from minipar.observe.recorder import in_backward
-from minipar.parallel.base import absent, guard
+from minipar.parallel.base import absent
 from minipar.parallel.base.optimizer_state import Members
 from minipar.parallel.base.replicate import broadcast_all
-from minipar.parallel.base.strategy import Strategy, flags, share_counts
+from minipar.parallel.base.strategy import Strategy, claim, flags, refuse_state, share_counts
 from minipar.parallel.blocks import Blocks, Unit, assign, find, make_units
 from minipar.parallel.flat import Flat, Options
 
@@ -99,12 +99,8 @@ def apply(
     """
     how = Options(axis, **options)
     how.check(model)
-    guard.check_apart(model.named_parameters())
-    guard.check_python(model)
-    for p in model.parameters():
-        guard.check_hooks(p)
     assigned = assign(model, find(model, blocks))
-    guard.claim(model, "fsdp", axis)
+    claim(model, "fsdp", axis)
     units = make_units(model, assigned, how)
     _replicate_buffers(model, how)
     share_counts(model, *how.axes)
@@ -123,7 +119,7 @@ class FullySharded(Strategy):
         self.rows = self.flats = list(dict.fromkeys(flat for unit in units for flat in unit.flats))
         self.reducing: list[Flat] = []  # of the unit whose backward ended last
         self.inside: Unit | None = None  # of which a part ended last; freed before the next
-        guard.watch(self, [p for flat in self.flats for p in flat.pieces])
+        self.watch([p for flat in self.flats for p in flat.pieces])
         for p in self.watched:
             if p.requires_grad:
                 p.register_hook(_refuse_gradients(p.on_use))
@@ -137,7 +133,7 @@ class FullySharded(Strategy):
             # Before all other hooks: they may compute with the weights, as weight_norm's does.
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(after, always_call=True)
-        guard.refuse_state(model, loads=True)
+        refuse_state(model)
 
     def _enter(self, unit: Unit, phase: str) -> None:
         """Gather the weights of `unit`, which is about to compute: "forward" or "backward"."""
@@ -156,8 +152,6 @@ class FullySharded(Strategy):
             for each in self.units:
                 each.check_weights()
             self.release()  # what p.data wrote into the pieces has no number in their versions
-            for p in self.watched:
-                guard.check_hooks(p, num_own=1)  # that of `_refuse_gradients`
             for block in self.blocks:
                 absent.leave(block.parameters)
         self._enter(unit, "backward" if recomputes else "forward")
@@ -236,12 +230,6 @@ class FullySharded(Strategy):
                 flat.reduce(flat.flatten(own), is_last=self.synchronises)
 
     @torch.no_grad()
-    def drop(self, zeroed: Set[nn.Parameter]) -> None:
-        for flat in () if self.is_finished else self.flats:
-            flat.drop(zeroed)
-        self.reducing = []
-
-    @torch.no_grad()
     def finish_backward(self) -> None:
         super().finish_backward()
         trainable = [flat for flat in self.flats if flat.is_trainable]
@@ -259,12 +247,9 @@ class FullySharded(Strategy):
             unit.end_step()
         self.release()
         self.options.ledger.tell(users)
-
-    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
-        """Let weights be gathered anew: fused steps leave no number in versions."""
         for flat in self.flats:
-            if not stepped.isdisjoint(flat.pieces):
-                flat.version = None
+            flat.version = None  # fused steps leave no number in versions
+        self.note_reduced()
 
     def release(self) -> None:
         """Free all weights that are gathered, and not held."""

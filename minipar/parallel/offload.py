@@ -44,8 +44,7 @@ from torch.optim.optimizer import (
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.comm.mesh import Axis
 from minipar.observe import memory
-from minipar.parallel.base import guard, hooks
-from minipar.parallel.base.strategy import Strategy
+from minipar.parallel.base.strategy import Strategy, stepped_by
 from minipar.parallel.host_weights import OffloadedParameter, cast, state_to_host
 
 
@@ -57,15 +56,14 @@ def step_on_host(optimizer: torch.optim.Optimizer, copies: HostCopy | None = Non
     nothing but the optimizer, so its parameters may be shards of any strategy. Raises `ValueError`
     for two parameters in the same memory.
     """
-    parameters = guard.stepped_by(optimizer)
-    guard.check_apart((f"a parameter of shape {tuple(p.shape)}", p) for p in parameters)
+    parameters = stepped_by(optimizer)
     copies = copies or HostCopy(parameters[0].device)
     homes = {p: OffloadedParameter(p, copies) for p in parameters}
     gradients: dict[nn.Parameter, Tensor] = {}  # of the device, during a step
     region = ExitStack()
 
     def before(*_: Any) -> None:
-        gradients.update({p: p.grad for p in guard.stepped_by(optimizer) if p.grad is not None})
+        gradients.update({p: p.grad for p in stepped_by(optimizer) if p.grad is not None})
         arriving = copies.to_host(gradients.values())
         for p, gradient in zip(gradients, arriving.wait(), strict=True):
             memory.tag("gradients", gradient, on_host=True)
@@ -166,9 +164,6 @@ def apply(
             f"gradients in the dtype in which the model was given to it; leave one of them out, or "
             f"use autocast, which leaves weights and gradients as they are"
         )
-    guard.check_layers(model)
-    guard.check_python(model)
-    guard.check_apart(model.named_parameters())
     return Offloaded(model, axis, inside, copies, compute_dtype, bucket_mb)
 
 
@@ -187,7 +182,6 @@ class Offloaded(Strategy):
         super().__init__(model, axis)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.inside = inside
-        self.seen = 0  # how often what is inside had finished a backward
         self.copies = copies or HostCopy(parameters[0].device)
         self.homes = {p: OffloadedParameter(p, self.copies, compute_dtype) for p in parameters}
         num_bytes = sum(home.device.nbytes for home in self.homes.values())
@@ -217,14 +211,13 @@ class Offloaded(Strategy):
                     lambda *_, needs=needs: self._await(needs), prepend=True
                 )
         if self.inside is None:
-            guard.watch(self, self.homes)
-            for p in self.homes:
-                hooks.on_gradient(p, self._on_gradient)
+            self.watch(self.homes)
+            self.hook_gradients(self.homes)
 
     # ------------------------------------------------------------------ gradients, down
     def _on_gradient(self, p: nn.Parameter) -> None:
         """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete."""
-        if self.synchronises and guard.comes_last(p, self._on_gradient):
+        if self.synchronises:
             self._take(p)
 
     def _take(self, p: nn.Parameter) -> None:
@@ -265,15 +258,13 @@ class Offloaded(Strategy):
         if self.inside is None:
             self._leave()
         else:
-            guard.check_finished(self.inside, "clip_grad_norm_()")
+            self.inside.check_finished("clip_grad_norm_()")
         return self.homes
 
     def finish_backward(self) -> None:
         super().finish_backward()
         if self.inside is not None:
-            if self.inside.finishes == self.seen:  # else it was called, too, as any strategy may be
-                self.inside.finish_backward()
-            self.seen = self.inside.finishes
+            self.inside.finish_backward()
         self._leave()
 
     def _leave(self) -> None:
@@ -297,7 +288,7 @@ class Offloaded(Strategy):
             home.go_to_host()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(p in self.homes for p in guard.stepped_by(optimizer)):
+        if any(p in self.homes for p in stepped_by(optimizer)):
             self._leave()  # nothing is left to do after `finish_backward`
             for copy in self.returning.values():
                 copy.wait(block=True)  # weights that no forward has asked for
@@ -305,7 +296,7 @@ class Offloaded(Strategy):
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = {p for p in guard.stepped_by(optimizer) if p in self.homes and p.grad is not None}
+        mine = {p for p in stepped_by(optimizer) if p in self.homes and p.grad is not None}
         if mine:
             state_to_host(optimizer, self.copies)
         self.region.close()
@@ -465,12 +456,12 @@ class HostShards:
 
     # ------------------------------------------------------------------ the step, on the host
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
+        if not self.parameters.isdisjoint(stepped_by(optimizer)):
             state_to_host(optimizer, self.copies)
             self.region.enter_context(memory.on_host())
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.parameters.isdisjoint(guard.stepped_by(optimizer)):
+        if not self.parameters.isdisjoint(stepped_by(optimizer)):
             state_to_host(optimizer, self.copies)
             self.region.close()
             self.order, self.fetched, self.coming = self.fetched, [], {}

@@ -187,6 +187,8 @@ class ShardedOptimizer(Optimizer):
     optimizer that looks at whole matrices.
     """
 
+    elementwise = True  # as `optimizer_class` is
+
     def __init__(
         self,
         params: Iterable[Any],
