@@ -38,11 +38,9 @@ In torch: `torch.distributed.fsdp.fully_shard`, whose names for the phases are u
 Proved by tests/parallel/test_fsdp.py and tests/parity/test_fsdp.py.
 
 Two versions say *when* weights come and go: `FullySharded` gathers and frees, `Prefetching` gathers
-ahead. A `Unit` is a block with its weights; a `Flat` is a flat buffer and its collectives.
+ahead. A `Unit` is a block and its weights. A `Flat` is a flat buffer and its collectives.
 """
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -74,6 +72,7 @@ from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, flags, share_counts
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Slot = tuple[nn.Module, str, nn.Parameter]  # a module, an attribute of it, the parameter there
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
 
 
@@ -94,8 +93,8 @@ def apply(
         blocks: modules that are gathered one by one: classes, modules, or names. By default the
             members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
             down; and each `nn.Embedding` and `nn.Linear` beside them that is as large. A block
-            returns tensors and None, alone or in tuples and lists. Weights outside of blocks are
-            gathered for the whole forward and backward.
+            returns a tensor, or tensors and None in tuples and lists. Weights outside of blocks
+            are gathered for the whole forward and backward.
         forward_methods: methods of `model` that run blocks, beside `forward`: ("encode",).
         options: fields of `Options`.
 
@@ -103,10 +102,10 @@ def apply(
     gradients, or one that a strategy trains already, before the first collective.
     """
     how = Options(axis, **options)
-    how.check(model, forward_methods)
-    found = assign(model, find_blocks(model, blocks))
+    how.check(model)
+    assigned = assign(model, find_blocks(model, blocks))
     guard.claim(model, "fsdp", axis)
-    units = make_units(model, found, how)
+    units = make_units(model, assigned, how)
     replicate_buffers(model, how)
     share_counts(model, *how.axes)
     return Prefetching(model, how, units, forward_methods)
@@ -121,7 +120,7 @@ class FullySharded(Strategy):
         model: nn.Module,
         options: "Options",
         units: list["Unit"],
-        forward_methods: Sequence[str] = (),
+        forward_methods: Sequence[str],
     ) -> None:
         super().__init__(model, options.axis)
         self.shard_axes, self.options = (options.axis,), options
@@ -131,12 +130,12 @@ class FullySharded(Strategy):
         self.in_forward = False
         guard.watch(self, [p for flat in self.flats for p in flat.pieces])
         guard.refuse_state(model, loads=True)
-        for unit in units:  # torch.compile breaks its graph here: what hooks do is not compiled
+        for unit in units:  # what hooks do is not compiled: torch.compile breaks its graph there
             before = partial(torch.compiler.disable(type(self).pre_forward), self, unit)
             after = partial(torch.compiler.disable(type(self).post_forward), self, unit)
-            # First of all hooks: others may compute with the weights, as weight_norm's does.
+            # First of all hooks: others may compute with the weights, and keep the output.
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(after)
+            unit.module.register_forward_hook(after, prepend=True)
         for name in forward_methods:
             setattr(model, name, self.as_forward(getattr(model, name)))
 
@@ -152,14 +151,15 @@ class FullySharded(Strategy):
             self.in_forward = True
         if not (self.in_forward or recomputes):
             raise RuntimeError(
-                f"fsdp: block {unit.name} was called outside of the model's forward, which all "
-                f"ranks run alike; call the model, or name the method that calls the block, as in "
+                f"fsdp: block {unit.name} was called outside of the model's forward; call the "
+                f"model, or name the method of the model that calls the block, as in "
                 f'fsdp.apply(model, axis, forward_methods=("encode",))'
             )
         self.unshard(unit, "backward" if recomputes else "forward")
         unit.bind(refuse_reentrant if recomputes else partial(self.post_backward, unit))
-        if self.options.compute_dtype is not None:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
+        if dtype := self.options.compute_dtype:
+            is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
+            args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
         if torch.is_grad_enabled() and not unit.trainable:
             # No gradient of a weight tells when its backward ends: those of its inputs do.
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
@@ -167,26 +167,22 @@ class FullySharded(Strategy):
         return args, kwargs
 
     def post_forward(self, unit: "Unit", module: nn.Module, args: Any, output: Any) -> Any:
-        """Free the weights of `unit`; let backward call `pre_backward` when it comes to `unit`."""
+        """Free the weights of `unit`; let autograd call `pre_backward` when it comes to `unit`."""
         if in_backward():
             return output  # recomputed: its backward comes next
         self.in_forward = self.in_forward and unit is not self.root
         unit.unbind()
-        nodes = set()
-        if torch.is_grad_enabled():
-            if unit is not self.root:
-                check_output(unit, output)
-            # Beside a view its base: writing into the view replaces the node of the view.
-            outputs = [
-                each for t in tensors_in(output) for each in (t, t._base) if each is not None
-            ]
-            nodes = {t.grad_fn for t in outputs} - {None}
-        is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
-        for node in () if is_lookup else nodes:
-            node.register_prehook(lambda _: self.pre_backward(unit))
-        if not (nodes and self.stays(unit)):
+        returned = [t for t in tensors_in(output) if t.requires_grad]
+        if torch.is_grad_enabled() and unit is not self.root:
+            check_output(unit, output)
+        if not returned or not self.stays(unit):
             unit.reshard()
-        return output
+        is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
+        if not returned or is_lookup:  # the gradient of a look-up needs no weights
+            return output
+        left = iter(_Leave.apply(partial(self.pre_backward, unit), *returned))
+        replace = lambda x: next(left) if isinstance(x, Tensor) and x.requires_grad else x  # noqa: E731
+        return tree_map(replace, output)
 
     def stays(self, unit: "Unit") -> bool:
         """True if the weights of `unit` stay gathered between its forward and its backward.
@@ -200,37 +196,36 @@ class FullySharded(Strategy):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "fsdp frees weights after backward, and create_graph=True would need them later; "
-                "use ddp or zero, or compute such a gradient inside of one block's forward"
+                "use ddp or zero, or take such a gradient inside of one block's forward"
             )
         self.unshard(unit, "backward")
         with torch.enable_grad():
             unit.bind(refuse_reentrant)
 
     def post_backward(self, unit: "Unit", gradients: Sequence[Tensor | None]) -> None:
-        """Free the weights of `unit`, and reduce its gradients, which are complete."""
+        """Free the weights of `unit`, and start to reduce its gradients, which are complete."""
         self.is_finished = False
         unit.reshard()
         for flat in self.reducing:  # gradients of one unit at a time are on their way
             flat.wait_for_reduce()
-        self.reducing = [flat for flat in unit.flats if flat.learns]
-        for flat, own in zip(unit.flats, unit.split(gradients), strict=True):
+        self.reducing, left = [flat for flat in unit.flats if flat.learns], iter(gradients)
+        for flat in unit.flats:
+            own = [next(left) for _ in flat.pieces]
             if flat.learns:
                 flat.reduce(own, is_last=self.synchronises)
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         super().finish_backward()
-        used = flags(
-            [i in flat.used for flat in self.flats for i in range(len(flat.pieces))], self.device
-        )
+        sizes = [len(flat.pieces) for flat in self.flats]
+        used = [i in flat.used for flat, n in zip(self.flats, sizes, strict=True) for i in range(n)]
+        by_any = flags(used, self.device)
         for axis in self.options.axes:  # queues behind the last gradients: one wait for both
-            all_reduce(used, axis, "max", out=used)
+            all_reduce(by_any, axis, "max", out=by_any)
         for flat in self.flats:
             flat.finish()
-        self.flats[0].home.finish()
-        for flat in self.flats:
-            flat.hand_out(used[: len(flat.pieces)])
-            used = used[len(flat.pieces) :]
+        for flat, own in zip(self.flats, by_any.split(sizes), strict=True):
+            flat.hand_out(own)
         self.reducing = []
         self.release()
 
@@ -251,10 +246,6 @@ class FullySharded(Strategy):
 
         return run
 
-    def _cast(self, value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self.options.compute_dtype) if is_float else value
-
     # whole tensors, out and in
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
         whole: dict[nn.Parameter, Tensor] = {}
@@ -271,8 +262,7 @@ class FullySharded(Strategy):
         own = self.model.state_dict(keep_vars=True)
         flat_of = {p: flat for flat in self.flats for p in flat.pieces}
         shapes = {n: flat_of[t].shapes[t] if t in flat_of else t.shape for n, t in own.items()}
-        ours = {(name, tuple(shape)) for name, shape in shapes.items()}
-        theirs = {(name, tuple(t.shape)) for name, t in state.items()}
+        ours, theirs = set(shapes.items()), {(name, t.shape) for name, t in state.items()}
         if ours != theirs:
             raise ValueError(
                 f"the state is of another model: here {sorted(ours - theirs)}, "
@@ -327,30 +317,13 @@ class Prefetching(FullySharded):
 
 
 # ---------------------------------------------------------------------- 3. a block's weights
-@dataclass(frozen=True)
-class Slot:
-    """An attribute of a module that holds a parameter, and the parameter's name in the model."""
-
-    owner: nn.Module
-    attribute: str
-    name: str
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.owner._parameters[self.attribute]
-
-
 class Unit:
-    """A block, or the root, and the flat buffers of its weights: one per dtype, device, and so on.
+    """A block, or the root, and the flat buffers of its weights. Tied blocks have the same ones."""
 
-    Blocks that are tied have the same flat buffers.
-    """
-
-    def __init__(self, module: nn.Module, name: str, slots: list[Slot], flats: dict) -> None:
-        self.module, self.name, self.flats = module, name, list(flats)
-        place = {p: i for i, p in enumerate(p for members in flats.values() for p in members)}
-        self.slots = [(slot.owner, slot.attribute, place[slot.parameter]) for slot in slots]
-        self.pieces = [p for flat in self.flats for p in flat.pieces]
+    def __init__(self, module: nn.Module, name: str, slots: list[Slot], flats: list["Flat"]):
+        self.module, self.name, self.slots, self.flats = module, name, slots, flats
+        self.pieces = [p for flat in flats for p in flat.pieces]
+        self.unbind()
 
     @property
     def trainable(self) -> bool:
@@ -374,12 +347,14 @@ class Unit:
         """
         for flat in self.flats:
             flat.wait_for_unshard()
-        views = [view for flat in self.flats for view in flat.views]
-        self._put(_Enter.apply(after_backward, views, *self.pieces) if views else ())
+        if self.flats:
+            views = [view for flat in self.flats for view in flat.views]
+            whole = _Enter.apply(after_backward, views, *self.pieces)
+            self._put(dict(zip(self.pieces, whole, strict=True)))
 
     def unbind(self) -> None:
         """Put the shards back in the place of the gathered weights."""
-        self._put(self.pieces)
+        self._put({p: p for p in self.pieces})
 
     def reshard(self) -> None:
         """Put the shards back, and free the gathered weights."""
@@ -387,22 +362,16 @@ class Unit:
         for flat in self.flats:
             flat.reshard()
 
-    def split(self, gradients: Sequence[Tensor | None]) -> Iterator[Sequence[Tensor | None]]:
-        """Yield the gradients of each flat buffer."""
-        for flat in self.flats:
-            own, gradients = gradients[: len(flat.pieces)], gradients[len(flat.pieces) :]
-            yield own
-
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        for owner, attribute, i in self.slots:
-            owner._parameters[attribute] = weights[i]
+    def _put(self, weights: dict[nn.Parameter, Tensor]) -> None:
+        for owner, attribute, piece in self.slots:
+            owner._parameters[attribute] = weights[piece]
 
 
 class _Enter(torch.autograd.Function):
     """The node by which a block's weights enter the graph.
 
-    Autograd runs newer nodes first. This node is older than every operation of the block. So its
-    backward runs after theirs, also where a tensor was taken out of the block for the loss.
+    Autograd runs newer nodes first. This node is older than every operation of the block, so its
+    backward runs after theirs: also where a tensor was taken out of the block for the loss.
     """
 
     @staticmethod
@@ -410,8 +379,8 @@ class _Enter(torch.autograd.Function):
         ctx.after_backward = after_backward
         ctx.set_materialize_grads(False)  # None tells that a weight was not used
         weights = [view.detach() for view in views]
-        frozen = [w for w, p in zip(weights, pieces, strict=True) if not p.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        pairs = zip(weights, pieces, strict=True)
+        ctx.mark_non_differentiable(*(weight for weight, p in pairs if not p.requires_grad))
         return tuple(weights)
 
     @staticmethod
@@ -420,19 +389,19 @@ class _Enter(torch.autograd.Function):
         return None, None, *(None for _ in gradients)  # gradients go their own way
 
 
-class Home:
-    """Where shards live: on the device that computes. `offload` has another home for them."""
+class _Leave(torch.autograd.Function):
+    """The node by which a block's output leaves: newer than every operation of the block."""
 
-    def fetch(self, flat: "Flat") -> Tensor:
-        """Return the shard [S] as it is sent: on the device that computes, in its dtype."""
-        return flat.shard.to(flat.full)
+    @staticmethod
+    def forward(ctx: Any, before_backward: Callable, *output: Tensor) -> tuple[Tensor, ...]:
+        ctx.before_backward = before_backward
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in output)
 
-    def store(self, flat: "Flat", gradient: Tensor) -> None:
-        """Bring the reduced gradient [S] to where the shard is, and call `flat.accumulate`."""
-        flat.accumulate(gradient.to(flat.shard))
-
-    def finish(self) -> None:
-        """Called after the last `store` of a step."""
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.before_backward()
+        return None, *gradients
 
 
 class Flat(Row):
@@ -443,14 +412,13 @@ class Flat(Row):
     """
 
     def __init__(self, members: dict[nn.Parameter, str], options: "Options") -> None:
-        self.options, self.home = options, Home()
-        axis = copies_axis(next(iter(members)), options.axis)
+        self.options, axis = options, copies_axis(next(iter(members)), options.axis)
         layout = Layout([p.numel() for p in members], axis)
         super().__init__(list(members), layout, axis, first_shard(members, layout, options, axis))
-        for p, (before, name) in zip(self.pieces, members.items(), strict=True):
-            p.is_flat = True
-            if p.requires_grad:
-                p.register_hook(partial(refuse_use, name))
+        for before, piece in zip(members, self.pieces, strict=True):
+            piece.is_flat = True
+            if piece.requires_grad:
+                piece.register_hook(partial(refuse_use, members[before]))
             before.stepped_elsewhere = (
                 "fsdp has replaced the parameters of the model; make the optimizer after fsdp.apply"
             )
@@ -461,8 +429,8 @@ class Flat(Row):
         self.views = self.split(self.full)
         self.gathering: Pending | None = None
         self.reducing: Pending | None = None
-        self.gradient: Tensor | None = None  # [S], reduced, of the microbatches of this step
-        self.used: set[int] = set()  # numbers of parameters that this rank has used in this step
+        self.gradient: Tensor | None = None  # [S], reduced, of this step's microbatches
+        self.used: set[int] = set()  # parameters that had a gradient on this rank in this step
         self.reshard()
 
     @property
@@ -482,7 +450,7 @@ class Flat(Row):
         self.full.untyped_storage().resize_(self.full.nbytes)
         memory.tag("gathered", self.full)
         # Through `.data`, or autograd would take the saved weights for modified ones.
-        shard, buffer = self.home.fetch(self), self.full.data
+        shard, buffer = self.fetch(), self.full.data
         self.gathering = all_gather(shard, self.axis, out=buffer, async_op=True)
 
     def wait_for_unshard(self) -> None:
@@ -498,54 +466,54 @@ class Flat(Row):
 
     def reduce(self, gradients: Sequence[Tensor | None], is_last: bool) -> None:
         """Start to reduce-scatter the gradients, one per parameter; `is_last`: not in `no_sync`."""
-        flat = self.flatten(gradients)
         self.used |= {i for i, gradient in enumerate(gradients) if gradient is not None}
-        if self.options.average and self.axis.size < self.options.axis.size:
-            flat = flat * (
-                self.axis.size / self.options.axis.size
-            )  # experts: a mean over all ranks
+        flat, all_ranks = self.flatten(gradients), self.options.axis.size
+        if self.options.average and self.axis.size < all_ranks:  # experts, of which few have a copy
+            flat = flat * (self.axis.size / all_ranks)
         self.reducing = reduce_scatter(flat, self.axis, op=self.options.op, async_op=True)
 
     def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return the gradients as a flat buffer [n S], with zeros where there is none."""
         only = gradients[0]
-        if only is not None and only.numel() == self.layout.total:  # fills the buffer by itself
+        if only is not None and only.numel() == self.layout.total:  # it is a flat buffer by itself
             return only.reshape(-1).to(self.reduce_dtype)
         flat = self.full.new_empty(self.layout.total, dtype=self.reduce_dtype)
         memory.tag("gradients", flat)
-        padded = zip(flat.split(self.layout.splits), [*gradients, None], strict=True)
-        for part, gradient in padded:
+        parts = flat.split(self.layout.splits)
+        for part, gradient in zip(parts, [*gradients, None], strict=True):  # None for the padding
             part.zero_() if gradient is None else part.view(gradient.shape).copy_(gradient)
         return flat
 
     def wait_for_reduce(self) -> None:
-        """Wait for the reduce-scatter, if one is under way."""
+        """Wait for the reduce-scatter, if one is under way, and keep its result."""
         if self.reducing is not None:
             gradient, self.reducing = self.reducing.wait(), None
-            self.reduced(gradient)
-
-    def reduced(self, gradient: Tensor) -> None:
-        """Take the reduced gradient [S] of a microbatch."""
-        self.home.store(self, gradient)
-
-    def accumulate(self, gradient: Tensor) -> None:
-        """Add the reduced gradient [S] to that of the microbatches before."""
-        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
+            self.store(gradient)
 
     def finish(self) -> None:
         """Complete the gradient of the step."""
         self.wait_for_reduce()
 
-    def hand_out(self, used: Tensor) -> None:
-        """Give the parameters that `used` [N] counts their ``grad``; the others have none."""
-        by_any = [1] * len(self.pieces)
-        if len(self.used) < len(self.pieces):  # does another rank use the others?
-            by_any = look(used, on_meta=[i in self.used for i in range(len(self.pieces))])
-        for p, span, is_used in zip(self.pieces, self.layout.spans, by_any, strict=False):
+    def hand_out(self, by_any: Tensor) -> None:
+        """Give each parameter its ``grad``; None if no rank has used it, `by_any` [N] says."""
+        used = [i in self.used for i in range(len(self.pieces))]
+        if not all(used):  # did other ranks use the others?
+            used = look(by_any, on_meta=used)
+        for p, span, is_used in zip(self.pieces, self.layout.spans, used, strict=True):
             if is_used:
                 own = self.gradient[span].view_as(p)
                 p.grad = own if p.grad is None else p.grad.add_(own)
         self.gradient, self.used = None, set()
+
+    # Where the shard lives: on the device that computes, unless offload replaces these two.
+    def fetch(self) -> Tensor:
+        """Return the shard [S] as it is sent: on the device that computes, in its dtype."""
+        return self.shard.to(self.full)
+
+    def store(self, gradient: Tensor) -> None:
+        """Add a reduced gradient [S] to that of the microbatches before."""
+        gradient = gradient.to(self.shard)
+        self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
 
 class Hybrid(Flat):
@@ -558,41 +526,39 @@ class Hybrid(Flat):
     def __init__(self, members: dict[nn.Parameter, str], options: "Options") -> None:
         super().__init__(members, options)
         self.inside: Tensor | None = None  # [S], the sum over this replica's ranks
-        self.is_last = True
         self.across: list[Pending] = []  # all-reduces of such sums, under way
+        self.is_last = True
 
     def reduce(self, gradients: Sequence[Tensor | None], is_last: bool) -> None:
         super().reduce(gradients, is_last)
         self.is_last = is_last
 
-    def reduced(self, gradient: Tensor) -> None:
-        self.inside = gradient if self.inside is None else self.inside.add_(gradient)
-        if self.is_last:
-            self._all_reduce()
-
-    def _all_reduce(self) -> None:
-        inside, self.inside = self.inside, None
-        axis, op = self.options.replicate_axis, self.options.op
-        self.across.append(all_reduce(inside, axis, op, out=inside, async_op=True))
+    def wait_for_reduce(self) -> None:
+        if self.reducing is not None:
+            gradient, self.reducing = self.reducing.wait(), None
+            self.inside = gradient if self.inside is None else self.inside.add_(gradient)
+        if self.inside is not None and self.is_last:
+            inside, self.inside = self.inside, None
+            axis, op = self.options.replicate_axis, self.options.op
+            self.across.append(all_reduce(inside, axis, op, out=inside, async_op=True))
 
     def finish(self) -> None:
-        super().finish()
-        if self.inside is not None:  # the last backward did not reach the block
-            self._all_reduce()
+        self.is_last = True
+        self.wait_for_reduce()
         while self.across:
-            self.home.store(self, self.across.pop(0).wait())
+            self.store(self.across.pop(0).wait())
 
 
 # ---------------------------------------------------------------------- which weights, which block
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Module]:
-    """Return the modules that `blocks` names; see `apply`. Raises `ValueError` for unknown ones."""
+    """Return the modules that `blocks` means; see `apply`. Raises `ValueError` for unknown ones."""
     if blocks is None:
-        members = list(_members_of_lists(model))
-        least = max(map(_numel, members), default=math.inf)
+        members = list(members_of_lists(model))
+        least = max(map(numel, members), default=float("inf"))
         inside = {module for member in members for module in member.modules()}
         # No other classes: weights of a subclass may be used without its forward, as in attention.
         tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
-        return members + [m for m in tables if m not in inside and _numel(m) >= least]
+        return members + [m for m in tables if m not in inside and numel(m) >= least]
     found: dict[nn.Module, None] = {}
     named = dict(model.named_modules())
     for item in blocks:
@@ -603,66 +569,75 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Modul
     return [module for module in found if module is not model]
 
 
-def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+def members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of lists in `module` that have parameters."""
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     for child in module.children():
         if not is_list or type(child).forward is nn.Module.forward:  # never called: a list in it
-            yield from _members_of_lists(child)
-        elif _numel(child):
+            yield from members_of_lists(child)
+        elif numel(child):
             yield child
 
 
-def _numel(module: nn.Module) -> int:
+def numel(module: nn.Module) -> int:
+    """Return the number of weights in `module`."""
     return sum(p.numel() for p in module.parameters())
 
 
 def assign(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list[Slot]]:
     """Give every parameter to the innermost block around it.
 
-    A parameter in several blocks goes to the root, unless these blocks share all parameters: a tied
-    embedding and head are two blocks with the same weights.
+    A parameter in several blocks goes to the root, unless these blocks have all parameters in
+    common: a tied embedding and head are two blocks with the same weights.
     """
-    paths = dict(model.named_modules(remove_duplicate=False))
-    slots: dict[nn.Module, dict[Slot, nn.Parameter]] = {module: {} for module in (model, *blocks)}
-    seen = set()
-    for path, owner in paths.items():
-        parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] if path else []
-        inside = next((paths[p] for p in parents if paths[p] in blocks), model)
-        for attribute, p in owner._parameters.items():
-            if p is not None and (owner, attribute, inside) not in seen:
-                seen.add((owner, attribute, inside))
-                slots[inside][Slot(owner, attribute, f"{path}.{attribute}".lstrip("."))] = p
-    has = {block: frozenset(own.values()) for block, own in slots.items()}
-    users = defaultdict(set)  # of each parameter: the sets of parameters of the blocks that have it
-    for block, own in has.items():
-        for p in own:
-            users[p].add(model if block is model else own)
+
+    def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+        yield module
+        for child in module.children():
+            if child not in inner:
+                yield from own_modules(child)
+
+    inner, slots = set(blocks), {}
+    for block in (model, *blocks):
+        modules = dict.fromkeys(own_modules(block))
+        slots[block] = [
+            (m, a, p) for m in modules for a, p in m._parameters.items() if p is not None
+        ]
+    has = {block: frozenset(p for *_, p in own) for block, own in slots.items()}
     for block in blocks:
-        for slot, p in list(slots[block].items()):
-            if len(users[p]) > 1:
-                slots[model][slot] = slots[block].pop(slot)
-    return {block: list(own) for block, own in slots.items() if own or block is model}
+        others = [own for own in has.values() if own != has[block]]
+        shared = {p for p in has[block] if any(p in own for own in others)}
+        slots[model] += [slot for slot in slots[block] if slot[-1] in shared]
+        slots[block] = [slot for slot in slots[block] if slot[-1] not in shared]
+    return {block: own for block, own in slots.items() if own or block is model}
 
 
 def make_units(
     model: nn.Module, assigned: dict[nn.Module, list[Slot]], options: "Options"
 ) -> list[Unit]:
-    """Replace parameters by shards: a unit for the root, and for each block."""
+    """Replace parameters by shards: a unit for the root, and for each block.
+
+    The weights of a unit lie in one flat buffer, or in several if they differ in dtype or device,
+    or some are frozen.
+    """
     paths = {module: path for path, module in model.named_modules()}
+    names = {p: name for name, p in model.named_parameters()}
     make = Flat if options.replicate_axis is None else Hybrid
-    units, made = [], {}
+    units, flats, pieces = [], {}, {}
     for module, slots in assigned.items():
-        key = frozenset(slot.parameter for slot in slots)
-        if key not in made:
-            kinds: dict[Any, dict[nn.Parameter, str]] = {}
-            for slot in slots:
-                p = slot.parameter
-                alike = p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
-                kinds.setdefault(alike, {}).setdefault(p, slot.name)
-            made[key] = {make(members, options): members for members in kinds.values()}
-        units.append(Unit(module, paths[module] or "the root", slots, made[key]))
-    for unit in units:
-        unit.unbind()
+        kinds: dict[Any, dict[nn.Parameter, str]] = {}
+        for *_, p in slots:
+            alike = p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
+            kinds.setdefault(alike, {})[p] = names[p]
+        own = []
+        for members in kinds.values():
+            key = frozenset(members)
+            if key not in flats:  # else another block is tied to this one
+                flats[key] = make(members, options)
+                pieces |= zip(members, flats[key].pieces, strict=True)
+            own.append(flats[key])
+        placed = [(owner, attribute, pieces[p]) for owner, attribute, p in slots]
+        units.append(Unit(module, paths[module] or "the root", placed, own))
     return units
 
 
@@ -692,7 +667,7 @@ class Options:
 
     @property
     def op(self) -> Op:
-        """How gradients of several ranks become one."""
+        """How the gradients of several ranks become one."""
         return "avg" if self.average else "sum"
 
     @property
@@ -700,7 +675,7 @@ class Options:
         """The axes along which something is sent."""
         return [a for a in (self.axis, self.replicate_axis) if a is not None and a.size > 1]
 
-    def check(self, model: nn.Module, forward_methods: Sequence[str]) -> None:
+    def check(self, model: nn.Module) -> None:
         """Raise `ValueError` for options that do not fit together, or do not fit `model`."""
         axis, other = self.axis, self.replicate_axis
         if other is not None and set(other.ranks) & set(axis.ranks) != {axis.ranks[axis.rank]}:
@@ -714,19 +689,15 @@ class Options:
                 raise ValueError(f"{name}={dtype} is no float; use bfloat16, float16 or float32")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch} must be 0 or more blocks; 1 is usual")
-        parameters = list(model.parameters())
-        if not parameters:
+        if not numel(model):
             raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
-        if self.init is not None and not any(p.is_meta for p in parameters):
+        if self.init is not None and not any(p.is_meta for p in model.parameters()):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
-        for name in forward_methods:
-            if not callable(getattr(model, name, None)):
-                raise ValueError(f"forward_methods: {type(model).__name__} has no method {name!r}")
         for name, p in model.named_parameters():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"{name} has a hook on its gradient, and under fsdp its gradient comes in "
-                    f"shards, without hooks; change gradients after finish_backward()"
+                    f"{name} has a hook on its gradient, which fsdp would not call: the gradient "
+                    f"comes in shards; change gradients after finish_backward()"
                 )
 
 
@@ -764,17 +735,16 @@ def replicate_buffers(model: nn.Module, options: Options) -> None:
 
 # ---------------------------------------------------------------------- refused
 def check_output(unit: Unit, output: Any) -> None:
-    """Raise `TypeError` for an output of a block in which autograd's nodes cannot be found."""
-    leaves = tree_leaves(output)
-    if not all(t is None or isinstance(t, Tensor) for t in leaves) or not tensors_in(output):
+    """Raise `TypeError` for a block whose output autograd cannot be asked about."""
+    if not all(x is None or isinstance(x, Tensor) for x in tree_leaves(output)) or output is None:
         raise TypeError(
-            f"fsdp: block {unit.name} returned {type(output).__name__}; a block returns a tensor, "
-            f"or tensors and None in a tuple, list or dict, so that its backward can be seen"
+            f"fsdp: block {unit.name} returned {type(output).__name__}; let blocks return a "
+            f"tensor, or tensors and None in a tuple or list"
         )
 
 
 def refuse_reentrant(gradients: Sequence[Tensor | None]) -> NoReturn:
-    """Raise: weights that were bound in backward have got gradients."""
+    """Raise: weights that were put into modules during backward have got gradients."""
     raise RuntimeError(
         "fsdp: a re-entrant checkpoint runs a backward inside of backward, whose gradients would "
         "be lost; use checkpoint(..., use_reentrant=False)"
@@ -782,7 +752,7 @@ def refuse_reentrant(gradients: Sequence[Tensor | None]) -> NoReturn:
 
 
 def refuse_use(name: str, gradient: Tensor | None) -> None:
-    """Raise if a shard itself gets a gradient; weights inside of forward bring None."""
+    """Raise if a shard itself gets a gradient; gathered weights bring None to it."""
     if gradient is not None:
         raise RuntimeError(
             f"fsdp: {name} was used outside of its block's forward, where only a shard of it is "
