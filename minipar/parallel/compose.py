@@ -52,7 +52,7 @@ from minipar.comm.values import to_host
 from minipar.model.llama import IGNORE_INDEX, Llama
 from minipar.model.recompute import checkpoint_activations
 from minipar.parallel import context, ddp, expert, fsdp, tensor, ulysses, zero
-from minipar.parallel.base import guard, masters
+from minipar.parallel.base import masters
 from minipar.parallel.base.optimizer_state import pack, unpack
 from minipar.parallel.base.shards import Region
 from minipar.parallel.base.strategy import Strategy
@@ -287,8 +287,10 @@ class Composed(Strategy):
         for strategy in self.strategies:
             strategy.finish_backward()
 
+    def check_finished(self, what: str) -> None:
+        self.parts.data.check_finished(what)
+
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        guard.check_finished(self.parts.data, "clip_grad_norm_()")
         return self.parts.data.with_gradients()
 
     @contextmanager

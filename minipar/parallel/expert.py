@@ -74,10 +74,9 @@ from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, Seated, combine, mixtures, sort_by_expert
 from minipar.parallel.async_all_to_all import AsyncAllToAll
-from minipar.parallel.base import guard
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import axes_of, check_divides, full_shape, is_part, mark
-from minipar.parallel.base.strategy import Strategy, share_counts, sum_over
+from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
 
 Dispatch = Literal[
     "gather", "all_to_all", "hierarchical", "overlapped", "halves", "paired", "padded"
@@ -417,7 +416,7 @@ class ExpertParallel(Strategy):
                 mark(p, axis)
                 p.copies, p.spread = copies, axis
                 p.data, p.grad = p.data[own].clone(), None
-        guard.refuse_state(model)
+        refuse_state(model)
 
     # ------------------------------------------------------------------ whole again
     @torch.no_grad()

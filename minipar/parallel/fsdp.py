@@ -66,10 +66,9 @@ from minipar.comm.values import look
 from minipar.model.llama import Head
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
-from minipar.parallel.base import guard
 from minipar.parallel.base.replicate import broadcast_all
 from minipar.parallel.base.shards import Layout, Row, copies_axis
-from minipar.parallel.base.strategy import Strategy, flags, share_counts
+from minipar.parallel.base.strategy import Strategy, claim, flags, refuse_state, share_counts
 
 Blocks = Sequence[type[nn.Module] | nn.Module | str]
 Slot = tuple[nn.Module, str, nn.Parameter]  # a module, an attribute of it, the parameter there
@@ -104,11 +103,13 @@ def apply(
     how = Options(axis, **options)
     how.check(model)
     assigned = assign(model, find_blocks(model, blocks))
-    guard.claim(model, "fsdp", axis)
-    units = make_units(model, assigned, how)
+    claim(model, "fsdp", axis)
+    before, units = list(model.parameters()), make_units(model, assigned, how)
     replicate_buffers(model, how)
     share_counts(model, *how.axes)
-    return Prefetching(model, how, units, forward_methods)
+    strategy = Prefetching(model, how, units, forward_methods)
+    strategy.replaced(before)
+    return strategy
 
 
 # ---------------------------------------------------------------------- 1. gather and free
@@ -128,8 +129,8 @@ class FullySharded(Strategy):
         self.rows = self.flats = list(dict.fromkeys(flat for unit in units for flat in unit.flats))
         self.reducing: list[Flat] = []  # the flat buffers of the unit whose backward ended last
         self.in_forward = False
-        guard.watch(self, [p for flat in self.flats for p in flat.pieces])
-        guard.refuse_state(model, loads=True)
+        self.watch(p for flat in self.flats for p in flat.pieces)
+        refuse_state(model)
         for unit in units:  # what hooks do is not compiled: torch.compile breaks its graph there
             before = partial(torch.compiler.disable(type(self).pre_forward), self, unit)
             after = partial(torch.compiler.disable(type(self).post_forward), self, unit)
@@ -216,7 +217,6 @@ class FullySharded(Strategy):
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        super().finish_backward()
         sizes = [len(flat.pieces) for flat in self.flats]
         used = [i in flat.used for flat, n in zip(self.flats, sizes, strict=True) for i in range(n)]
         by_any = flags(used, self.device)
@@ -228,6 +228,7 @@ class FullySharded(Strategy):
             flat.hand_out(own)
         self.reducing = []
         self.release()
+        super().finish_backward()
 
     def release(self) -> None:
         """Free all weights that are gathered."""
@@ -415,13 +416,10 @@ class Flat(Row):
         self.options, axis = options, copies_axis(next(iter(members)), options.axis)
         layout = Layout([p.numel() for p in members], axis)
         super().__init__(list(members), layout, axis, first_shard(members, layout, options, axis))
-        for before, piece in zip(members, self.pieces, strict=True):
+        for piece, name in zip(self.pieces, members.values(), strict=True):
             piece.is_flat = True
             if piece.requires_grad:
-                piece.register_hook(partial(refuse_use, members[before]))
-            before.stepped_elsewhere = (
-                "fsdp has replaced the parameters of the model; make the optimizer after fsdp.apply"
-            )
+                piece.register_hook(partial(refuse_use, name))
         is_float = self.shard.is_floating_point()  # integers are never cast
         dtype = options.compute_dtype if is_float else None
         self.full = self.shard.new_empty(layout.total, dtype=dtype)  # [n S]

@@ -59,9 +59,15 @@ from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.shapes import Op
 from minipar.comm.values import look
 from minipar.model.moe import routers
-from minipar.parallel.base import guard
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.strategy import Strategy, copied
+from minipar.parallel.base.strategy import (
+    Strategy,
+    check_not_summed,
+    claim,
+    copied,
+    mark_summed,
+    stepped_by,
+)
 from minipar.parallel.vectors import (
     Gradients,
     as_pending,
@@ -114,7 +120,7 @@ class _Local(Strategy):
         self.parameters = trainable(model)
         check_every(every)
         check(
-            set(self.parameters) <= set(guard.stepped_by(optimizer)),
+            set(self.parameters) <= set(stepped_by(optimizer)),
             "the optimizer does not hold all trainable parameters of the model; make it of "
             "model.parameters()",
         )
@@ -128,12 +134,11 @@ class _Local(Strategy):
             "masters.keep() came before, and 16 bits of the weights would be averaged in the place "
             "of their masters; call it after local_sgd.apply",
         )
-        guard.claim(model, "local_sgd", axis)
+        claim(model, "local_sgd", axis)
         replicate(model, axis)
-        guard.watch(self, self.parameters)
+        self.watch(self.parameters)
         if not average:
-            self.watch_backward(self.parameters)
-            self.share_sums(self.parameters)
+            self.hook_gradients(self.parameters)
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
@@ -141,10 +146,10 @@ class _Local(Strategy):
         super().finish_backward()
         if not self.average:
             for p in self.parameters:
-                self._share(p)
+                check_not_summed(p, self.axis)
                 if p.grad is not None:
                     p.grad *= self.axis.size
-            self.note_sums(self.parameters)
+            mark_summed(self.parameters, self.axis)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -194,7 +199,7 @@ class LocalSGD(_Local):
         super().__init__(*common, **options)
         self.synchronous_steps = synchronous_steps
         if synchronous_steps and self.average:
-            self.watch_backward(self.parameters)
+            self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
         """At first, gradients of the whole batch; later, this rank's own."""
@@ -202,9 +207,9 @@ class LocalSGD(_Local):
             Strategy.finish_backward(self)
             op = "avg" if self.average else "sum"
             for p in self.parameters:
-                self._share(p)
+                check_not_summed(p, self.axis)
             Gradients.send(self.parameters, self.axis, op).receive()
-            self.note_sums(() if self.average else self.parameters)
+            mark_summed(() if self.average else self.parameters, self.axis)
         else:
             super().finish_backward()
 
@@ -411,19 +416,18 @@ class DelayedGradients(Strategy):
         super().__init__(model, axis)
         self.parameters = trainable(model)
         self.op: Op = "avg" if average else "sum"
-        guard.claim(model, "delayed gradients", axis)
+        claim(model, "delayed gradients", axis)
         replicate(model, axis, is_data=True)
-        guard.watch(self, self.parameters)
+        self.watch(self.parameters)
         self.axis = with_own_group(axis, "late")
         self.under_way: Gradients | None = None
-        self.watch_backward(self.parameters)
-        self.share_sums(self.parameters)
+        self.hook_gradients(self.parameters)
 
     def finish_backward(self) -> None:
         """Send the gradients of this step, put those of the last one in their place."""
         super().finish_backward()
         for p in self.parameters:
-            self._share(p)
+            check_not_summed(p, self.axis)
         before = self.under_way
         self.under_way = Gradients.send(self.parameters, self.axis, self.op)
         self._receive(before)
@@ -439,7 +443,7 @@ class DelayedGradients(Strategy):
                 p.grad = None
             return
         gradients.receive()
-        self.note_sums(self.parameters if self.op == "sum" else ())
+        mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
     def late_norm(self) -> float:
         """The norm of the gradient under way, which is waited for: the same on all ranks."""

@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 
 from minipar.comm.hostcopy import Copy, HostCopy
 from minipar.observe import memory
-from minipar.parallel.base.strategy import Strategy
+from minipar.parallel.base.strategy import Strategy, stepped_by
 
 
 # ---------------------------------------------------------------------- 1. around the step
@@ -47,14 +47,14 @@ def step_on_host(optimizer: Optimizer, copies: HostCopy | None = None) -> None:
     Before each step, gradients are copied to the host; after it, weights are copied back. Nothing
     is hidden. Only the optimizer is needed, so its parameters may be shards of any strategy.
     """
-    copies = copies or HostCopy(_parameters(optimizer)[0].device)
+    copies = copies or HostCopy(stepped_by(optimizer)[0].device)
     on_host: dict[nn.Parameter, Tensor] = {}  # weights
     versions: dict[nn.Parameter, int] = {}  # of the weights when host and device were equal
     on_device: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # weights and gradients in a step
     region = ExitStack()
 
     def before(*_: Any) -> None:
-        stepped = [p for p in _parameters(optimizer) if p.grad is not None]
+        stepped = [p for p in stepped_by(optimizer) if p.grad is not None]
         written = [p for p in stepped if versions.get(p) != p._version]  # such as loaded weights
         on_host.update(zip(written, copies.to_host(p.data for p in written).wait(), strict=True))
         gradients = copies.to_host(p.grad for p in stepped).wait()
@@ -81,10 +81,6 @@ def step_on_host(optimizer: Optimizer, copies: HostCopy | None = None) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def state_to_host(optimizer: Optimizer, copies: HostCopy) -> None:
@@ -194,7 +190,7 @@ class HostShards:
 def _call(own: "weakref.ref[HostShards]", method: str, optimizer: Optimizer, *_: Any) -> None:
     """Call `method` around a step of the shards' optimizer, as long as they live."""
     shards = own()
-    if shards is not None and not shards.parameters.isdisjoint(_parameters(optimizer)):
+    if shards is not None and not shards.parameters.isdisjoint(stepped_by(optimizer)):
         getattr(shards, method)(optimizer)
 
 

@@ -16,8 +16,7 @@ from minipar.comm.collectives import all_gather, reduce_scatter
 from minipar.comm.mesh import Axis
 from minipar.comm.shapes import Op
 from minipar.observe import memory
-from minipar.parallel.base import absent, guard
-from minipar.parallel.base.elementwise import check_elementwise
+from minipar.parallel.base import absent
 from minipar.parallel.base.optimizer_state import (
     Members,
     as_groups,
@@ -26,7 +25,8 @@ from minipar.parallel.base.optimizer_state import (
     labelled,
     pack,
 )
-from minipar.parallel.base.shards import Layout, Row, copies_axis, master_of, share_sum
+from minipar.parallel.base.shards import Layout, Row, copies_axis, master_of
+from minipar.parallel.base.strategy import check_elementwise
 
 
 class Bucket(Row):
@@ -139,8 +139,6 @@ class Bucket(Row):
         """Wait for the reduce-scatter; accumulate its result in `reduced`."""
         if self.reducing is not None:
             arrived, self.reducing = self.reducing.wait(), None
-            for piece in self.pieces:
-                share_sum(piece)
             self.reduced = arrived if self.reduced is None else self.reduced.add_(arrived)
 
     def hand_out(self, used: Collection[nn.Parameter]) -> None:
@@ -175,6 +173,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer that does not work on pieces.
     """
 
+    elementwise = True  # as `optimizer_class` is
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -192,16 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         if not any(trainable):
             raise ValueError("there is no trainable parameter to optimize")
-        named = [
-            (self.names.get(p, f"a parameter of shape {tuple(p.shape)}"), p)
-            for members in trainable
-            for p in members
-        ]
-        guard.check_apart(named)
-        for group, members in zip(groups, trainable, strict=True):
-            if members:
-                make = partial(optimizer_class, **options)
-                check_elementwise(make, optimizer_class.__name__, group, members[0])
+        check_elementwise(optimizer_class)
         num_bytes = sum(p.nbytes for members in trainable for p in members)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.axis = axis

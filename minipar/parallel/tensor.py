@@ -53,18 +53,20 @@ from minipar.comm import collectives
 from minipar.comm.mesh import Axis
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.moe import MoE, MoEConfig, Routing
-from minipar.parallel.base import guard
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import (
     axes_of,
     check_divides,
     is_spread_over,
     mark,
-    note_sum,
     piece_of,
-    share_sum,
 )
-from minipar.parallel.base.strategy import Strategy
+from minipar.parallel.base.strategy import (
+    Strategy,
+    check_not_summed,
+    mark_summed,
+    refuse_state,
+)
 from minipar.parallel.matrices import (
     Border,
     Pieces,
@@ -213,9 +215,9 @@ class TensorParallel(Strategy):
             self.whole = [n for n, _ in model.named_parameters() if n.endswith(norms)]
         if self.axis.size > 1:
             summed = [model.get_parameter(name) for name in (*self.whole, *self.shared)]
-            self.watch_backward(summed)
-            self.share_sums(self.watched)
-            guard.refuse_state(model)
+            self.watch(summed)
+            self.hook_gradients(summed)
+            refuse_state(model)
 
     def _cut_attention(self, attention: nn.Module, name: str) -> None:
         config, n = self.model.config, self.axis.size
@@ -324,6 +326,7 @@ class TensorParallel(Strategy):
         super().finish_backward()
         self._sum(self.whole, num_groups=1)
         self._sum(self.shared, num_groups=self.num_kv_heads)
+        self.note_reduced()
 
     def _sum(self, names: Iterable[str], num_groups: int) -> None:
         """Add up gradients over the ranks of each of `num_groups` neighbourhoods, in one call.
@@ -337,8 +340,7 @@ class TensorParallel(Strategy):
         holders = [piece_of(params[name]) for name in names if name in params]
         holders = [p for p in holders if p.grad is not None]
         for p in holders:
-            share_sum(p, self.axis)  # one to which no gradient has been added
-            note_sum(p, self.axis, self.axis.size // num_groups)
+            check_not_summed(p, self.axis)  # one to which no gradient has been added
         grads = [p.grad for p in holders]
         if num_groups == 1:
             for grad in (grad for grad in grads if grad.nbytes >= LARGE):
@@ -353,6 +355,7 @@ class TensorParallel(Strategy):
         sums = collectives.all_reduce(table, self.axis, out=table)[own]
         for grad, total in zip(grads, sums.split([g.numel() for g in grads]), strict=True):
             grad.copy_(total.view_as(grad))
+        mark_summed(holders, self.axis)
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the ranks that have the same of a parameter as this one."""

@@ -39,7 +39,7 @@ Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,11 +49,10 @@ from torch import Tensor, nn
 from minipar.comm.collectives import Pending, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look, send_to_host
-from minipar.parallel.base import guard, hooks
 from minipar.parallel.base.optimizer_state import Members
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import master_of
-from minipar.parallel.base.strategy import Strategy, flags
+from minipar.parallel.base.strategy import Strategy, claim, flags
 from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
 
 
@@ -115,8 +114,7 @@ def apply(
             f"loss, and no rank would know the others' gradients of them; give them another "
             f"optimizer, or hand over one model that has both"
         )
-    guard.check_python(model)
-    guard.claim(model, f"zero {stage}", axis)
+    claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
     if working_dtype is not None:
         optimizer.work_in(model, working_dtype)
@@ -140,10 +138,11 @@ class Naive(Strategy):
         self.bucket_of = optimizer.bucket_of
         self.used = optimizer.used
         optimizer.attach(model)
-        guard.watch(self, optimizer.pieces.values())
-        for p in self.bucket_of:
-            hooks.on_gradient(p, self._on_gradient)
-            p.stepped_elsewhere = "zero keeps the gradients in its ShardedOptimizer; step that one"
+        self.watch(optimizer.pieces.values())
+        self.hook_gradients(self.bucket_of)
+        self.replaced(
+            self.bucket_of, "zero keeps the gradients in its ShardedOptimizer; step that one"
+        )
         for module in model.modules():
             own = module.parameters(recurse=False)
             if buckets := {self.bucket_of[p] for p in own if p in self.bucket_of}:
@@ -205,6 +204,7 @@ class Naive(Strategy):
         for bucket in self.buckets:
             bucket.hand_out(used)
         self.used.clear()
+        self.note_reduced()
 
 
 # ---------------------------------------------------------------------- 2. while computing goes on
@@ -250,8 +250,6 @@ class Stage1(Naive):
         if not (self.synchronises or self.every_backward_sends):
             return
         self.arrived[p] += 1
-        if not guard.comes_last(p, self._on_gradient):
-            return  # the end of the round sends it
         bucket.missing -= 1
         while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
             self._reduce(self.buckets[self.next])
@@ -295,9 +293,6 @@ class Stage1(Naive):
             more = self._goes_on(told)
         self._hand_out(told)
         self.learning = False
-
-    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
-        self._end_telling()  # it has arrived meanwhile; the model may be dropped now
 
     def _goes_on(self, told: Pending) -> bool:
         """Whether any rank needs another round; a GPU is waited for in the first step alone."""

@@ -117,8 +117,8 @@ class NoiseScale:
         reduce = reduce or ddp.all_reduce_bucket
 
         def watched(bucket: ddp.Bucket, axis: Axis, op: Op) -> Pending:
-            dtype = torch.promote_types(bucket.gradients.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(bucket.gradients, dtype=dtype)
+            dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(bucket.flat, dtype=dtype)
             self._own_square = self._own_square + norm.double().square()
             return reduce(bucket, axis, op)
 

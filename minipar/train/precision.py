@@ -47,7 +47,7 @@ from minipar.comm.values import look
 from minipar.model import casts
 from minipar.model.llama import Head
 from minipar.parallel import ddp
-from minipar.parallel.base.norm import cut_over
+from minipar.parallel.base.norm import cut_over, note_reduced
 from minipar.parallel.base.shards import in_order, piece_of
 
 COMPUTE_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -211,7 +211,8 @@ class LossScaler:
         if self.found_inf is not None:
             raise RuntimeError("unscale() was called twice in one step; call update() in between")
         axes = list(axes)
-        grads = _gradients({id(p): p for p in parameters}, axes)
+        unique = {id(p): p for p in parameters}
+        grads = _gradients(unique, axes)
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("gradients in float16 cannot be unscaled; keep parameters in float32")
         found, inverse = torch.zeros_like(self.loss_scale), self.loss_scale.double().reciprocal()
@@ -224,6 +225,7 @@ class LossScaler:
             largest = torch.stack(torch._foreach_norm(same, float("inf")))
             found = torch.maximum(found, (~largest.isfinite()).any().to(found))
             torch._foreach_mul_(same, inverse.float().to(device))
+        note_reduced(unique.values())
         for axis in axes:
             found = all_reduce(found, axis, "max")
         self.found_inf = found

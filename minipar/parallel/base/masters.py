@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from minipar.observe import memory
-from minipar.parallel.base.guard import stepped_by
 from minipar.parallel.base.shards import master_of
+from minipar.parallel.base.strategy import stepped_by
 
 
 @torch.no_grad()
@@ -48,9 +48,6 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
     lower(model, dtype)
     working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
-    for p in working:
-        p.is_kept = True  # by this optimizer: guard.py refuses a step by another
-    optimizer.keeps = getattr(optimizer, "keeps", frozenset()) | working.keys()
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):

@@ -99,7 +99,34 @@ def clip_grad_norm(
             grads[param.grad.device, param.grad.dtype].append(param.grad)
     for (home, dtype), tensors in grads.items():
         torch._foreach_mul_(tensors, factor.to(home, torch.promote_types(dtype, torch.float32)))
+    note_reduced(parameters)
     return norm
+
+
+# ---------------------------------------------------------------------- shards that others changed
+def note_reduced(parameters: Iterable[Tensor]) -> None:
+    """Remember how often the gradient of each shard has been written to by now."""
+    for param in parameters:
+        if axes_of(param):
+            param.reduced = None if param.grad is None else param.grad._version
+
+
+def check_unchanged(parameters: Iterable[Tensor]) -> None:
+    """Raise `RuntimeError` where a gradient has been written to since `note_reduced`.
+
+    Such as by torch's `clip_grad_norm_`, which takes the norm of this rank's shard for the norm.
+    """
+    for param in parameters:
+        if param.grad is not None and getattr(param, "reduced", None) not in (
+            None,
+            param.grad._version,
+        ):
+            raise RuntimeError(
+                "gradients have changed since finish_backward(), and this rank has shards of them: "
+                "torch's clip_grad_norm_ would see these alone, so use strategy.clip_grad_norm_; "
+                "with GradScaler, call strategy.unscale_(scaler, optimizer) before its step; after "
+                "a change that looks at each number alone, call strategy.note_reduced()"
+            )
 
 
 def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:

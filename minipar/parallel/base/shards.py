@@ -129,27 +129,6 @@ def piece_of(p: nn.Parameter) -> nn.Parameter:
     return getattr(p, "piece", p)
 
 
-def note_sum(p: nn.Parameter, axis: Axis, num_ranks: int) -> None:
-    """Note that ``p.grad`` is now the sum of so many ranks along `axis`: see `share_sum`."""
-    p.sums = getattr(p, "sums", {}) | {axis.name: num_ranks}  # no axis: models are pickled
-
-
-def share_sum(p: nn.Parameter, *axes: Axis) -> bool:
-    """Called before ``p.grad`` is summed up along `axes`: where it is their sum since an earlier
-    backward, and was not zeroed, this rank keeps its share of that.
-
-    Without `axes`, along all: another gradient is to be added. Returns whether it was a sum.
-    """
-    sums = getattr(p, "sums", None)
-    if not sums:
-        return False
-    ours = [sums.pop(name) for name in [axis.name for axis in axes] or list(sums) if name in sums]
-    if not ours or p.grad is None:
-        return False
-    p.grad.div_(math.prod(ours))
-    return True
-
-
 class Region(NamedTuple):
     """Which numbers of a tensor of `shape` a rank has.
 

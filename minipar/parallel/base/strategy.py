@@ -1,111 +1,99 @@
-"""What every strategy has in common: three words, and how to leave synchronisation out."""
+"""What every strategy has in common: three words, no_sync, and the checks of the contract.
 
+A step reads::
+
+    optimizer.zero_grad()
+    loss.backward()                 # all microbatches but the last under strategy.no_sync()
+    strategy.finish_backward()      # from here on, gradients are those of the whole batch
+    strategy.clip_grad_norm_(1.0)
+    optimizer.step()
+
+Mistakes that are likely, and that nobody would notice, are refused. `claim` looks at the model when
+a strategy is applied. `_before_step` looks at each step of an optimizer. Both use public hooks of
+torch; no function of torch is replaced.
+"""
+
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
-from minipar.parallel.base import guard, hooks
-from minipar.parallel.base.norm import clip_grad_norm
+from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.base.shards import (
-    Row,
-    axes_of,
-    copies_axis,
-    in_order,
-    master_of,
-    note_sum,
-    piece_of,
-    share_sum,
-)
+from minipar.parallel.base.shards import Row, axes_of, full_shape, in_order, master_of, piece_of
 
 
 class Strategy:
-    """A way to share the work on `model` along `axis`; made by the `apply` of a strategy's file.
-
-    A training step reads::
-
-        loss.backward()
-        strategy.finish_backward()     # from here on, gradients are those of the whole batch
-        strategy.clip_grad_norm_(1.0)
-        optimizer.step()
-    """
+    """A way to share the work on `model` along `axis`; made by the `apply` of a strategy's file."""
 
     shard_axes: tuple[Axis, ...] = ()  # over which gradients are cut
-    rows: Sequence[Row] = ()  # of the pieces that are stepped in the place of parameters
-    watched: Set[nn.Parameter] = frozenset()  # whose gradients are to be completed
-    others_wait = False  # for the end of a backward: the stage before, in a pipeline
+    rows: Sequence[Row] = ()  # of the shards that are stepped in the place of parameters
     run: Callable[..., Tensor] | None = None  # in the place of `train.step.forward_backward`,
     evaluate: Callable[..., Tensor] | None = None  # and of the forwards of a validation
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self.model, self.axis = model, axis
         self.device = device_of(model)  # which computes, wherever parameters go from here
-        self.synchronises = True
-        self.is_finished = True  # false from a backward on, see `guard.watch`
-        self.finishes = 0
-        guard.notice(self)
+        self.synchronises = True  # false under `no_sync`
+        self.is_finished = True  # false from a backward on, until `finish_backward`
+        self.watched: Set[nn.Parameter] = frozenset()
+        self.frozen: Set[nn.Parameter] = frozenset()
 
+    # ------------------------------------------------------------------ one step
     def finish_backward(self) -> None:
         """Complete the communication of gradients that backward started."""
         self.is_finished = True
-        self.finishes += 1
+        self.note_reduced()
 
-    def drop(self, zeroed: Set[nn.Parameter]) -> None:
-        """Forget gradients of `zeroed` that are still on their way: `zero_grad` was called."""
-
-    def has_stepped(self, stepped: Set[nn.Parameter]) -> None:
-        """Called after a step of an optimizer, which has some of `watched` among its parameters."""
-
-    def watch_backward(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse to step `parameters` between a backward and its `finish_backward`, which makes
-        their gradients those of the batch."""
-        self.watched = frozenset(p for p in parameters if p.requires_grad)
-        for p in self.watched:
-            hooks.on_gradient(p, self._on_gradient)
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        """Called by autograd when ``p.grad`` (accumulated over microbatches) is complete here."""
-        self.is_finished = False
-        guard.check_gradient(p, p.grad)
-
-    def share_sums(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let a sum that was not zeroed be shared by the ranks, when a gradient is added to it."""
-        for p in parameters:
-            p.register_hook(lambda added, p=p: self._share(p, added))
-
-    def note_sums(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that gradients of `parameters` are sums over the ranks by now: see `share_sums`."""
-        for p in parameters:
-            note_sum(p, self.axis, copies_axis(p, self.axis).size)
-
-    def _share(self, p: nn.Parameter, added: Tensor | None = None) -> None:
-        """Where the sum of the backward before was not zeroed: an n-th of it is this rank's."""
-        if share_sum(p, self.axis) and added is not None:
-            self.is_finished = False  # perhaps not accumulated, but for torch.autograd.grad()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate here, unsent: for every microbatch but the last."""
+        before, self.synchronises = self.synchronises, False
+        try:
+            yield
+        finally:
+            self.synchronises = before
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        """Parameters, or pieces of them, whose ``grad`` is that of the batch."""
+        """Return the parameters, or the shards of them, whose ``grad`` is that of the batch."""
         return self.model.parameters()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        As torch's function of this name would on one device: the norm is that of the whole model,
-        whatever part of it this rank has. A collective. Raises `RuntimeError` before
-        `finish_backward`, `ValueError` for a `max_norm` that is not positive.
+        The norm is that of the whole model, as torch's function of this name has it on one device.
+        A collective. Raises `RuntimeError` before `finish_backward`, `ValueError` for a `max_norm`
+        that is not positive.
         """
-        guard.check_finished(self, "clip_grad_norm_()")
+        self.check_finished("clip_grad_norm_()")
         parameters = list(self.with_gradients())
         axes = in_order([*self.shard_axes, *(axis for p in parameters for axis in axes_of(p))])
         return clip_grad_norm(parameters, max_norm, axes, self.device)
+
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Call ``scaler.unscale_(optimizer)``, and tell all ranks of an overflow in one shard.
+
+        Then either all ranks skip the step, or none. A collective; without shards, torch's own
+        `unscale_` is enough.
+        """
+        self.check_finished("unscale_()")
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        found.setdefault(self.device, torch.zeros((), device=self.device))
+        for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
+            for flag in found.values():
+                all_reduce(flag, axis, "max", out=flag)
+        self.note_reduced()
 
     def release(self) -> None:
         """Free what only computing needs, such as gathered weights: another stage has its turn."""
@@ -114,19 +102,73 @@ class Strategy:
         """Cut this rank's tokens out of a microbatch of whole sequences."""
         return microbatch
 
+    # ------------------------------------------------------------------ checks
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let optimizers step `parameters` (or shards) after `finish_backward` only."""
+        self.watched = frozenset(parameters)
+        self.frozen = frozenset(p for p in self.model.parameters() if not p.requires_grad)
+        _watching.add(self)
+
+    def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
+
+        Torch keeps hooks where Python's garbage collector does not look, so the hook itself must
+        not hold the strategy. The parameter does: the strategy lives as long as its parameters.
+        """
+        method = weakref.WeakMethod(self._on_gradient)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(lambda p: method()(p))
+            vars(p).setdefault("hooked_by", Local()).append(self)
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        """Note that a backward has begun, which `finish_backward` must end."""
+        check_not_summed(p)
+        self.is_finished = False
+
+    def check_finished(self, what: str) -> None:
+        """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
+        if not self.is_finished:
+            raise RuntimeError(
+                f"{what} came before finish_backward(): the gradients here are those of this rank, "
+                f"not of the batch. Call finish_backward() of the {type(self).__name__} strategy "
+                f"along {self.axis.name} once per step, after the last backward, on all ranks"
+            )
+
+    def check_step(self) -> None:
+        """Raise `RuntimeError` where a step would use gradients that no rank has shared."""
+        self.check_finished("optimizer.step()")
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError(
+                f"a parameter was frozen when {type(self).__name__} was applied along "
+                f"{self.axis.name}, and no rank shares its gradient. Unfreeze first, then apply"
+            )
+
+    def note_reduced(self) -> None:
+        """Remember the gradients of shards as they are now; the step refuses later changes.
+
+        `clip_grad_norm_` and `unscale_` renew this. After a change of your own that looks at each
+        number alone, such as ``p.grad *= 2``, call it yourself.
+        """
+        note_reduced(self.with_gradients())
+
+    def replaced(self, old: Iterable[nn.Parameter], why: str | None = None) -> None:
+        """Refuse optimizers that step `old`: the model has other parameters in their place."""
+        name = type(self).__module__.rpartition(".")[2]
+        for p in old:
+            p.stepped_elsewhere = why or f"make the optimizer after {name}.apply"
+
+    # ------------------------------------------------------------------ whole tensors, out and in
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
         Tied weights stay one tensor. Buffers, such as the averages of BatchNorm, are this rank's
-        own: no strategy shares what forward writes into them. A collective wherever the strategy
-        shards: all ranks call it.
+        own. A collective wherever the strategy shards: all ranks call it.
         """
         state, masters = self.model.state_dict(keep_vars=True), self.full_masters()
         return copied(state, lambda t: masters[t] if t in masters else t.detach().clone())
 
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies, whole, of the master weights of all parameters that have one (masters.py),
-        or whose pieces are their masters."""
+        """Return whole copies of all master weights, see masters.py."""
         return {p: master_of(p).clone() for p in self.model.parameters() if hasattr(p, "master")}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
@@ -149,7 +191,7 @@ class Strategy:
             self.load_masters({p: state[name] for name, p in self.model.named_parameters()})
 
     def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give each parameter's master, if it has one, what is of it here of `whole`."""
+        """Give each parameter's master, if it has one, its part of `whole`."""
         for p, values in whole.items():
             if hasattr(p, "master"):
                 p.master.copy_(values)
@@ -157,11 +199,11 @@ class Strategy:
     def members(self, optimizer: Optimizer) -> Members:
         """Return the parameters that `optimizer` steps, by group, each by its name in the model.
 
-        Raises `RuntimeError` where these are pieces that only `compose.apply` puts together.
+        Raises `RuntimeError` where these are shards that only `compose.apply` puts together.
         """
         if self.shard_axes and not self.rows:
             raise RuntimeError(
-                f"{type(self).__name__} has pieces along {self.shard_axes[0].name}, and does not "
+                f"{type(self).__name__} has shards along {self.shard_axes[0].name}, and does not "
                 f"join the state of their optimizer; let compose.apply put strategies together"
             )
         names = {p: name for name, p in self.model.named_parameters()}
@@ -170,8 +212,8 @@ class Strategy:
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
-        For any number of ranks, and for an optimizer of a serial model; "param_names" say what is
-        whose.
+        "param_names" of each group name its parameters, so it fits any number of ranks, and an
+        optimizer of a serial model.
         """
         return join_state(optimizer, self.members(optimizer), self.rows)
 
@@ -184,16 +226,124 @@ class Strategy:
         own = cut_state(state, members, self.rows)
         optimizer.load_state_dict(pack(own, members, state["param_groups"], named=False))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate here, unsent: for every microbatch but the last."""
-        before, self.synchronises = self.synchronises, False
-        try:
-            yield
-        finally:
-            self.synchronises = before
+
+# ---------------------------------------------------------------------- when a strategy is applied
+class Local(list):
+    """A list on a parameter, which stays behind when the parameter is pickled."""
+
+    def __reduce__(self) -> tuple:
+        return Local, ()
 
 
+def claim(model: nn.Module, name: str, axis: Axis) -> None:
+    """Note that the strategy `name` shares the gradients of `model` along `axis`.
+
+    Raises `ValueError` if another strategy does, and for sparse gradients and `max_norm`.
+    """
+    for path, p in model.named_parameters():
+        if other := getattr(p, "claimed_by", None):
+            raise ValueError(
+                f"{name} along {axis.name}: {path} is trained by {other[0]} already, and its "
+                f"gradient would be summed twice; apply one of ddp, zero, fsdp, local_sgd, once"
+            )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"{path or type(module).__name__} has sparse=True, and only dense gradients can be "
+                f"shared here; make it with sparse=False"
+            )
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: its forward "
+                f"writes into the rows that it looks up, and ranks look up others; make it with "
+                f"max_norm=None, and scale its weights after the step"
+            )
+    for p in model.parameters():
+        p.claimed_by = Local([f"{name} along {axis.name}"])
+
+
+def refuse_state(model: nn.Module) -> None:
+    """Let ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # which asks for the parameters themselves
+            raise RuntimeError(
+                "state_dict() would hold this rank's shards: call full_state_dict() of the "
+                "strategy on all ranks for whole weights, load_full_state_dict() to load them"
+            )
+
+    for module in model.modules():
+        if any(axes_of(p) for p in module.parameters(recurse=False)):
+            module.register_state_dict_pre_hook(refuse)
+
+
+# ---------------------------------------------------------------------- when gradients arrive
+def mark_summed(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+    """Note that gradients are sums over the ranks of `axis`: a second sum would be wrong."""
+    for p in parameters:
+        if p.grad is not None and axis.size > 1:
+            p.grad.summed_over = {*getattr(p.grad, "summed_over", ()), axis.name}
+
+
+def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
+    """Raise `RuntimeError` if the gradient of `p` is a sum over `axis` already; or over any."""
+    names = getattr(p.grad, "summed_over", ())
+    if names if axis is None else axis.name in names:
+        raise RuntimeError(
+            "a backward would add to a finished sum over the ranks, and that be summed once more: "
+            "call zero_grad() (with set_to_none=True) after each step, and use no_sync() around "
+            "all microbatches but the last"
+        )
+
+
+# ---------------------------------------------------------------------- when an optimizer steps
+_watching: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+"""Optimizers that step each number by its own gradient alone, and so can step shards."""
+
+
+def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
+    """Raise `ValueError` unless `optimizer` steps each number alone: only then it can step shards.
+
+    One of your own says so by ``elementwise = True``.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
+        raise ValueError(
+            f"{kind.__name__} may look at whole matrices or groups, and here a rank has shards of "
+            f"them; use AdamW, SGD or another of {', '.join(e.__name__ for e in ELEMENTWISE[3:])}. "
+            f"If it does step each number alone, set elementwise = True on it"
+        )
+
+
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of `optimizer`."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Check the contract before each step of any optimizer."""
+    parameters = stepped_by(optimizer)
+    for p in parameters:
+        if why := getattr(p, "stepped_elsewhere", None):
+            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
+    for strategy in list(_watching):
+        if not strategy.watched.isdisjoint(parameters):
+            strategy.check_step()
+    shards = [p for p in parameters if axes_of(p)]
+    if any(p.shape != full_shape(p) for p in shards):
+        check_elementwise(optimizer)
+    check_unchanged(shards)
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+# ---------------------------------------------------------------------- helpers
 def device_of(model: nn.Module) -> torch.device:
     """Return where the parameters of `model` are; the CPU, if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

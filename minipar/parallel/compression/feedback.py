@@ -23,9 +23,7 @@ class Bucket(Protocol):
     """What is needed of a bucket of `ddp`."""
 
     parameters: list[nn.Parameter]
-    flat: Tensor  # gradients and users
-    gradients: Tensor  # [N], one parameter after the other
-    users: Tensor  # [number of parameters]: how many ranks used each
+    flat: Tensor  # [N]: gradients, one parameter after the other
 
 
 class Compressed:
@@ -69,21 +67,18 @@ class Compressed:
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket, axis: Axis, op: Op, weight: float) -> None:
-        counting = all_reduce(bucket.users, axis, op, out=bucket.users, async_op=True)
-        vector = bucket.gradients
+        vector = bucket.flat
         if not vector.numel():  # parameters without elements
-            counting.wait()
             return
         vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
         if self.feedback:
             kept = self._residue(bucket, vector)
             vector = vector + kept
         total, residue = self.compressor.reduce(vector, axis, weight, bucket.parameters)
-        bucket.gradients.copy_(total)
+        bucket.flat.copy_(total)
         if self.feedback:
             # An overflow spoils one step, which the trainer skips or reports, not all that follow.
             kept.copy_(residue.nan_to_num_(nan=0, posinf=0, neginf=0))
-        counting.wait()
 
     def _residue(self, bucket: Bucket, like: Tensor) -> Tensor:
         """This rank's residue for `bucket`, which may hold parameters of earlier ones."""
