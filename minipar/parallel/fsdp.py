@@ -692,7 +692,8 @@ class Options:
         if self.init is not None and not any(p.is_meta for p in model.parameters()):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
         for name, p in model.named_parameters():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
+            hooks = p._backward_hooks or p._post_accumulate_grad_hooks
+            if hooks and not hasattr(p, "claimed_by"):  # else they are those of another strategy
                 raise ValueError(
                     f"{name} has a hook on its gradient, which fsdp would not call: the gradient "
                     f"comes in shards; change gradients after finish_backward()"
