@@ -171,7 +171,7 @@ class Pipeline(Strategy):
         self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Tell the gradient norm what is where; return weights of several stages, and their ranks."""
+        """Mark weights for the gradient norm; return weights of several stages, and their ranks."""
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
