@@ -272,7 +272,6 @@ class Composed(Strategy):
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
             strategy.device = self.device  # a model that was on "meta" is somewhere only now
-            strategy.others_wait = parts.pipeline is not None
         cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
         if parts.expert is not None:
             cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]

@@ -180,9 +180,9 @@ class Bucket:
 
     def launch(self, axis: Axis, op: Op) -> None:
         """Start to reduce."""
+        self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.parameters:
-            if p.grad is None:
-                self.unused.add(p)
+            if p in self.unused:
                 self.views[p].zero_()
             else:
                 check_not_summed(p, axis)
@@ -264,9 +264,12 @@ class Bucketed(Naive):
         """Send the bucket that comes next; behind the last one, which parameters were used."""
         self.buckets[self.sent].launch(self.axis, self.op)
         self.sent += 1
-        if self.sent == len(self.buckets):
-            self.unused = set().union(*(bucket.unused for bucket in self.buckets))
-            self.telling = self._tell_used(list(self.bucket_of), self.unused)
+        if self.sent == len(self.buckets) and self.reduce is None:  # else it may call from a thread
+            self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        self.unused = set().union(*(bucket.unused for bucket in self.buckets))
+        self.telling = self._tell_used(list(self.bucket_of), self.unused)
 
     def finish_backward(self) -> None:
         Strategy.finish_backward(self)
@@ -274,6 +277,8 @@ class Bucketed(Naive):
             self._send_next()
         for bucket in self.buckets:
             bucket.finish()
+        if self.buckets and self.reduce is not None:
+            self._tell_unused()
         if self.buckets:
             for p in _used(list(self.bucket_of), self.unused, self.telling):
                 p.grad = self.bucket_of[p].views[p]

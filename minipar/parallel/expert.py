@@ -125,7 +125,7 @@ def apply(
     check_nodes(nodes, axis.size, axis.name)
     for name, p in model.named_parameters():
         other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
-        if other := other or getattr(p, "claimed_by", None):
+        if other := other or next(iter(getattr(p, "claimed_by", ())), None):
             raise ValueError(
                 f"{name} is shared by {other} already; apply expert once, before ddp, zero or fsdp"
             )

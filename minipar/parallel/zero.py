@@ -37,7 +37,7 @@ the gradients, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,17 +58,63 @@ from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, check_elementwise, claim, flags
 
 
+def apply(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    optimizer: "ShardedOptimizer",
+    stage: int = 1,
+    average: bool = True,
+    working_dtype: torch.dtype | None = None,
+) -> Strategy:
+    """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
+
+    Args:
+        optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
+        stage: 1: gradients are whole until the end of backward; 2: they never are.
+        average: divide the sum of the gradients by the number of ranks.
+        working_dtype: compute in this dtype, and gather weights in it. The slices keep their dtype
+            and are the master weights of masters.py. Gradients are added up and sent in the dtype
+            of the masters. Frozen parameters are cast and have no master.
+
+    After a backward that an exception cut short, call `finish_backward` and
+    ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for another stage, an optimizer of
+    other parameters or along another axis, and for the models that `claim` refuses.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.axis != axis:
+        raise ValueError(
+            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
+            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
+        )
+    missing = {p for p in model.parameters() if p.requires_grad and p.numel()}
+    missing -= optimizer.bucket_of.keys()
+    if missing or optimizer.bucket_of.keys() - set(model.parameters()):
+        names = [name for name, p in model.named_parameters() if p in missing]
+        raise ValueError(
+            f"the optimizer must hold all trainable parameters of the model, and no others. It "
+            f"lacks {names[:3] or 'none'} ({len(names)} in all); hand them over, or freeze them "
+            f"with requires_grad_(False)"
+        )
+    claim(model, f"zero {stage}", axis)
+    replicate(model, axis, is_data=True)
+    if working_dtype is not None:
+        optimizer.work_in(model, working_dtype)
+    return STAGES[stage](model, axis, optimizer, average)
+
+
 # ---------------------------------------------------------------------- 1. a bucket, cut n ways
 class Bucket(Row):
     """Parameters one after the other in a flat buffer, of which this rank owns a slice.
 
     The parameters are views of the buffer. The slice is a view of it too, until `work_in` gives the
-    slice memory of its own. The methods stand in the order of a step.
+    slice memory of its own. The other methods stand in the order of a step.
     """
 
     def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
         axis = copies_axis(parameters[0], data_axis)
-        self.share = axis.size / data_axis.size  # of experts, fewer ranks have copies
+        self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
         layout = Layout([p.numel() for p in parameters], axis)
         self.parameters = parameters
         self.weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
@@ -102,28 +148,26 @@ class Bucket(Row):
             p.part_of = partial(self.part_of, piece)
         self._bind(torch.zeros_like(self.weights, dtype=dtype))
 
+    def _open(self) -> None:
+        if self.whole is None:
+            self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
+            self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
+
     def add(self, p: nn.Parameter) -> None:
         """In backward: move the gradient of `p` into the flat buffer, where it accumulates."""
-        if self.whole is None:
-            self.whole = torch.empty_like(self.weights, dtype=self.shard.dtype)
-            self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
+        self._open()
         if p.grad is not self.views[p]:
             p.grad = self.views[p].copy_(p.grad.detach())
 
     def reduce(self, op: Op) -> None:
         """When all gradients are there: start to sum them, each slice for its owner."""
         self.wait_for_reduce()  # of the microbatch before
+        self._open()
         for p in self.parameters:
             if p.grad is not None:
                 self.add(p)
                 self.used.add(p)
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
-        for p, view in self.views.items():
-            if p.grad is None:  # not used: what was in memory is no gradient
-                view.zero_()
-            p.grad = None
-        self.whole[sum(self.layout.splits[:-1]) :] = 0
+                p.grad = None
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
@@ -144,7 +188,7 @@ class Bucket(Row):
 
     def gather(self) -> None:
         """After the step: start to collect the slices of all ranks."""
-        for p, place in zip(self.parameters, self.places, strict=False):
+        for p, place in zip(self.parameters, self.places, strict=True):
             if p.data_ptr() != place.data_ptr():
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
@@ -154,7 +198,7 @@ class Bucket(Row):
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
     def arrive(self) -> None:
-        """Before the next forward uses them: wait until the slices are in `weights`."""
+        """Before the next forward uses them: wait until all slices are in `weights`."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -174,17 +218,15 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
-            ranks. Frozen ones may be among them, and stay frozen.
+            ranks. Parameters among them that are frozen stay so.
         optimizer_class: made on this rank's pieces, which lie where the parameters do.
         bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
             default an eighth of the parameters, at most 25 MB.
         options: of `optimizer_class`.
 
-    To schedulers it is an optimizer like any other; `param_groups` list the pieces. `apply` brings
-    gradients to it, so hand it over before the first step.
-
-    Raises `ValueError` when nothing is trainable, for a bucket without capacity, and for an
-    optimizer that looks at whole matrices.
+    To schedulers it is an optimizer like any other; `param_groups` list the pieces. Raises
+    `ValueError` when nothing is trainable, for a bucket without capacity, and for an optimizer that
+    looks at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -206,20 +248,20 @@ class ShardedOptimizer(Optimizer):
         for group in groups:
             self.names |= dict(zip(group["params"], group.pop("param_names", ()), strict=False))
         self.wholes = [group["params"] for group in groups]  # as the user gave them
-        trainable = [[p for p in ps if p.requires_grad and p.numel()] for ps in self.wholes]
+        trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
         if not any(trainable):
             raise ValueError("there is no trainable parameter to optimize")
-        num_bytes = sum(p.nbytes for ps in trainable for p in ps)
+        num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
         self.buckets = [
-            Bucket(members, axis) for ps in trainable for members in _fill_buckets(ps, capacity)
+            Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.is_attached = False  # to a strategy
+        self.is_attached = False  # to a strategy, which brings the gradients
         self.has_stepped = False  # with the gradients that are here
         cut = [
-            {**group, "params": [p.piece for p in ps]}
-            for group, ps in zip(groups, trainable, strict=True)
+            {**group, "params": [p.piece for p in own]}
+            for group, own in zip(groups, trainable, strict=True)
         ]
         self.inner = optimizer_class(cut, **options)
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -228,10 +270,6 @@ class ShardedOptimizer(Optimizer):
     def _adopt(self) -> None:
         """Show the inner optimizer's groups and state: schedulers change them."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def attach(self, model: nn.Module) -> None:
-        """Note that a strategy brings gradients; parameters have their names in `model`."""
-        self.is_attached, self.names = True, {p: name for name, p in model.named_parameters()}
 
     @torch.no_grad()
     def work_in(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -244,17 +282,10 @@ class ShardedOptimizer(Optimizer):
                 p.data = p.data.to(dtype)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:
         """Update this rank's slices, and start to hand them out, those of the first layer first."""
         if not self.is_attached:
-            raise RuntimeError(
-                "this ShardedOptimizer gets no gradients: hand it to zero.apply(model, axis, "
-                "optimizer=...) before the first step"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for bucket in self.buckets:
             for p in bucket.parameters if bucket.has_masters else ():
@@ -263,7 +294,6 @@ class ShardedOptimizer(Optimizer):
         for bucket in reversed(self.buckets):
             bucket.gather()
         self.has_stepped = True
-        return loss
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole: to read or write them outside of a forward."""
@@ -287,31 +317,15 @@ class ShardedOptimizer(Optimizer):
         return join_state(self.inner, self.members(), self.buckets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole state, also one of `optimizer_class` itself.
+        """Take over a whole state, also one of `optimizer_class` itself; paired by names, if any.
 
-        Paired by names where both sides know them. Raises `ValueError` for other parameters.
+        Raises `ValueError` for the state of other parameters.
         """
         members = self.members()
         own = cut_state(state_dict, members, self.buckets)
-        cut = [[label for label, p in g.items() if p in self.bucket_of] for g in members]
+        cut = [[label for label, p in group.items() if p in self.bucket_of] for group in members]
         self.inner.load_state_dict(pack(own, cut, state_dict["param_groups"], named=False))
         self._adopt()
-
-
-def _fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
-    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for p in parameters:
-        kinds[p.dtype, p.device, copies_axis(p, None)].append(p)
-    for members in kinds.values():
-        bucket, room = [], capacity
-        for p in members:
-            if bucket and p.nbytes > room:
-                yield bucket
-                bucket, room = [], capacity
-            bucket.append(p)
-            room -= p.nbytes
-        yield bucket
 
 
 # ---------------------------------------------------------------------- 3. state cut n ways
@@ -329,11 +343,12 @@ class Naive(Strategy):
         # Gradients come from the last layer to the first. A bucket is complete with the gradient
         # of its first parameter; in forward this is the first to be needed, too.
         place = {p: i for i, p in enumerate(model.parameters())}
-        self.buckets.sort(key=lambda b: -min(place[p] for p in b.parameters))
+        self.buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.parameters))
         self.next = 0  # index of the bucket that is sent next
         self.in_flight: deque[Bucket] = deque()
-        self.arrivals = Arrivals(model, optimizer)
-        optimizer.attach(model)
+        optimizer.is_attached = True
+        optimizer.names = {p: name for name, p in model.named_parameters()}
+        let_modules_wait(model, optimizer)
         self.hook_gradients(self.bucket_of)
         self.watch(self.with_gradients())
         self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
@@ -354,8 +369,9 @@ class Naive(Strategy):
         used = {p for bucket in self.buckets for p in bucket.used}
         told = flags([p in used for p in self.bucket_of], self.device)
         told = all_reduce(told, self.axis, "max", out=told)
-        if len(used) < len(self.bucket_of):  # a GPU is waited for only where others matter
-            used |= {p for p, by_any in zip(self.bucket_of, look(told, on_meta=())) if by_any}
+        if len(used) < len(self.bucket_of):  # only then wait for a GPU
+            by_any = look(told, on_meta=())  # where all ranks are alike
+            used |= {p for p, is_used in zip(self.bucket_of, by_any, strict=False) if is_used}
         while self.in_flight:
             self.in_flight.popleft().wait_for_reduce()
         for bucket in self.buckets:
@@ -413,10 +429,11 @@ class Stage1(Naive):
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
+        bucket = self.bucket_of[p]
         if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
-            self.bucket_of[p].add(p)
+            bucket.add(p)
         if self.synchronises or self.every_backward_sends:
-            self.missing[self.bucket_of[p]].discard(p)
+            self.missing[bucket].discard(p)
             while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
                 self._reduce_next()
 
@@ -455,103 +472,50 @@ STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
 
 
 # ---------------------------------------------------------------------- helpers
-class Arrivals:
-    """Lets modules wait, before they run, for weights that are still on their way.
+def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
+    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        kinds[p.dtype, p.device, copies_axis(p, None)].append(p)
+    for members in kinds.values():
+        bucket, room = [], capacity
+        for p in members:
+            if bucket and p.nbytes > room:
+                yield bucket
+                bucket, room = [], capacity
+            bucket.append(p)
+            room -= p.nbytes
+        yield bucket
 
-    A module may use weights of a module inside of it without calling that one, as
-    `nn.MultiheadAttention` does with its `out_proj`. So the nearest module around a weight that is
-    ever called waits for it. The first forward, when all weights are there, shows which are called.
+
+def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Let modules of `model` wait, before they run, for weights that are still on their way.
+
+    A module may use a weight inside of it without calling the weight's own module, as
+    `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever
+    called waits for it. The first forward, when all weights are there, shows which are called.
     """
+    bucket_of, called = optimizer.bucket_of, set()
+    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of a module
 
-    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer) -> None:
-        self.bucket_of, self.called = optimizer.bucket_of, set()
-        self.owners = [
-            (path, p)
-            for path, module in model.named_modules()
-            for p in module.parameters(recurse=False)
-            if p in self.bucket_of
-        ]
-        self.needs: dict[str, set[Bucket]] = {}
-        for path, module in model.named_modules():
-            module.register_forward_pre_hook(_before(path, self.wait))
-        model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-        model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-
-    def wait(self, path: str) -> None:
-        """Wait for the weights that the module at `path` may use."""
-        if path not in self.called:
-            self.called.add(path)
-            self.needs = defaultdict(set)
-            for owner, p in self.owners:
-                while owner and owner not in self.called:
-                    owner = owner.rpartition(".")[0]
-                self.needs[owner].add(self.bucket_of[p])
-        for bucket in (*self.needs.get("", ()), *self.needs.get(path, ())):
+    def wait(path: str) -> None:
+        if path not in called:
+            called.add(path)
+            needs.clear()
+            for name, p in model.named_parameters(remove_duplicate=False):
+                around = name.rpartition(".")[0]
+                while around and around not in called:
+                    around = around.rpartition(".")[0]
+                needs[around] |= {bucket_of[p]} if p in bucket_of else set()
+        for bucket in needs[""] | needs[path]:
             bucket.arrive()
 
-
-def _before(path: str, wait: Callable[[str], None]) -> Callable[..., None]:
-    """Return a hook; a function, which a deep copy of the model shares."""
-
-    def hook(*_: Any) -> None:
-        # Inside of a compiled graph no module is called, so a module around the graph waits.
+    def hook(path: str, *_: Any) -> None:
+        # Inside of a compiled graph no module is called; a module around the graph waits.
         if not path or not torch.compiler.is_compiling():
             wait(path)
 
-    return hook
-
-
-def apply(
-    model: nn.Module,
-    axis: Axis,
-    *,
-    optimizer: ShardedOptimizer,
-    stage: int = 1,
-    average: bool = True,
-    working_dtype: torch.dtype | None = None,
-) -> Strategy:
-    """Make `model` (any `nn.Module`) data parallel along `axis`, at the traffic of `ddp`.
-
-    Args:
-        optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
-        stage: 1: gradients are whole until the end of backward; 2: they never are.
-        average: divide the sum of the gradients by the number of ranks.
-        working_dtype: compute in this dtype, and gather weights in it. The slices stay as they are,
-            and are the master weights of masters.py; gradients are added up and sent in their
-            dtype. Frozen parameters are cast and have no master.
-
-    After a backward that an exception cut short, call `finish_backward` and
-    ``optimizer.zero_grad()`` on all ranks.
-
-    Raises `ValueError` for another stage, an optimizer that does not fit or holds parameters of
-    others, and for the models that `claim` refuses.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
-    if not isinstance(optimizer, ShardedOptimizer) or optimizer.axis != axis:
-        raise ValueError(
-            f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
-            f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
-        )
-    named = dict(model.named_parameters())
-    left_out = [
-        name
-        for name, p in named.items()
-        if p.requires_grad and p.numel() and p not in optimizer.bucket_of
-    ]
-    if left_out:
-        raise ValueError(
-            f"{left_out[0]} (one of {len(left_out)} parameters) is trainable but not in the "
-            f"optimizer; hand it over, or freeze it with requires_grad_(False)"
-        )
-    if others := optimizer.bucket_of.keys() - set(named.values()):
-        raise ValueError(
-            f"the optimizer holds {len(others)} parameters that are not of the model, such as of a "
-            f"loss, and no rank would know the others' gradients of them; give them another "
-            f"optimizer, or hand over one model that has both"
-        )
-    claim(model, f"zero {stage}", axis)
-    replicate(model, axis, is_data=True)
-    if working_dtype is not None:
-        optimizer.work_in(model, working_dtype)
-    return STAGES[stage](model, axis, optimizer, average)
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(partial(hook, path))
+    model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+    model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())

@@ -281,7 +281,7 @@ def test_alone_it_does_not_pass_one_ranks_optimizer_state_off_as_whole():
     with pytest.raises(RuntimeError) as caught:
         spread.full_optimizer_state(torch.optim.AdamW(layer.parameters()))
     message = str(caught.value)
-    assert message.startswith("ExpertParallel has pieces along ep, and does not join")
+    assert message.startswith("ExpertParallel has shards along ep, and does not join")
 
 
 def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():

@@ -255,27 +255,6 @@ def test_masters_that_nobody_would_step_are_refused(names, message):
             masters.keep(model, optimizer, torch.bfloat16)
 
 
-def test_what_is_unfrozen_later_has_no_master_and_is_refused():
-    """Mutant: its steps of a thousandth round to nothing, and no one says so."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    model[1].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    masters.keep(model, optimizer, torch.bfloat16)
-    optimizer.step()
-    model[1].bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"1\.bias was frozen when keep.* unfreeze it first"):
-        optimizer.step()
-
-
-def test_another_optimizer_does_not_step_working_weights():
-    """Mutant: one made later, whose steps round to nothing; masters stay where they are."""
-    model = nn.Linear(3, 2)
-    masters.keep(model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.bfloat16)
-    another = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with pytest.raises(RuntimeError, match="step the optimizer that masters.keep"):
-        another.step()
-
-
 @pytest.mark.parametrize("method", ["delayed gradients", "post-local sgd"])
 def test_gradients_that_travel_as_one_vector_are_as_wide_as_masters(method):
     """Mutants: in the 16 bits of the weights, which torch refuses; of weights in channels_last."""

@@ -98,6 +98,20 @@ def in_order(axes: Iterable[Axis]) -> list[Axis]:
     return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
 
 
+def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
+    """Return a view of the vector `numbers` in the shape of `p`, and in memory as `p` is.
+
+    Fused optimizers step weight and gradient in the order of memory, of channels_last weights too.
+    """
+    span = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+    return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
+
+
+def gradient_bytes(p: Tensor) -> int:
+    """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
+    return p.numel() * p.grad_dtype.itemsize
+
+
 def check_divides(name: str, n: int, what: str, size: int) -> None:
     """Raise `ValueError` unless n, called `name`, divides `size`; name the numbers that do."""
     if n < 1 or size % n:
@@ -154,9 +168,7 @@ class Row:
         """Raise `RuntimeError` for a piece that has other memory than the shard."""
         first, width = self.shard.data_ptr(), self.shard.element_size()
         for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():  # also where it is elsewhere
-                place = piece.data_ptr()
-            if piece.numel() and place != first + span.start * width:
+            if piece.numel() and piece.data_ptr() != first + span.start * width:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(self.shapes[piece])} has got new memory since "
                     f"its strategy was applied, as by p.data = ..., vector_to_parameters or "
@@ -269,15 +281,3 @@ def _along(spans: Sequence[tuple[int, int]], offset: int, size: int) -> list[tup
             found.append((start + first - at, slice(first, last)))
         at += stop - start
     return found
-
-
-def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
-    """Return a view of the vector `numbers` in the shape of `p`, in memory as `p` is, if that has
-    no gaps: fused optimizers take one number after the other, of channels_last weights too."""
-    span = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
-    return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
-
-
-def gradient_bytes(p: Tensor) -> int:
-    """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
-    return p.numel() * p.grad_dtype.itemsize

@@ -171,7 +171,7 @@ class Pipeline(Strategy):
         self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Tell the gradient norm what is where; return what other ranks have, too, and which."""
+        """Tell the gradient norm what is where; return weights of several stages, and their ranks."""
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
@@ -179,7 +179,7 @@ class Pipeline(Strategy):
             if p is None or self.axis.size == 1:
                 continue
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
-            if p.requires_grad and len(weight.ranks) > 1:
+            if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
                 twins[p] = weight.ranks
         return twins
 
