@@ -70,7 +70,7 @@ from minipar.parallel.base.replicate import broadcast_all
 from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, claim, flags, refuse_state, share_counts
 
-Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Blocks = Sequence[type[nn.Module] | nn.Module]
 Slot = tuple[nn.Module, str, nn.Parameter]  # a module, an attribute of it, the parameter there
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
 
@@ -89,7 +89,7 @@ def apply(
     weights come out of `full_state_dict`, and go in by `load_full_state_dict`.
 
     Args:
-        blocks: modules that are gathered one by one: classes, modules, or names. By default the
+        blocks: modules that are gathered one by one, or their classes. By default the
             members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
             down; and each `nn.Embedding` and `nn.Linear` beside them that is as large. A block
             returns a tensor, or tensors and None in tuples and lists. Weights outside of blocks
@@ -271,9 +271,6 @@ class FullySharded(Strategy):
             )
         for name, t in own.items():
             t.copy_(flat_of[t].part_of(t, state[name]) if t in flat_of else state[name])
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
 
 
 # ---------------------------------------------------------------------- 2. gather ahead
@@ -549,22 +546,19 @@ class Hybrid(Flat):
 
 # ---------------------------------------------------------------------- which weights, which block
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Module]:
-    """Return the modules that `blocks` means; see `apply`. Raises `ValueError` for unknown ones."""
-    if blocks is None:
-        members = list(members_of_lists(model))
-        least = max(map(numel, members), default=float("inf"))
-        inside = {module for member in members for module in member.modules()}
-        # No other classes: weights of a subclass may be used without its forward, as in attention.
-        tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
-        return members + [m for m in tables if m not in inside and numel(m) >= least]
-    found: dict[nn.Module, None] = {}
-    named = dict(model.named_modules())
-    for item in blocks:
-        meant = [m for name, m in named.items() if item in (name, type(m)) or m is item]
-        if not meant:
-            raise ValueError(f"blocks: the model has no {item!r}; it has {list(named)[1:9]}")
-        found |= dict.fromkeys(meant)
-    return [module for module in found if module is not model]
+    """Return the modules that `blocks` names; see `apply`."""
+    if blocks is not None:
+        found = [m for m in model.modules() if m in blocks or type(m) in blocks]
+        if blocks and not found:
+            has = sorted({type(m).__name__ for m in model.modules()})
+            raise ValueError(f"blocks={blocks!r}: the model has none of them; it has {has}")
+        return [m for m in found if m is not model]
+    members = list(members_of_lists(model))
+    least = max(map(numel, members), default=float("inf"))
+    inside = {module for member in members for module in member.modules()}
+    # No other classes: weights of a subclass may be used without its forward, as in attention.
+    tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
+    return members + [m for m in tables if m not in inside and numel(m) >= least]
 
 
 def members_of_lists(module: nn.Module) -> Iterator[nn.Module]:

@@ -964,8 +964,7 @@ def _refused():
         (Layers(0), dict(prefetch=-1), "prefetch=-1"),
         (Layers(0), dict(compute_dtype=torch.int8), "compute_dtype=torch.int8 is no float"),
         (Layers(0), dict(reduce_dtype=torch.int8), "reduce_dtype=torch.int8 is no float"),
-        (Layers(0), dict(blocks=(nn.Conv2d,)), "the model has no"),
-        (Layers(0), dict(blocks=("layers",)), "blocks.0"),
+        (Layers(0), dict(blocks=(nn.Conv2d,)), "has none of them; it has .*Linear"),
         (Layers(0), dict(replicate_axis=mesh.dp), "must cross each other"),
         (Layers(0), dict(init=lambda name, shape: torch.zeros(shape)), "'meta' device"),
         (nn.ReLU(), {}, "no parameter"),
@@ -981,7 +980,7 @@ def _refused():
 
 
 def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [10, 10]
+    assert ranks(2).run(_refused) == [9, 9]
 
 
 def penalty(model: Layers, x: Tensor) -> None:
@@ -1022,7 +1021,6 @@ REFUSED = [
         RuntimeError,
         r"blocks\.1\.weight was used outside",
     ),
-    (lambda model, x: copy.deepcopy(model), TypeError, "cannot be copied"),
     (lambda model, x: model.state_dict(), RuntimeError, "full_state_dict"),
 ]
 
