@@ -173,9 +173,11 @@ class FullySharded(Strategy):
             return output  # recomputed: its backward comes next
         self.in_forward = self.in_forward and unit is not self.root
         unit.unbind()
-        returned = [t for t in tensors_in(output) if t.requires_grad]
-        if torch.is_grad_enabled() and unit is not self.root:
-            check_output(unit, output)
+        returned = []
+        if torch.is_grad_enabled():
+            if unit is not self.root:
+                check_output(unit, output)
+            returned = [t for t in tensors_in(output) if t.requires_grad]
         if not returned or not self.stays(unit):
             unit.reshard()
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
@@ -194,7 +196,8 @@ class FullySharded(Strategy):
 
     def pre_backward(self, unit: "Unit") -> None:
         """Gather the weights of `unit` again; checkpoints inside of it find them in its modules."""
-        if torch.is_grad_enabled():
+        creates_graph = torch.is_grad_enabled()
+        if creates_graph:
             raise RuntimeError(
                 "fsdp frees weights after backward, and create_graph=True would need them later; "
                 "use ddp or zero, or take such a gradient inside of one block's forward"
@@ -231,7 +234,8 @@ class FullySharded(Strategy):
         super().finish_backward()
 
     def release(self) -> None:
-        """Free all weights that are gathered."""
+        """Free all weights that are gathered, also those of a forward that an error ended."""
+        self.in_forward = False
         for unit in self.units:
             unit.reshard()
 

@@ -919,6 +919,9 @@ def test_other_methods_run_as_forwards_if_they_are_named():
     mesh, model, plain = Mesh(dp=2), Methods(0), Methods(0)
     strategy = fsdp.apply(model, mesh.dp, forward_methods=("encode",), average=False)
     for step in range(2):
+        with pytest.raises(TypeError):  # ends a forward, and does not count as one that goes on
+            model.encode(None)
+        strategy.finish_backward()
         x = [data(rank, step) for rank in (0, 1)]
         (model.encode(x[mesh.rank]).sum() + model(x[mesh.rank]).square().sum()).backward()
         strategy.finish_backward()
