@@ -1,15 +1,13 @@
 """The best cut of gradients into buckets, from when each is ready and what a call costs.
 
-A cut puts neighbours in the order of arrival into one bucket. A bucket leaves once its last
-gradient is there and the bucket before it is done:
+A cut puts neighbours in the order of sending into one bucket. A bucket leaves once its last
+gradient is there and the bucket before it is done, and each call delays what is computed after it:
 
-    end_k = max(ready_k, end_(k-1)) + latency + bytes_k seconds_per_byte
+    end_k = max(ready_k + calls before k, end_(k-1)) + latency + bytes_k seconds_per_byte
 
-and each call delays all that is computed after it; each byte too, where no core is left to move it
-but those that compute: there, fewer calls are all that is to be gained. Whatever the last bucket
-is, the step ends earliest if those before it end as early as they can: so the best cut into k
-buckets follows from the best cuts of all beginnings into k-1 (dynamic programming), in O(k n^2) for
-n gradients.
+Whatever the last bucket is, the step ends earliest if the buckets before it end as early as they
+can. So the best cut into k buckets follows from the best cuts of all beginnings into k-1 (dynamic
+programming), in O(k n^2) for n gradients.
 """
 
 import math
@@ -22,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.comm.collectives import all_reduce, ranks_per_host
+from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.emulate.device import clock
-from minipar.ranks.threads import usable_cores
 
 MOST_BUCKETS = 32
-FINEST = 64  # pieces at most, between which cuts are looked for
+FINEST = 64  # neighbours are joined up to a 64th of all bytes, before cuts are looked for
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,13 @@ class Costs:
     latency: float
     per_byte: float
     call: float  # of the latency
-    moving: float = 0.0  # of `per_byte`
 
     def end(self, ready: Sequence[float], num_bytes: Sequence[int]) -> float:
         """Return when the last bucket is done, from when each is ready (seconds) and its bytes."""
-        end = delay = 0.0
-        for at, size in zip(ready, num_bytes, strict=True):
-            end = max(end, at + delay) + self.latency + size * self.per_byte
-            delay += self.call + size * self.moving
-        return max(end, ready[-1] + delay)
+        end = 0.0
+        for calls, (at, size) in enumerate(zip(ready, num_bytes, strict=True)):
+            end = max(end, at + calls * self.call) + self.latency + size * self.per_byte
+        return max(end, ready[-1] + len(ready) * self.call)
 
 
 def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
@@ -55,94 +50,64 @@ def measure(axis: Axis, like: Tensor, num_bytes: int, rounds: int = 4) -> Costs:
 
     The best of `rounds`, then the slowest rank: the same numbers on all.
     """
-    has_cores_to_spare = like.device.type != "cpu" or usable_cores() >= 2 * ranks_per_host()
-    busy_clock = time.thread_time if has_cores_to_spare else time.process_time
-    best = torch.full((2, 2), float("inf"), dtype=torch.float64)
+    best = torch.full((2, 2), math.inf, dtype=torch.float64)
     many = max(2, num_bytes // like.element_size())
     for row, elements in enumerate((1, many)):
         flat = like.new_zeros(elements)
         for _ in range(rounds):
-            start, busy = clock(), busy_clock()
+            start, busy = clock(), time.thread_time()
             all_reduce(flat, axis, out=flat)
-            busy = busy_clock() - busy
+            busy = time.thread_time() - busy
             if flat.device.type != "cpu":
                 torch.accelerator.synchronize(flat.device)  # which may spin, in place of computing
-            took = clock() - start, busy
-            best[row] = torch.minimum(best[row], torch.tensor(took, dtype=torch.float64))
+            took = torch.tensor((clock() - start, busy), dtype=torch.float64)
+            best[row] = torch.minimum(best[row], took)
     best = all_reduce(best.to(like.device), axis, "max")
-    (latency, call), (seconds, busy) = look(best, on_meta=None)
-    num_bytes = many * like.element_size()
-    per_byte, moving = max(seconds - latency, 0) / num_bytes, max(busy - call, 0) / num_bytes
-    return Costs(latency, per_byte, min(call, latency), min(moving, per_byte))
+    (latency, call), (seconds, _) = look(best, on_meta=None)
+    per_byte = max(seconds - latency, 0) / (many * like.element_size())
+    return Costs(latency, per_byte, min(call, latency))
 
 
 def best_cut(ready: Sequence[float], num_bytes: Sequence[int], costs: Costs) -> list[int]:
-    """Return how many gradients each bucket takes, in the order of arrival.
+    """Return how many gradients each bucket takes.
 
     Args:
-        ready: seconds at which each gradient arrives, in this order; never falling.
+        ready: seconds at which each gradient may be sent; never falling.
         num_bytes: of each gradient.
     """
-    pieces = _pieces(num_bytes)
-    last = [end - 1 for end in accumulate(pieces)]
-    total = list(accumulate(num_bytes, initial=0))
-    upto = [0, *(total[i + 1] for i in last)]
-    # for each beginning, the earliest end in so many buckets, and how many pieces each then takes
-    earliest: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(pieces)]
+    groups = _neighbours(num_bytes)
+    last = [end - 1 for end in accumulate(groups)]
+    upto = [0, *(list(accumulate(num_bytes))[i] for i in last)]
+    # for each beginning, the earliest end in so many buckets, and how many groups each then takes
+    earliest: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(groups)]
     best: tuple[float, list[int]] = (math.inf, [])
-    for calls in range(min(MOST_BUCKETS, len(pieces))):
+    for calls in range(min(MOST_BUCKETS, len(groups))):
         found: list[tuple[float, list[int]]] = [(math.inf, [])]
         for j, i_last in enumerate(last, 1):
             free = ready[i_last] + calls * costs.call
             ends = (
-                (
-                    max(end, free + upto[i] * costs.moving)
-                    + costs.latency
-                    + (upto[j] - upto[i]) * costs.per_byte,
-                    i,
-                )
+                (max(end, free) + costs.latency + (upto[j] - upto[i]) * costs.per_byte, i)
                 for i, (end, _) in enumerate(earliest[:j])
             )
             end, i = min(ends)
             found.append((end, [*earliest[i][1], j - i]))
         earliest = found
         end, cut = earliest[-1]
-        delay = (calls + 1) * costs.call + upto[-1] * costs.moving
-        best = min(best, (max(end, ready[-1] + delay), cut))
-    taken = iter(pieces)
+        best = min(best, (max(end, ready[-1] + (calls + 1) * costs.call), cut))
+    taken = iter(groups)
     return [sum(islice(taken, many)) for many in best[1]]
 
 
-def _pieces(num_bytes: Sequence[int]) -> list[int]:
-    """Join neighbours up to a `FINEST`-th of all bytes; return how many each piece has."""
-    least, held, pieces = sum(num_bytes) / FINEST, 0, [0]
+def _neighbours(num_bytes: Sequence[int]) -> list[int]:
+    """Join neighbours up to a `FINEST`-th of all bytes; return how many each group has."""
+    least, held, groups = sum(num_bytes) / FINEST, 0, [0]
     for size in num_bytes:
         held += size
-        pieces[-1] += 1
+        groups[-1] += 1
         if held >= least:
-            pieces.append(0)
+            groups.append(0)
             held = 0
-    return pieces if pieces[-1] else pieces[:-1]
-
-
-# ---------------------------------------------------------------------- when gradients arrive
-def now(device: torch.device) -> Any:
-    """Return a stamp of this moment; on a GPU, of when it gets to what was launched so far."""
-    if device.type != "cuda":
-        return clock()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
-    """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
-    stamps = list(stamps)
-    first, last = stamps[0] if stamps else 0.0, stamps[-1] if stamps else 0.0
-    if isinstance(first, float):
-        return [stamp - first for stamp in stamps]
-    last.synchronize()
-    return [first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+    return groups if groups[-1] else groups[:-1]
 
 
 def compare(
@@ -158,3 +123,22 @@ def compare(
         lines.append(f"{name}: {1e3 * after:.2f} ms after the last gradient; {megabytes} MB")
     price = f"{1e3 * costs.latency:.2f} ms and {1e9 * costs.per_byte:.2f} ms per MB"
     return "\n".join([*lines, f"An all-reduce takes {price}."])
+
+
+# ---------------------------------------------------------------------- when gradients arrive
+def now(device: torch.device) -> Any:
+    """Return a stamp of this moment; on a GPU, of when it gets to what was launched so far."""
+    if device.type != "cuda":
+        return clock()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
+    """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
+    stamps = list(stamps)
+    if not stamps or isinstance(stamps[0], float):
+        return [stamp - stamps[0] for stamp in stamps]
+    stamps[-1].synchronize()
+    return [stamps[0].elapsed_time(stamp) / 1e3 for stamp in stamps]

@@ -185,6 +185,8 @@ def apply(
             average=False,
             working_dtype=dtype,
         )
+        if plan.zero == 1 and plan.pp > 1:  # the stage before waits for the end of this backward
+            parts.data.most_in_flight = len(parts.data.buckets)
     else:
         if plan.compression != "none":
             parts.compressed = Compressed(COMPRESSORS[plan.compression]())

@@ -111,42 +111,35 @@ class Naive(Strategy):
         super().finish_backward()
         # A rank that skips a parameter it did not use would leave the others waiting: all ranks
         # reduce all parameters, and a byte tells "unused everywhere" from "zero".
-        unused = {p for p in self.parameters if p.grad is None}
-        used_by_any = self._tell_used(self.parameters, unused)
+        self._tell_used({p for p in self.parameters if p.grad is None})
         for p in self.parameters:
-            if p in unused:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             check_not_summed(p, self.axis)
+            if p in self.unused:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             copies = copies_axis(p, self.axis)
             if self.op == "avg":  # over all ranks, also where few have copies
                 p.grad.mul_(copies.size / self.axis.size)
             all_reduce(p.grad, copies, self.op, out=p.grad)
-        for p in unused - _used(self.parameters, unused, used_by_any):
+        for p in self.unused.difference(self._used_elsewhere()):
             p.grad = None
-        self._mark_summed()
-
-    def _tell_used(self, order: list[nn.Parameter], unused: set[nn.Parameter]) -> Pending:
-        """Start to tell all ranks which parameters this rank used: one byte for each."""
-        used = flags([p not in unused for p in order], self.device)
-        return all_reduce(used, self.axis, "max", out=used, async_op=True)
-
-    def _mark_summed(self) -> None:
         if self.op == "sum":
             mark_summed(self.parameters, self.axis)
 
+    def _tell_used(self, unused: set[nn.Parameter]) -> None:
+        """Start to tell all ranks which parameters this rank used: one byte for each."""
+        used = flags([p not in unused for p in self.parameters], self.device)
+        self.telling = all_reduce(used, self.axis, "max", out=used, async_op=True)
+        self.unused = unused
 
-def _used(
-    order: list[nn.Parameter], unused: set[nn.Parameter], used_by_any: Pending
-) -> set[nn.Parameter]:
-    """Return which of `unused`, by this rank, other ranks used.
+    def _used_elsewhere(self) -> list[nn.Parameter]:
+        """Return the parameters that other ranks used, and this rank did not.
 
-    Looks at values only if there are any; on "meta", where there are none, all ranks are alike.
-    """
-    told = used_by_any.wait()
-    if not unused:
-        return set()
-    told = look(told, on_meta=[0] * len(order))
-    return {p for p, is_used in zip(order, told, strict=True) if is_used and p in unused}
+        Looks at the bytes only if this rank has unused parameters. On "meta" all ranks are alike.
+        """
+        told, self.telling = self.telling.wait(), None
+        told = look(told, on_meta=[0] * len(told)) if self.unused else ()
+        pairs = zip(self.parameters, told, strict=False)
+        return [p for p, by_any in pairs if by_any and p in self.unused]
 
 
 # ---------------------------------------------------------------------- 2. fewer, larger calls
@@ -251,7 +244,6 @@ class Bucketed(Naive):
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
         self.sent = 0  # buckets of this step
-        self.telling: Pending | None = None  # which parameters were used
         # Gradients come into being from the last layer to the first.
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
         self._use(fill_buckets([] if is_alone else self.parameters[::-1], self.capacity, reduce))
@@ -264,26 +256,24 @@ class Bucketed(Naive):
         """Send the bucket that comes next; behind the last one, which parameters were used."""
         self.buckets[self.sent].launch(self.axis, self.op)
         self.sent += 1
-        if self.sent == len(self.buckets) and self.reduce is None:  # else it may call from a thread
-            self._tell_unused()
-
-    def _tell_unused(self) -> None:
-        self.unused = set().union(*(bucket.unused for bucket in self.buckets))
-        self.telling = self._tell_used(list(self.bucket_of), self.unused)
+        if self.sent == len(self.buckets) and self.reduce is None:  # else it may use a thread
+            self._tell_used({p for bucket in self.buckets for p in bucket.unused})
 
     def finish_backward(self) -> None:
         Strategy.finish_backward(self)
+        if not self.buckets:
+            return
         while self.sent < len(self.buckets):
             self._send_next()
         for bucket in self.buckets:
             bucket.finish()
-        if self.buckets and self.reduce is not None:
-            self._tell_unused()
-        if self.buckets:
-            for p in _used(list(self.bucket_of), self.unused, self.telling):
-                p.grad = self.bucket_of[p].views[p]
+        if self.reduce is not None:
+            self._tell_used({p for bucket in self.buckets for p in bucket.unused})
+        for p in self._used_elsewhere():
+            p.grad = self.bucket_of[p].views[p]
         self.sent = 0
-        self._mark_summed()
+        if self.op == "sum":
+            mark_summed(self.parameters, self.axis)
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on

@@ -16,16 +16,12 @@ def end(cut, ready, num_bytes, costs):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_cut_ends_earlier(seed):
-    """Mutants: calls, or bytes, that cost the processor nothing; buckets that do not wait for one
-    another.
-    """
+    """Mutants: calls that cost nothing; buckets that do not wait for one another."""
     chance = random.Random(seed)
     n = chance.randint(1, 8)
     ready = sorted(chance.random() for _ in range(n))
     num_bytes = [chance.randint(50, 100) for _ in range(n)]
-    per_byte = chance.random() / 300
-    moving = chance.choice([0, chance.random() * per_byte, per_byte])
-    costs = Costs(chance.random() / 3, per_byte, chance.random() / 20, moving)
+    costs = Costs(chance.random() / 3, chance.random() / 300, chance.random() / 20)
     cuts = [
         [len(list(group)) for _, group in itertools.groupby(itertools.accumulate(starts))]
         for starts in itertools.product([1], *[[0, 1]] * (n - 1))
@@ -43,13 +39,6 @@ def test_buckets_leave_one_after_the_other():
     assert (
         Costs(0.0, 0.001, 0.5).end([1, 2, 3], [100, 100, 100]) == 3 + 3 * 0.5
     )  # calls take longer
-
-
-def test_where_those_who_compute_move_the_bytes_one_call_is_best():
-    """Nothing is hidden there: by hand, 3 + 300 x 0.02, and a latency for each call."""
-    costs = Costs(0.1, 0.02, 0.1, moving=0.02)
-    assert costs.end([1, 2, 3], [100, 100, 100]) == pytest.approx(3 + 6 + 3 * 0.1)
-    assert best_cut([1, 2, 3], [100, 100, 100], costs) == [3]
 
 
 def test_of_many_gradients_neighbours_stay_together():

@@ -1,23 +1,18 @@
 """The gradient norm of a model that is spread over a mesh.
 
-Clipping scales every gradient by one number that comes from the norm of *all*
-gradients. A rank sees only a part, and there are two ways to get the sum of squares wrong: to leave
-out pieces that other ranks hold (tensor, pipeline, expert and fully sharded parameters), or to add
-up copies (replicated parameters counted once per rank). So each parameter says over which axes its
-gradient is cut into pieces:
+Idea.   Clipping scales every gradient by one number, which comes from the norm of *all* gradients.
+        A rank sees only a part of them. Two mistakes are easy: to leave out the shards of other
+        ranks, and to add up copies. So each parameter names the axes over which it is cut:
 
-    param.shard_axes = (mesh.tp,)            set by the strategy that cut it; absent: replicated
+            param.shard_axes = (mesh.tp,)        set by the strategy that cut it; absent: replicated
 
-and its sum of squares is added over exactly these axes, no others. A parameter that is whole here
-but exists on this pipeline stage only is a piece along `pp`.
-
-Comms.  One all-reduce of 2^(k-1) numbers per axis, for k axes. The caller names the axes
-(`axes=(mesh.tp, mesh.pp)`), and the calls depend on these alone: a rank that holds no parameter or
-no gradient of some kind issues the same calls in the same order as all others, so it cannot leave
-them waiting.
-
+        Its sum of squares is added over exactly these axes. A parameter that is whole here, but on
+        this pipeline stage only, is a shard along `pp`.
+Comms.  One all-reduce of 2^(k-1) numbers per axis, for k axes. The caller names the axes, and the
+        calls depend on them alone. So a rank without a parameter of some kind makes the same calls.
 In torch: `torch.nn.utils.clip_grad_norm_`, which for plain tensors sees one rank alone.
-Proved by: tests/train/test_optim.py.
+Source. Pascanu, Mikolov & Bengio (arXiv 1211.5063), algorithm 1.
+Proved by tests/train/test_optim.py.
 """
 
 from collections import defaultdict
@@ -36,17 +31,15 @@ def grad_norm(
     axes: Iterable[Axis] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """2-norm of all gradients of the model, a float64 scalar on `device`, equal on all ranks.
+    """Return the 2-norm of all gradients of the model: a float64 scalar, equal on all ranks.
 
-    `axes`: every axis over which any rank's parameter is cut (more do no harm), in the same order
-    on all ranks; collective over them. A parameter without gradient adds nothing, one listed twice
-    counts once, and no gradient at all is a norm of 0. A parameter with `param.is_copy` adds
-    nothing either: it stands for one that another rank of the same axis counts, as the tied
-    embedding on the last pipeline stage does for the one on the first.
+    Args:
+        parameters: a parameter without gradient adds nothing, one listed twice counts once. A
+            parameter with `is_copy` adds nothing: another rank of the same axis counts it.
+        axes: every axis over which any rank's parameter is cut, in the same order on all ranks.
+        device: the device that computes; by default the parameters', but they may be offloaded.
 
-    `device`: that which computes and sends; by default the parameters', but these may be offloaded.
-
-    Raises ValueError when a parameter is cut over an axis that `axes` does not name.
+    A collective over `axes`. Raises `ValueError` for a parameter that is cut over another axis.
     """
     parameters, axes = _unique(parameters), tuple(axes)
     if device is None:
@@ -59,7 +52,7 @@ def grad_norm(
             grads[cut_over(param, axes), dtype, param.grad.device].append(param.grad)
 
     # sums[1, 0]: cut over the first axis, whole along the second. Always float64, because all ranks
-    # must send the same type, and one without parameters could not guess it.
+    # must send the same type, and a rank without parameters could not guess it.
     sums = torch.zeros((2,) * len(axes), dtype=torch.float64, device=device)
     for (is_cut, dtype, _), tensors in grads.items():
         norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
@@ -76,16 +69,11 @@ def clip_grad_norm(
     axes: Iterable[Axis] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; the norm before.
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-    `parameters`, `axes`, `device` and errors as in `grad_norm`. The factor comes from the global
-    norm, so it is the same on every rank. A norm that is not finite is returned as it is and the
-    gradients stay untouched, so that the caller can skip the step (torch would turn all of them
-    into NaN). `max_norm=math.inf` only measures. Waits for the device only where gradients are
-    elsewhere.
-
-    Source: Pascanu, Mikolov & Bengio (arXiv 1211.5063), algorithm 1. Raises ValueError for a
-    max_norm that is not positive.
+    Arguments and errors as of `grad_norm`. ``max_norm=math.inf`` only measures. Where the norm is
+    not finite, gradients stay as they are, so that the caller can skip the step. Raises
+    `ValueError` for a `max_norm` that is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; use math.inf not to clip")
@@ -114,30 +102,27 @@ def note_reduced(parameters: Iterable[Tensor]) -> None:
 def check_unchanged(parameters: Iterable[Tensor]) -> None:
     """Raise `RuntimeError` where a gradient has been written to since `note_reduced`.
 
-    Such as by torch's `clip_grad_norm_`, which takes the norm of this rank's shard for the norm.
+    torch's `clip_grad_norm_` does so: it takes the norm of this rank's shards for the norm.
     """
     for param in parameters:
-        if param.grad is not None and getattr(param, "reduced", None) not in (
-            None,
-            param.grad._version,
-        ):
+        noted = getattr(param, "reduced", None)
+        if noted is not None and param.grad is not None and noted != param.grad._version:
             raise RuntimeError(
                 "gradients have changed since finish_backward(), and this rank has shards of them: "
                 "torch's clip_grad_norm_ would see these alone, so use strategy.clip_grad_norm_; "
-                "with GradScaler, call strategy.unscale_(scaler, optimizer) before its step; after "
-                "a change that looks at each number alone, call strategy.note_reduced()"
+                "after a change that looks at each number alone, call strategy.note_reduced()"
             )
 
 
 def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Each parameter once, by identity (`==` of tensors compares elements)."""
+    """Return each parameter once, by identity (`==` of tensors compares elements)."""
     return list({id(param): param for param in parameters}.values())
 
 
 def cut_over(param: Tensor, axes: Collection[Axis]) -> tuple[int, ...]:
-    """One 1 or 0 for each of `axes`: is the gradient of this parameter cut over it?
+    """Return 1 for each of `axes` over which the gradient of `param` is cut, else 0.
 
-    Raises `ValueError` where it is cut over another.
+    Raises `ValueError` where it is cut over another axis.
     """
     names = {axis.name for axis in axes_of(param) if axis.size > 1}
     if unknown := names - {axis.name for axis in axes}:

@@ -1,13 +1,12 @@
 """Random numbers on several ranks: the same where tensors are the same, others where they differ.
 
-Idea.   Ranks that hold the same activations must drop the same ones, or they are the same no
-        longer; ranks that hold different ones must not, or the noise repeats (T22). Torch has one
-        stream of random numbers per device. `seed` starts it alike on ranks that compute alike, and
+Idea.   Ranks with the same activations must drop the same ones, or the activations differ from
+        there on. Ranks with different activations must not, or the noise repeats (T22). Torch has
+        one stream of random numbers per device. `seed` starts it alike on ranks that compute alike.
         `fork_rng` steps aside into a stream of this rank's own.
 Math.   A stream inside `fork_rng` begins at hash(s, r), with s the next number of the stream
-        outside and r the rank. It is a function of the stream outside, so there is no state to
-        keep: what restores that one, as recomputation does before it runs a forward again, restores
-        both.
+        outside and r the rank. So there is no state to keep. Recomputation restores the stream
+        outside before it runs a forward again, and so it restores both.
 Where.  Each type of tensor along an axis (comm/autograd.py) has its stream:
 
           dp, cp, pp                       other data on every rank           ``seed(0, mesh.dp)``
@@ -42,7 +41,7 @@ def seed(number: int, *apart: Axis) -> None:
 
 @contextmanager
 def fork_rng(axis: Axis) -> Iterator[None]:
-    """In here, every rank of `axis` draws from a stream of its own; outside, all draw alike.
+    """Let every rank of `axis` draw from a stream of its own in the body; outside, all draw alike.
 
     Draws one number from the stream outside, however many ranks there are.
     """
@@ -55,6 +54,6 @@ def fork_rng(axis: Axis) -> Iterator[None]:
 
 
 def _hash(*numbers: int) -> int:
-    """A seed for these numbers: their sum would give rank 1 of seed 0 what rank 0 of seed 1 has."""
+    """Return a seed for `numbers`; a sum would give (seed 0, rank 1) the stream of (1, 0)."""
     digest = blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

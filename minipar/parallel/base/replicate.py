@@ -1,4 +1,4 @@
-"""Tensors that one rank gives to all others, such as a model to begin with; small ones together."""
+"""Give all ranks the tensors of one rank, such as the first weights; small tensors together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,15 +19,16 @@ TOGETHER = 2**20
 def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
     """Give all ranks of `axis` the parameters and buffers of its rank 0, in place.
 
-    If it `is_data`, those that have copies of them; and what routers count is of all of them.
-    Raises `ValueError` on all ranks where these have different names, shapes or dtypes.
+    On an axis that `is_data`, each expert goes to the ranks with copies of it alone, and routers
+    count the tokens of all ranks. Raises `ValueError` on all ranks where models differ in names,
+    shapes or dtypes.
     """
     if is_data:
         share_counts(model, axis)
     alike: dict[Axis, list[Tensor]] = defaultdict(list)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_meta or is_spread_over(tensor, axis):
-            continue  # its first value is yet to come, alike for all; or each rank has its own
+            continue  # its first value comes later, alike for all; or each rank has its own
         alike[copies_axis(tensor, axis) if is_data else axis].append(tensor)
     names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     for those, tensors in alike.items():
@@ -47,10 +48,9 @@ def replicate(model: nn.Module, axis: Axis, *, is_data: bool = False) -> None:
 def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
     """Give `tensors` the values that they have on rank `src` of `axis`, in place; a collective.
 
-    Of any shapes, dtypes and strides, but of the same shapes and dtypes on all ranks. In torch:
-    `broadcast_coalesced`.
+    Shapes and dtypes must be the same on all ranks. In torch: `broadcast_coalesced`.
     """
-    for own in _batches(map(_as_it_lies, tensors)):
+    for own in _batches(t.data for t in tensors):
         if len(own) == 1:
             broadcast(own[0], axis, src, out=own[0])
             continue
@@ -61,7 +61,7 @@ def broadcast_all(tensors: Iterable[Tensor], axis: Axis, src: int = 0) -> None:
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one dtype and device that may travel together."""
+    """Yield tensors of one dtype and device that may travel together."""
     alike: dict[tuple, list[Tensor]] = defaultdict(list)
     num_bytes: dict[tuple, int] = defaultdict(int)
     for tensor in tensors:
@@ -72,12 +72,3 @@ def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         alike[kind].append(tensor)
         num_bytes[kind] += tensor.nbytes
     yield from alike.values()
-
-
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """What of a tensor has a place in memory of its own, to be written to."""
-    own = tensor.data.conj() if tensor.is_conj() else tensor.data
-    for dim, stride in enumerate(own.stride()):
-        if stride == 0 and own.numel():  # expanded: one place in memory for all along `dim`
-            own = own.narrow(dim, 0, 1)
-    return own

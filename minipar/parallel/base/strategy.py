@@ -84,8 +84,8 @@ class Strategy:
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Call ``scaler.unscale_(optimizer)``, and tell all ranks of an overflow in one shard.
 
-        Then either all ranks skip the step, or none. A collective; without shards, torch's own
-        `unscale_` is enough.
+        Call it before ``scaler.step``: either all ranks skip the step then, or none. A collective.
+        Where gradients are whole, torch's own `unscale_` is enough.
         """
         self.check_finished("unscale_()")
         scaler.unscale_(optimizer)

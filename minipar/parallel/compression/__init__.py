@@ -15,8 +15,7 @@ Comms.  Bytes that a rank sends per bucket of N numbers, n ranks (c: as a fracti
           random-k       2 (n-1)/n 4 k     the places follow from a seed that all ranks share
           PowerSGD       2 (n-1)/n 4 (r sum (rows + columns) + what is no matrix worth it)
 
-        with one scale of 4 bytes per block of b numbers. For each parameter a number on top, of how
-        many ranks used it: that is always exact.
+        with one scale of 4 bytes per block of b numbers.
 Sums.   A link can add numbers, but not codes: int8 would overflow, and blocks differ in scale.
         So a codec either gathers all vectors (n-1 of them arrive), or each rank gets one chunk
         from every rank, decompresses, adds in float32, compresses the sum and hands that out: 2

@@ -171,7 +171,7 @@ class Pipeline(Strategy):
         self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Tell the gradient norm what is where; return weights of several stages, and their ranks."""
+        """Tell the gradient norm what is where; return what several stages have, by rank."""
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
@@ -323,7 +323,8 @@ class Pipeline(Strategy):
         What a stand-in gathers is a part of a sum, which nothing else may take for a gradient: data
         parallelism would send it. The parameter gets the sum at the end, as from one backward.
         """
-        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
+        here = set(self.model.parameters())  # fsdp has others in the place of some
+        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins if p in here}
         for p, stand_in in stand_ins.items():
             stand_in.grad_dtype = p.grad_dtype
         places = [
@@ -344,16 +345,16 @@ class Pipeline(Strategy):
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
         own, theirs, sends, receives = [], [], [], []
-        for p, ranks in self.twins.items():
-            grad = stand_ins[p].grad
+        for p, stand_in in stand_ins.items():
+            grad = stand_in.grad
             own.append(torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad)
-            others = (rank for rank in ranks if rank != self.axis.rank)
+            others = (rank for rank in self.twins[p] if rank != self.axis.rank)
             theirs.append({rank: torch.empty_like(own[-1]) for rank in others})
             sends += [(own[-1], rank) for rank in theirs[-1]]
             receives += [(buffer, rank) for rank, buffer in theirs[-1].items()]
         if receives:
             exchange(sends, receives, self.axis)
-        for p, grad, others in zip(self.twins, own, theirs, strict=True):
+        for p, grad, others in zip(stand_ins, own, theirs, strict=True):
             every = {self.axis.rank: grad, **others}
             torch.autograd.backward(p, sum(every[rank] for rank in sorted(every)))
 
