@@ -287,6 +287,7 @@ class Composed(Strategy):
     def finish_backward(self) -> None:
         for strategy in self.strategies:
             strategy.finish_backward()
+        self.note_reduced()
 
     def check_finished(self, what: str) -> None:
         self.parts.data.check_finished(what)

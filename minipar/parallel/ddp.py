@@ -122,8 +122,12 @@ class Naive(Strategy):
             all_reduce(p.grad, copies, self.op, out=p.grad)
         for p in self.unused.difference(self._used_elsewhere()):
             p.grad = None
+        self._end_step()
+
+    def _end_step(self) -> None:
         if self.op == "sum":
             mark_summed(self.parameters, self.axis)
+        self.note_reduced()
 
     def _tell_used(self, unused: set[nn.Parameter]) -> None:
         """Start to tell all ranks which parameters this rank used: one byte for each."""
@@ -272,8 +276,7 @@ class Bucketed(Naive):
         for p in self._used_elsewhere():
             p.grad = self.bucket_of[p].views[p]
         self.sent = 0
-        if self.op == "sum":
-            mark_summed(self.parameters, self.axis)
+        self._end_step()
 
 
 # ---------------------------------------------------------------------- 3. while computing goes on

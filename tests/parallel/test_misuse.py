@@ -282,6 +282,18 @@ def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
         model.state_dict()
 
 
+@on_ranks(SIZE)
+def test_a_step_without_clipping_where_the_model_is_cut():
+    """Mutant: what ddp itself writes, after the first look, is taken for a change by others."""
+    mesh, model = Mesh(dp=1, tp=SIZE), models.llama(0)
+    tensor.apply(model, mesh.tp)
+    strategy = ddp.apply(model, mesh.tp, average=False, version="bucketed")
+    optimizer = adamw(model.parameters())
+    model(torch.arange(8)[None]).square().sum().backward()
+    strategy.finish_backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("kind", SHARDED)
 @on_ranks(SIZE)
 def test_gradients_of_shards_may_be_changed_number_by_number(kind):

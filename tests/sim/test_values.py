@@ -332,7 +332,6 @@ ELSEWHERE = {
     "parallel/expert.py Trip.__init__": "a table on the host",
     "parallel/expert.py hierarchical": "a table on the host",
     "parallel/expert.py plan_trips.trips": "a table on the host",
-    "parallel/base/elementwise.py check_elementwise": "before training: may it step pieces?",
     "parallel/base/random.py fork_rng": "a number of the host's generator",
     "parallel/ulysses.py check_heads": "a list",
     "parallel/vectors.py trainable": "a list",

@@ -97,7 +97,7 @@ class Strategy:
         self.note_reduced()
 
     def release(self) -> None:
-        """Free what only computing needs, such as gathered weights: another stage has its turn."""
+        """Free memory that only computing needs, such as gathered weights, before another stage."""
 
     def shard(self, microbatch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cut this rank's tokens out of a microbatch of whole sequences."""
@@ -346,40 +346,40 @@ register_optimizer_step_pre_hook(_before_step)
 
 # ---------------------------------------------------------------------- helpers
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the parameters of `model` are; the CPU, if it has none."""
+    """Return the device of the parameters of `model`; the CPU, if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return `state` with a copy of each tensor; of one with two names a single one.
+    """Return `state` with a copy of each tensor; a tensor with two names is copied once.
 
-    What is no tensor comes along as it is: of modules with `get_extra_state`.
+    Entries that are no tensors stay as they are: those of modules with `get_extra_state`.
     """
     copies = {t: copy(t) for t in state.values() if isinstance(t, Tensor)}
     return {name: copies[t] if isinstance(t, Tensor) else t for name, t in state.items()}
 
 
 def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
-    """Return `values` as bytes on `device`, without waiting for what it still has to do."""
+    """Return `values` as bytes on `device`, without waiting for work that it still has to do."""
     return to_device(torch.tensor(values, dtype=torch.uint8), device)
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
-    """Let routers that count the tokens of their rank alone count those of all ranks of `axes`.
+    """Let routers that count the tokens of their own rank count those of all ranks of `axes`.
 
-    If `anew`, those that count for others already, too. A collective where routers balance over a
-    batch: it makes process groups.
+    With `anew`, also routers that count for several ranks already. A collective where routers
+    balance over a batch: it makes process groups.
     """
     own = [router for _, router in routers(model) if anew or router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):
-        # Each layer waits for them: not behind weights that are fetched ahead, or gradients.
+        # Each layer waits for its counts: they must not queue behind gradients or weights.
         axes = tuple(with_own_group(axis, "counts") for axis in axes)
     for router in own:
         router.sum_counts = sum_over(*axes)
 
 
 def sum_over(*axes: Axis) -> Callable[[Tensor], Tensor]:
-    """Return what adds up a tensor over all ranks of `axes`, one axis after the other."""
+    """Return a function that adds up a tensor over all ranks of `axes`, one axis at a time."""
 
     def total(tensor: Tensor) -> Tensor:
         for axis in axes:
