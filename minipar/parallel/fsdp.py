@@ -142,7 +142,8 @@ class FullySharded(Strategy):
 
     def unshard(self, unit: "Unit", phase: str) -> None:
         """Start to gather the weights of `unit`, which computes next: "forward" or "backward"."""
-        unit.unshard()
+        for flat in unit.flats:
+            flat.unshard()
 
     def pre_forward(self, unit: "Unit", module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the weights of `unit`, and put them into its modules."""
@@ -161,7 +162,7 @@ class FullySharded(Strategy):
         if dtype := self.options.compute_dtype:
             is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
-        if torch.is_grad_enabled() and not unit.trainable:
+        if torch.is_grad_enabled() and not any(flat.learns for flat in unit.flats):
             # No gradient of a weight tells when its backward ends: those of its inputs do.
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             register_multi_grad_hook(inputs, lambda _: unit.reshard())
@@ -328,19 +329,9 @@ class Unit:
         self.unbind()
 
     @property
-    def trainable(self) -> bool:
-        """True if one of the weights wants a gradient now."""
-        return any(flat.learns for flat in self.flats)
-
-    @property
     def is_gathered(self) -> bool:
         """True if the weights are here, or on their way."""
         return any(flat.is_gathered for flat in self.flats)
-
-    def unshard(self) -> None:
-        """Start to gather the weights."""
-        for flat in self.flats:
-            flat.unshard()
 
     def bind(self, after_backward: Callable[[Sequence[Tensor | None]], None]) -> None:
         """Wait for the gathered weights, and put them into the modules, in the place of shards.
@@ -351,22 +342,21 @@ class Unit:
             flat.wait_for_unshard()
         if self.flats:
             views = [view for flat in self.flats for view in flat.views]
-            whole = _Enter.apply(after_backward, views, *self.pieces)
-            self._put(dict(zip(self.pieces, whole, strict=True)))
+            entered = _Enter.apply(after_backward, views, *self.pieces)
+            weights = dict(zip(self.pieces, entered, strict=True))
+            for owner, attribute, piece in self.slots:
+                owner._parameters[attribute] = weights[piece]
 
     def unbind(self) -> None:
         """Put the shards back in the place of the gathered weights."""
-        self._put({p: p for p in self.pieces})
+        for owner, attribute, piece in self.slots:
+            owner._parameters[attribute] = piece
 
     def reshard(self) -> None:
         """Put the shards back, and free the gathered weights."""
         self.unbind()
         for flat in self.flats:
             flat.reshard()
-
-    def _put(self, weights: dict[nn.Parameter, Tensor]) -> None:
-        for owner, attribute, piece in self.slots:
-            owner._parameters[attribute] = weights[piece]
 
 
 class _Enter(torch.autograd.Function):
