@@ -495,18 +495,20 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
     `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever
     called waits for it. The first forward, when all weights are there, shows which are called.
     """
-    bucket_of, called = optimizer.bucket_of, set()
-    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of a module
+    named = model.named_parameters(remove_duplicate=False)
+    weights = [(name, optimizer.bucket_of[p]) for name, p in named if p in optimizer.bucket_of]
+    called: set[str] = set()  # paths of modules
+    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of the module that waits
 
     def wait(path: str) -> None:
         if path not in called:
             called.add(path)
             needs.clear()
-            for name, p in model.named_parameters(remove_duplicate=False):
+            for name, bucket in weights:
                 around = name.rpartition(".")[0]
                 while around and around not in called:
                     around = around.rpartition(".")[0]
-                needs[around] |= {bucket_of[p]} if p in bucket_of else set()
+                needs[around].add(bucket)
         for bucket in needs[""] | needs[path]:
             bucket.arrive()
 
