@@ -185,6 +185,8 @@ def apply(
             average=False,
             working_dtype=dtype,
         )
+        if plan.zero == 1 and plan.pp > 1:  # the stage before waits for the end of this backward
+            parts.data.most_in_flight = len(parts.data.buckets)
     else:
         if plan.compression != "none":
             parts.compressed = Compressed(COMPRESSORS[plan.compression]())
@@ -272,7 +274,6 @@ class Composed(Strategy):
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
             strategy.device = self.device  # a model that was on "meta" is somewhere only now
-            strategy.others_wait = parts.pipeline is not None
         cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
         if parts.expert is not None:
             cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]

@@ -124,7 +124,7 @@ def apply(
         raise ValueError(f"dispatch={dispatch!r} is unknown; use {', '.join(get_args(Dispatch))}")
     check_nodes(nodes, axis.size, axis.name)
     for name, p in model.named_parameters():
-        other = f"expert along {p.spread.name}" if hasattr(p, "spread") else None
+        other = f"expert along {axes_of(p)[0].name}" if hasattr(p, "copies") else None
         if other := other or next(iter(getattr(p, "claimed_by", ())), None):
             raise ValueError(
                 f"{name} is shared by {other} already; apply expert once, before ddp, zero or fsdp"
@@ -414,7 +414,7 @@ class ExpertParallel(Strategy):
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))
                 mark(p, axis)
-                p.copies, p.spread = copies, axis
+                p.copies = copies
                 p.data, p.grad = p.data[own].clone(), None
         refuse_state(model)
 

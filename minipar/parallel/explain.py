@@ -10,7 +10,7 @@ from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.observe.spans import aligned
-from minipar.parallel import blocks, expert, matrices, tensor
+from minipar.parallel import expert, fsdp, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 
@@ -103,7 +103,7 @@ def rows_of(plan: "Plan", config: LlamaConfig, dtype: torch.dtype) -> Iterator[R
     found: dict[str, Row] = {}
     with torch.device("meta"):
         whole = Llama(config)
-    is_unit = plan.tp == 1 and whole.model.embed_tokens in blocks.find(whole, None)
+    is_unit = plan.tp == 1 and whole.model.embed_tokens in fsdp.find_blocks(whole)
     # Of a table that is embedding and head, each as a unit of fsdp, both reduce their gradient.
     is_twice = plan.zero == 3 and config.tie_embeddings and is_unit
     reduced_twice = "model.embed_tokens.weight" if is_twice else None

@@ -1,66 +1,67 @@
 """ZeRO, stages 1 and 2: every rank keeps and updates one n-th of the optimizer's state.
 
 Idea.   Under data parallelism all ranks hold the same optimizer state and compute the same update.
-        Instead, each owns one n-th of the numbers: it needs the gradient of these alone, updates
-        these alone, and hands them out. Adam's state is twice the model, and now n times less.
-        Stage 2 frees gradients as well, as soon as their owners have them.
+        Under ZeRO each rank owns one n-th of the numbers. It gets the gradient of these alone,
+        updates these alone, and hands them out. Adam's state is twice the model, and now n times
+        less. Stage 2 frees gradients too, as soon as their owners have them.
 Math.   On rank r, whose slice of all parameters is w_r: g_r = slice r of sum_s g^(s) (divided by n
         with ``average=True``); w_r <- w_r - update(g_r, state_r); w = [w_0 ... w_(n-1)]. An update
-        that acts on each number alone (SGD, Adam and their kin) gives what one device computes.
-Shapes. A bucket of N numbers, one flat buffer: weights R@dp; gradients P@dp, reduce-scattered to
+        that acts on each number alone (SGD, Adam and their kin) gives the result of one device.
+Shapes. A bucket is a flat buffer of N numbers: weights R@dp; gradients P@dp, reduce-scattered to
         [N/n] V@dp; weights [N/n] V@dp, gathered to [N] R@dp. The n slices cut through parameters
-        wherever they fall: this rank's part of a parameter is a *piece*, to the optimizer a
-        parameter like any other. Every rank owns as many bytes, give or take one number per bucket.
+        wherever they fall. This rank's part of a parameter is a *piece*: to the optimizer, a
+        parameter like any other (see base/shards.py).
 Comms.  P bytes of parameters: reduce-scatter (n-1)/n P during backward and all-gather (n-1)/n P
-        during the next forward, 2 (n-1)/n P in all: not more than `ddp`. Besides, one byte for each
-        of N parameters (did any rank use it?): 2 (n-1)/n N. Stage 1 reduces the sum of the
-        microbatches; stage 2 each of m, and says before each whether it is the last, in another
-        byte: m (n-1)/n (P + 2 N + 2) + (n-1)/n P. If weights work in bf16 and the slices are
-        float32 masters, the all-gather is half: (n-1)/n P / 2.
+        during the next forward. The sum 2 (n-1)/n P is that of `ddp`. Besides, one byte for each of
+        N parameters (did any rank use it?): 2 (n-1)/n N. Stage 2 reduces each of m microbatches:
+        (m + 1) (n-1)/n P. With bf16 weights and float32 masters, the all-gather is half as large.
 Memory. Bytes per rank at the highest point, for gradients G and optimizer state O (Adam: 2 P):
           ddp      P + G + O
           stage 1  P + G + O/n               gradients are whole until the end of backward
-          stage 2  P + G/n + O/n             and two buckets: one on its way, one being filled
-        On a CPU slices arrive beside what is on its way, to be added up: 3 more buckets, and 2;
-        in a pipeline stage 1 has all of them on their way at once.
-Costs you. Optimizers that look at whole matrices (Muon, Adafactor) or at all parameters at once
-        (LBFGS) are refused. After `finish_backward` gradients lie in the pieces, ``p.grad`` is
-        None. Parameters are whole only after `ShardedOptimizer.synchronize`, or where a forward
-        uses them.
+          stage 2  P + G/n + O/n             and two buckets: one travels, one is being filled
+        On a CPU the slices of all ranks arrive in memory of their own: 3 more buckets, and 2.
+Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. After
+        `finish_backward` gradients lie in the pieces, and ``p.grad`` is None. After a step weights
+        travel until the next forward: call `ShardedOptimizer.synchronize` before you read or write
+        them outside of a forward. Stage 2 wants as many backward passes on every rank.
 Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
         Models" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/parity/test_zero.py.
 
-Three versions, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
+A `Bucket` lives through a step, a `ShardedOptimizer` steps all buckets, and three strategies bring
+the gradients, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh.dp, lr=1e-3)
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from minipar.comm.collectives import Pending, all_reduce
+from minipar.comm.collectives import Op, Pending, all_gather, all_reduce, reduce_scatter
 from minipar.comm.mesh import Axis
-from minipar.comm.values import look, send_to_host
-from minipar.parallel.base.optimizer_state import Members
+from minipar.comm.values import look
+from minipar.observe import memory
+from minipar.parallel.base.masters import master_of
+from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import master_of
-from minipar.parallel.base.strategy import Strategy, claim, flags
-from minipar.parallel.sharded_optimizer import Bucket, ShardedOptimizer
+from minipar.parallel.base.shards import Layout, Row, copies_axis
+from minipar.parallel.base.strategy import Strategy, check_elementwise, claim, flags
 
 
 def apply(
     model: nn.Module,
     axis: Axis,
     *,
-    optimizer: ShardedOptimizer,
+    optimizer: "ShardedOptimizer",
     stage: int = 1,
     average: bool = True,
     working_dtype: torch.dtype | None = None,
@@ -71,24 +72,13 @@ def apply(
         optimizer: holds all trainable parameters of `model`, and is sharded along `axis`.
         stage: 1: gradients are whole until the end of backward; 2: they never are.
         average: divide the sum of the gradients by the number of ranks.
-        working_dtype: compute in this dtype, and gather weights in it. The slices stay as they are,
-            and are the master weights of masters.py; gradients are added up and sent in their
-            dtype. Frozen parameters are cast and have no master; those of whole or complex numbers
-            stay as they are.
+        working_dtype: compute in this dtype, and gather weights in it. The slices keep their dtype
+            and are the master weights of masters.py. Gradients are added up and sent in the dtype
+            of the masters. Frozen parameters are cast and have no master.
 
-    After `finish_backward` the gradients of the batch lie in the pieces that the optimizer's
-    `param_groups` list, cut over `axis`, and ``p.grad`` is None. A piece that no rank used has no
-    gradient, as on one device. Stage 2 sends under `no_sync`, too: gradients that wait to be sent
-    would have to be kept. After a backward that an exception cut short, call `finish_backward` and
-    ``optimizer.zero_grad()`` on all ranks.
-
-    Weights arrive during the next forward, each before the module that owns it runs. What reads one
-    before (an average of weights, a clamp, a compiled model) waits for it there and then; only a
-    tensor that shares its memory, such as a ``p.data`` taken earlier, is read as it is.
-
-    Raises `ValueError` for another stage, an optimizer that does not fit or holds parameters of
-    others, a model with sparse gradients, one that torch.jit runs, or one that a strategy trains
-    already.
+    After a backward that an exception cut short, call `finish_backward` and
+    ``optimizer.zero_grad()`` on all ranks. Raises `ValueError` for another stage, an optimizer of
+    other parameters or along another axis, and for the models that `claim` refuses.
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage} is not one of ZeRO's here; use 1 or 2, or fsdp for 3")
@@ -97,22 +87,14 @@ def apply(
             f"optimizer= must be a ShardedOptimizer along {axis.name}={axis.size}, "
             f"not {type(optimizer).__name__} along {getattr(optimizer, 'axis', None)}"
         )
-    left_out = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.numel() and p not in optimizer.bucket_of
-    ]
-    if left_out:
+    missing = {p for p in model.parameters() if p.requires_grad and p.numel()}
+    missing -= optimizer.bucket_of.keys()
+    if missing or optimizer.bucket_of.keys() - set(model.parameters()):
+        names = [name for name, p in model.named_parameters() if p in missing]
         raise ValueError(
-            f"{left_out[0]} (one of {len(left_out)} parameters) is trainable but not in the "
-            f"optimizer; hand it over, or freeze it with requires_grad_(False)"
-        )
-    others = optimizer.bucket_of.keys() - set(model.parameters())
-    if others:
-        raise ValueError(
-            f"the optimizer holds {len(others)} parameters that are not of the model, such as of a "
-            f"loss, and no rank would know the others' gradients of them; give them another "
-            f"optimizer, or hand over one model that has both"
+            f"the optimizer must hold all trainable parameters of the model, and no others. It "
+            f"lacks {names[:3] or 'none'} ({len(names)} in all); hand them over, or freeze them "
+            f"with requires_grad_(False)"
         )
     claim(model, f"zero {stage}", axis)
     replicate(model, axis, is_data=True)
@@ -121,12 +103,233 @@ def apply(
     return STAGES[stage](model, axis, optimizer, average)
 
 
-# ---------------------------------------------------------------------- 1. state cut n ways
-class Naive(Strategy):
-    """Stage 1 at its simplest: after backward, one reduce-scatter per bucket.
+# ---------------------------------------------------------------------- 1. a bucket, cut n ways
+class Bucket(Row):
+    """Parameters one after the other in a flat buffer, of which this rank owns a slice.
 
-    The optimizer then updates this rank's slices and gathers all of them, `ShardedOptimizer.step`.
+    The parameters are views of the buffer. The slice is a view of it too, until `work_in` gives the
+    slice memory of its own. The other methods stand in the order of a step.
     """
+
+    def __init__(self, parameters: list[nn.Parameter], data_axis: Axis) -> None:
+        axis = copies_axis(parameters[0], data_axis)
+        self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
+        layout = Layout([p.numel() for p in parameters], axis)
+        self.parameters = parameters
+        self.weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
+        super().__init__(parameters, layout, axis, self.weights.view(axis.size, -1)[axis.rank])
+        self.has_masters = False  # in the slice
+        self.whole: Tensor | None = None  # [N]: gradients of this rank
+        self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
+        self.reducing: Pending | None = None  # from `whole` to
+        self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step
+        self.gathering: Pending | None = None  # slices of all ranks to `weights`
+        for p, piece in zip(parameters, self.pieces, strict=True):
+            p.piece = piece
+        self._bind(self.weights)
+
+    @torch.no_grad()
+    def _bind(self, weights: Tensor) -> None:
+        """Make the parameters views of `weights` [N]; their values stay."""
+        self.weights, self.places = weights, self.split(weights)
+        for p, place in zip(self.parameters, self.places, strict=True):
+            p.data = place.copy_(p.data)
+
+    def work_in(self, dtype: torch.dtype) -> None:
+        """Keep the slice as master weights; parameters, and the all-gather, have `dtype`."""
+        self.has_masters = True
+        self.move(self.shard.clone())
+        memory.tag("optimizer", self.shard)
+        for p, piece in zip(self.parameters, self.pieces, strict=True):
+            p.data = p.data.to(dtype)
+            p.grad_dtype, p.master, p.rounded = piece.dtype, piece, p._version
+            p.part_of = partial(self.part_of, piece)
+        self._bind(torch.zeros_like(self.weights, dtype=dtype))
+
+    def _open(self) -> None:
+        if self.whole is None:
+            self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
+            self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
+
+    def add(self, p: nn.Parameter) -> None:
+        """In backward: move the gradient of `p` into the flat buffer, where it accumulates."""
+        self._open()
+        if p.grad is not self.views[p]:
+            p.grad = self.views[p].copy_(p.grad.detach())
+
+    def reduce(self, op: Op) -> None:
+        """When all gradients are there: start to sum them, each slice for its owner."""
+        self.wait_for_reduce()  # of the microbatch before
+        self._open()
+        for p in self.parameters:
+            if p.grad is not None:
+                self.add(p)
+                self.used.add(p)
+                p.grad = None
+        if op == "avg" and self.share < 1:  # the average is over all ranks all the same
+            self.whole.mul_(self.share)
+        self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
+        self.whole, self.views = None, {}  # freed when it has been sent
+
+    def wait_for_reduce(self) -> None:
+        """Wait for the sum of this microbatch; add it to that of the microbatches before."""
+        if self.reducing is not None:
+            own, self.reducing = self.reducing.wait(), None
+            self.reduced = own if self.reduced is None else self.reduced.add_(own)
+
+    def hand_out(self, used: Collection[nn.Parameter]) -> None:
+        """In `finish_backward`: give gradients to pieces whose parameters any rank has used."""
+        for p, span in zip(self.parameters, self.layout.spans, strict=True):
+            if p in used and p.piece.grad is None:
+                p.piece.grad = self.reduced[span].view_as(p.piece)
+        self.used.clear()
+
+    def gather(self) -> None:
+        """After the step: start to collect the slices of all ranks."""
+        for p, place in zip(self.parameters, self.places, strict=True):
+            if p.data_ptr() != place.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
+                    f"was made; move or cast the model first"
+                )
+        shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
+        self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
+
+    def arrive(self) -> None:
+        """Before the next forward uses them: wait until all slices are in `weights`."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self.wait_for_reduce()
+        self.whole, self.views, self.reduced = None, {}, None
+        self.used.clear()
+        for p in (*self.parameters, *self.pieces):
+            p.grad = None
+
+
+# ---------------------------------------------------------------------- 2. a step, cut n ways
+class ShardedOptimizer(Optimizer):
+    """An elementwise `torch.optim` class, with its state and its work spread over `axis`.
+
+    Args:
+        params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
+            ranks. Parameters among them that are frozen stay so.
+        optimizer_class: made on this rank's pieces, which lie where the parameters do.
+        bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
+            default an eighth of the parameters, at most 25 MB.
+        options: of `optimizer_class`.
+
+    To schedulers it is an optimizer like any other; `param_groups` list the pieces. Raises
+    `ValueError` when nothing is trainable, for a bucket without capacity, and for an optimizer that
+    looks at whole matrices.
+    """
+
+    elementwise = True  # as `optimizer_class` is
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        axis: Axis,
+        *,
+        bucket_mb: float | None = None,
+        **options: Any,
+    ) -> None:
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
+        check_elementwise(optimizer_class)
+        groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
+        self.axis, self.names = axis, {}
+        for group in groups:
+            self.names |= dict(zip(group["params"], group.pop("param_names", ()), strict=False))
+        self.wholes = [group["params"] for group in groups]  # as the user gave them
+        trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
+        if not any(trainable):
+            raise ValueError("there is no trainable parameter to optimize")
+        num_bytes = sum(p.nbytes for own in trainable for p in own)
+        capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
+        self.buckets = [
+            Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
+        ]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.is_attached = False  # to a strategy, which brings the gradients
+        self.has_stepped = False  # with the gradients that are here
+        cut = [
+            {**group, "params": [p.piece for p in own]}
+            for group, own in zip(groups, trainable, strict=True)
+        ]
+        self.inner = optimizer_class(cut, **options)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Show the inner optimizer's groups and state: schedulers change them."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    @torch.no_grad()
+    def work_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Compute in `dtype`: slices become master weights, and parameters are cast copies."""
+        for bucket in self.buckets:
+            if bucket.shard.is_floating_point():
+                bucket.work_in(dtype)
+        for p in filter(torch.is_floating_point, model.parameters()):
+            if p not in self.bucket_of:  # frozen, or without numbers
+                p.data = p.data.to(dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's slices, and start to hand them out, those of the first layer first."""
+        if not self.is_attached:
+            raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
+        self.synchronize()
+        for bucket in self.buckets:
+            for p in bucket.parameters if bucket.has_masters else ():
+                master_of(p)  # takes over what was written into the parameter
+        self.inner.step()
+        for bucket in reversed(self.buckets):
+            bucket.gather()
+        self.has_stepped = True
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole: to read or write them outside of a forward."""
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, of parameters and of pieces."""
+        if not set_to_none:
+            raise ValueError("set_to_none=False: zero keeps no gradients, not as zeros either")
+        for bucket in self.buckets:
+            bucket.drop()
+        self.has_stepped = False
+
+    def members(self) -> Members:
+        """Return its parameters as the user gave them, by group and name."""
+        return labelled(self.wholes, self.names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state on the CPU, as `optimizer_class` would on one device; a collective."""
+        return join_state(self.inner, self.members(), self.buckets)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a whole state, also one of `optimizer_class` itself; paired by names, if any.
+
+        Raises `ValueError` for the state of other parameters.
+        """
+        members = self.members()
+        own = cut_state(state_dict, members, self.buckets)
+        cut = [[label for label, p in group.items() if p in self.bucket_of] for group in members]
+        self.inner.load_state_dict(pack(own, cut, state_dict["param_groups"], named=False))
+        self._adopt()
+
+
+# ---------------------------------------------------------------------- 3. state cut n ways
+class Naive(Strategy):
+    """Stage 1 at its simplest: after backward, one reduce-scatter per bucket."""
 
     def __init__(
         self, model: nn.Module, axis: Axis, optimizer: ShardedOptimizer, average: bool = True
@@ -136,248 +339,184 @@ class Naive(Strategy):
         self.optimizer, self.op = optimizer, "avg" if average else "sum"
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
-        self.used = optimizer.used
-        optimizer.attach(model)
-        self.watch(optimizer.pieces.values())
+        # Gradients come from the last layer to the first. A bucket is complete with the gradient
+        # of its first parameter; in forward this is the first to be needed, too.
+        place = {p: i for i, p in enumerate(model.parameters())}
+        self.buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.parameters))
+        self.next = 0  # index of the bucket that is sent next
+        self.in_flight: deque[Bucket] = deque()
+        optimizer.is_attached = True
+        optimizer.names = {p: name for name, p in model.named_parameters()}
+        let_modules_wait(model, optimizer)
         self.hook_gradients(self.bucket_of)
-        self.replaced(
-            self.bucket_of, "zero keeps the gradients in its ShardedOptimizer; step that one"
-        )
-        for module in model.modules():
-            own = module.parameters(recurse=False)
-            if buckets := {self.bucket_of[p] for p in own if p in self.bucket_of}:
-                module.register_forward_pre_hook(_waits_for(buckets))
+        self.watch(self.with_gradients())
+        self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        super()._on_gradient(p)
+        if self.optimizer.has_stepped or self.bucket_of[p] in self.buckets[: self.next]:
+            raise RuntimeError(
+                f"a backward would add to a finished sum (a parameter of shape {tuple(p.shape)}): "
+                f"call zero_grad() of the ShardedOptimizer, as that of the model does not reach "
+                f"it; finish_backward() after each backward outside of no_sync(); and one "
+                f"backward in each no_sync()"
+            )
+
+    def finish_backward(self) -> None:
+        self._end_round()
+        # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
+        used = {p for bucket in self.buckets for p in bucket.used}
+        told = flags([p in used for p in self.bucket_of], self.device)
+        told = all_reduce(told, self.axis, "max", out=told)
+        if len(used) < len(self.bucket_of):  # only then wait for a GPU
+            by_any = look(told, on_meta=())  # where all ranks are alike
+            used |= {p for p, is_used in zip(self.bucket_of, by_any, strict=False) if is_used}
+        while self.in_flight:
+            self.in_flight.popleft().wait_for_reduce()
+        for bucket in self.buckets:
+            bucket.hand_out(used)
+        super().finish_backward()
+
+    def _end_round(self) -> None:
+        """Reduce the buckets that are left, complete or not: each is sent once in a round."""
+        while self.next < len(self.buckets):
+            self._reduce_next()
+        self.next = 0
+
+    def _reduce_next(self) -> None:
+        bucket = self.buckets[self.next]
+        bucket.reduce(self.op)
+        self.in_flight.append(bucket)
+        self.next += 1
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
-        return self.optimizer.pieces.values()
+        return [piece for bucket in self.buckets for piece in bucket.pieces]
 
-    def members(self, optimizer: torch.optim.Optimizer) -> Members:
+    def members(self, optimizer: Optimizer) -> Members:
         return self.optimizer.members()
+
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
         found: dict[nn.Parameter, Tensor] = {}
-        for row in self.rows:
-            if row.has_masters:
-                joined = row.join({p.piece: master_of(p) for p in row.parameters}, row.shard.dtype)
-                found |= {p: joined[p.piece] for p in row.parameters}
+        for row in (row for row in self.buckets if row.has_masters):
+            joined = row.join({p.piece: master_of(p) for p in row.parameters}, row.shard.dtype)
+            found |= {p: joined[p.piece] for p in row.parameters}
         return found
 
     def load_masters(self, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        for row in self.rows:
-            for p in row.parameters if row.has_masters else ():
+        for row in (row for row in self.buckets if row.has_masters):
+            for p in row.parameters:
                 p.piece.copy_(row.part_of(p.piece, whole[p]))
 
-    def load_full_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        self.optimizer.load_state_dict(state)
 
-    def finish_backward(self) -> None:
-        super().finish_backward()
-        for bucket in self.buckets:
-            self._reduce(bucket)
-            bucket.wait_for_reduce()
-        told = self._tell()
-        told.wait()  # also where no one looks at it
-        self._hand_out(told)
-
-    def _reduce(self, bucket: Bucket) -> None:
-        if self.optimizer.stepped:
-            raise RuntimeError(
-                "the gradients of the last step are still here: call zero_grad() of the optimizer, "
-                "as that of the model does not reach the pieces"
-            )
-        self.used.update(bucket.reduce(self.op))
-
-    def _tell(self, more: bool = False) -> Pending:
-        """Tell all ranks which parameters this one has used, and whether `more` is to come."""
-        used = flags([*(p in self.used for p in self.bucket_of), more], self.device)
-        return all_reduce(used, self.axis, "max", out=used, async_op=True)
-
-    def _hand_out(self, told: Pending) -> None:
-        """Give each piece its gradient, unless no rank has used its parameter."""
-        used = self.used
-        if len(used) < len(self.bucket_of):  # look only where the others' flags matter
-            by_any = look(told.wait(), on_meta=())  # where all ranks are alike
-            pairs = zip(self.bucket_of, by_any, strict=False)  # the last is no parameter
-            used = used | {p for p, is_used in pairs if is_used}
-        for bucket in self.buckets:
-            bucket.hand_out(used)
-        self.used.clear()
-        self.note_reduced()
-
-
-# ---------------------------------------------------------------------- 2. while computing goes on
+# ---------------------------------------------------------------------- 4. while computing goes on
 class Stage1(Naive):
     """A bucket is reduced as soon as backward has filled it, while backward goes on.
 
-    Buckets go one after the other, as all ranks must send the same in the same order. Sending each
-    bucket once is a *round*, at the end of which ranks tell each other which parameters they have
-    used, and whether they need another round: in the first step it shows that a parameter receives
-    its gradient in several parts (used by two re-entrant checkpoints, say), all of which are waited
-    for from then on.
-
-    Backward waits for buckets that have left, so that few are whole. Not in a pipeline: there all
-    are whole since the first microbatch, and the stage before waits for the last backward's end.
+    All ranks send the buckets in the order of their list, as collectives pair up by order. Backward
+    waits for buckets that were sent long ago, so few are whole.
     """
 
-    others_wait = False  # for the end of a backward: the stage before, in a pipeline
-    every_backward_sends = False  # under `no_sync`, too: then ranks may differ in their rounds
-    most_in_flight = 2  # buckets: the link always has the next one to carry, and memory an end
+    every_backward_sends = False  # under `no_sync`, too
+    most_in_flight = 2  # buckets: the link always has one to carry
 
-    def __init__(self, model: nn.Module, axis: Axis, *options: Any) -> None:
-        super().__init__(model, axis, *options)
-        # Gradients come into being from the last layer to the first: a bucket is complete with
-        # that of its first parameter. In forward it is needed for that one first, too.
-        place = {p: i for i, p in enumerate(model.parameters())}
-        self.buckets.sort(key=lambda b: -min(place.get(p, 0) for p in b.parameters))
-        self.next = 0  # the bucket whose turn it is
-        self.in_flight: deque[Bucket] = deque()
-        self.telling: Pending | None = None  # at the end of the last round
-        self.learning = True  # in the first step
-        self.arrived: Counter[nn.Parameter] = Counter()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
         bucket = self.bucket_of[p]
-        if bucket.is_sent and self.synchronises and not self.learning:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} received another gradient after its bucket "
-                f"was sent, unlike in the first step. Call finish_backward() after each backward "
-                f"outside of no_sync(), also after one that was cut short by an exception (and "
-                f"zero the gradients then)"
-            )
-        bucket.take(p)
-        if not (self.synchronises or self.every_backward_sends):
-            return
-        self.arrived[p] += 1
-        bucket.missing -= 1
-        while self.next < len(self.buckets) and self.buckets[self.next].missing <= 0:
-            self._reduce(self.buckets[self.next])
+        if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
+            bucket.add(p)
+        if self.synchronises or self.every_backward_sends:
+            self.missing[bucket].discard(p)
+            while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
+                self._reduce_next()
 
-    def _reduce(self, bucket: Bucket) -> None:
-        super()._reduce(bucket)
-        self.next += 1
-        self.in_flight.append(bucket)
-        is_full = len(self.in_flight) > self.most_in_flight
-        if is_full and (self.every_backward_sends or not self.others_wait):
+    def _reduce_next(self) -> None:
+        super()._reduce_next()
+        if len(self.in_flight) > self.most_in_flight:
             self.in_flight.popleft().wait_for_reduce()
 
-    def _end_round(self, more: bool = False) -> Pending:
-        """Reduce the buckets that are left, complete or not; `_tell`."""
-        for bucket in self.buckets[self.next :]:
-            self._reduce(bucket)
-        self.next = 0
-        for bucket in self.buckets:
-            if self.learning:
-                parts = sum(max(1, self.arrived[p]) for p in bucket.parameters)
-                bucket.expected = max(bucket.expected, parts)
-                more |= any(p.grad is not None for p in bucket.parameters)
-            bucket.missing, bucket.is_sent = bucket.expected, False
-        self.arrived.clear()
-        self._end_telling()
-        self.telling = self._tell(more)
-        return self.telling
-
-    def _end_telling(self) -> None:
-        if self.telling is not None:
-            self.telling.wait()
-            self.telling = None
-
-    def finish_backward(self) -> None:
-        Strategy.finish_backward(self)
-        more = True
-        while more:
-            told = self._end_round()
-            while self.in_flight:
-                self.in_flight.popleft().wait_for_reduce()
-            more = self._goes_on(told)
-        self._hand_out(told)
-        self.learning = False
-
-    def _goes_on(self, told: Pending) -> bool:
-        """Whether any rank needs another round; a GPU is waited for in the first step alone."""
-        return self.learning and self._is_told(told)
-
-    def _is_told(self, told: Pending) -> bool:
-        return bool(look(told.wait()[-1], on_meta=0))
+    def _end_round(self) -> None:
+        super()._end_round()
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
 
 
-# ---------------------------------------------------------------------- 3. gradients cut n ways
-LAST, MORE, ASK_AGAIN = 0, 1, 2
-"""What ranks say of a round before it; the greatest counts."""
-
-
+# ---------------------------------------------------------------------- 5. gradients cut n ways
 class Stage2(Stage1):
-    """Whole gradients are freed while backward goes on, after every microbatch anew.
+    """Every microbatch is reduced: whole gradients are freed while backward goes on.
 
-    When a bucket is sent, the one before it must have arrived: no more than two buckets are whole
-    at any moment. Every `no_sync` is a round, and a rank with fewer of them than others takes part
-    in theirs with zeros. So all must know whether another round follows. Each rank says so before
-    its first gradient of a round: the answer is on the host while a GPU computes the others. Not if
-    a backward outside of `no_sync` was not the last, as of a pipeline that has several stages on a
-    rank: the first step shows it, and from then on the answer is waited for at the end.
+    When a bucket is sent, the bucket before it must have arrived: at most two are whole. Each
+    `no_sync` is a round, and so is `finish_backward`. All ranks need as many rounds; a rank without
+    samples for its only microbatch sends zeros in `finish_backward`.
     """
 
     every_backward_sends = True
     most_in_flight = 1
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.has_begun = False  # this round
-        self.at_last = LAST  # what this rank says outside of `no_sync`
-        self.said: Callable[[], Tensor] | None = None  # by all ranks, on the host
-
-    def _begin_round(self) -> None:
-        """Tell all ranks whether this one needs another round, unless that was done."""
-        if self.has_begun:
-            return
-        if self.said is not None:
-            self.said()  # before the last round: it has long arrived
-        says = flags([self.at_last if self.synchronises else MORE], self.device)
-        saying = all_reduce(says, self.axis, "max", out=says, async_op=True)
-        self.has_begun, self.said = True, send_to_host(saying.wait, self.device)
-
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        self._begin_round()
-        super()._on_gradient(p)
-
-    def _end_round(self, more: bool = False) -> Pending:
-        self._begin_round()  # where no gradient came
-        self.has_begun = False
-        return super()._end_round(more)
-
-    def _goes_on(self, told: Pending) -> bool:
-        [said] = look(self.said(), on_meta=[ASK_AGAIN])
-        return self._is_told(told) if self.learning or said == ASK_AGAIN else said == MORE
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        if self.has_begun:
-            if not self.learning and self.at_last != ASK_AGAIN:
-                raise RuntimeError(
-                    "no_sync() came after a backward outside of it, unlike in the first step: "
-                    "other ranks were told that none would follow. Leave no_sync() for the last "
-                    "backward, and call finish_backward() after it"
-                )
-            self.at_last = ASK_AGAIN
         with super().no_sync():
             try:
                 yield
             finally:
-                self._end_round(more=True)
+                self._end_round()
 
 
 STAGES: dict[int, type[Stage1]] = {1: Stage1, 2: Stage2}
 
 
 # ---------------------------------------------------------------------- helpers
-def _waits_for(buckets: set[Bucket]) -> Callable[[nn.Module, Any], None]:
-    """What a module does before it computes; a closure, which a deep copy of the model shares."""
+def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
+    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        kinds[p.dtype, p.device, copies_axis(p, None)].append(p)
+    for members in kinds.values():
+        bucket, room = [], capacity
+        for p in members:
+            if bucket and p.nbytes > room:
+                yield bucket
+                bucket, room = [], capacity
+            bucket.append(p)
+            room -= p.nbytes
+        yield bucket
 
-    def before(module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled graph waits where it uses a weight
-            for bucket in buckets:
-                bucket.arrive()
 
-    return before
+def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Let modules of `model` wait, before they run, for weights that are still on their way.
+
+    A module may use a weight inside of it without calling the weight's own module, as
+    `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever
+    called waits for it. The first forward, when all weights are there, shows which are called.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    weights = [(name, optimizer.bucket_of[p]) for name, p in named if p in optimizer.bucket_of]
+    called: set[str] = set()  # paths of modules
+    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of the module that waits
+
+    def wait(path: str) -> None:
+        if path not in called:
+            called.add(path)
+            needs.clear()
+            for name, bucket in weights:
+                around = name.rpartition(".")[0]
+                while around and around not in called:
+                    around = around.rpartition(".")[0]
+                needs[around].add(bucket)
+        for bucket in needs[""] | needs[path]:
+            bucket.arrive()
+
+    def hook(path: str, *_: Any) -> None:
+        # Inside of a compiled graph no module is called; a module around the graph waits.
+        if not path or not torch.compiler.is_compiling():
+            wait(path)
+
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(partial(hook, path))
+    model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+    model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())

@@ -8,9 +8,8 @@ A block is one graph under the strategies that stay outside of it: ddp, local SG
 pipelines. Where ranks talk inside of it (tensor, context, expert parallelism), a graph ends at each
 collective and another begins; a mixture of experts, whose sizes hang on values, stays eager.
 
-Blocks that are alike share their graphs, however many there are. A graph is of weights of one
-class, so a block waits for all that are on their way to it (ZeRO 1 and 2) before it begins: they
-have less time to travel than where each layer waits for its own.
+Blocks that are alike share their graphs, however many there are. Before a graph begins, its block
+waits for all weights that are on their way to it (ZeRO 1 and 2).
 
 Refused are schedules that compute gradients of weights apart, as the backward of a graph is one
 piece, and selective recomputation, which looks at single operations. README has a table of it.
@@ -22,10 +21,8 @@ Proved by: tests/train/test_compiled.py.
 from typing import Any
 
 import torch
-from torch import nn
 
 from minipar.model.llama import Llama
-from minipar.parallel.base.absent import Absent
 from minipar.parallel.plan import Plan
 
 
@@ -49,12 +46,4 @@ def compile_blocks(model: Llama, backend: Any = "inductor") -> None:
     """Compile the layers of `model`, in place; last, when all strategies have been applied."""
     for layer in model.model.layers:
         if layer is not None:
-            layer.register_forward_pre_hook(_wait_for_weights)
             layer._layer = torch.compile(layer._layer, backend=backend)
-
-
-def _wait_for_weights(layer: nn.Module, _: Any) -> None:
-    """Before each forward of a block, outside of its graph: in there, all weights are plain."""
-    for p in layer.parameters():
-        if type(p) is Absent:
-            p.on_use()

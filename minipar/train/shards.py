@@ -2,7 +2,7 @@
 
 A rank has slices of weights, where tensor and expert parallelism cut, and flat ranges of these,
 where ZeRO does; under a pipeline, those of its layers. `parts` says of each which numbers of the
-whole tensor it is (`pieces.Region`), so that nothing is gathered for a save; `fill` reads the
+whole tensor it is (`shards.Region`), so that nothing is gathered for a save; `fill` reads the
 numbers that are this rank's, and no others. Of several ranks that have the same, one writes; which
 one all know without asking.
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
+from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import pack
-from minipar.parallel.base.shards import Part, Region, Row, copies_axis, master_of, piece_of
+from minipar.parallel.base.shards import Part, Region, Row, copies_axis, piece_of
 from minipar.parallel.compose import Composed
 from minipar.train.checkpoint import by_name
 from minipar.train.saver import Saver, deal

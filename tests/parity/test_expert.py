@@ -17,7 +17,7 @@ from minipar.comm import calls
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.moe import MoEConfig, Router, mixtures, routers
 from minipar.parallel import ddp, expert, fsdp, zero
-from minipar.parallel.base import strategy
+from minipar.parallel.base import shards
 from minipar.parallel.compose import apply
 from minipar.parallel.pipeline import pairs, runtime
 from minipar.parallel.pipeline.actions import slots
@@ -430,6 +430,7 @@ def test_trap_34_a_state_has_all_experts_and_any_plan_goes_on_from_it(ranks, one
 def test_strategy_words_are_all_there():
     """`copies_axis` is the one word that data parallelism needs of experts."""
     p, axis = nn.Parameter(torch.zeros(1)), Axis("dp+ep", 0, 4, (0, 1, 2, 3))
-    assert strategy.copies_axis(p, axis) is axis
+    assert shards.copies_axis(p, axis) is axis
+    shards.mark(p, Axis("ep", 0, 2, (0, 1)))
     p.copies = Axis("dp", 0, 2, (0, 2))
-    assert strategy.copies_axis(p, axis).name == "dp"
+    assert shards.copies_axis(p, axis).name == "dp"

@@ -1,37 +1,13 @@
-"""Offloaded training equals training on one device: alone, and with ddp, zero and fsdp."""
+"""Offloaded training equals training on one device: with zero and with fsdp."""
 
 from functools import partial
 
 import pytest
 
 from minipar.comm.hostcopy import HostCopy
-from minipar.parallel import ddp, fsdp, offload
+from minipar.parallel import fsdp, offload
 from tests.parity.harness import assert_parity, parallel, reference
 from tests.parity.tasks import TASKS, attach_zero
-
-
-def attach(model, mesh, bucket_mb=0.004):
-    """Alone on one rank; on more, around data parallelism."""
-    copies = HostCopy()
-    if mesh.size == 1:
-        return [offload.apply(model, mesh.dp, copies=copies, bucket_mb=bucket_mb)]
-    inside = ddp.apply(model, mesh.dp, bucket_mb=bucket_mb, average=False)
-    return [offload.apply(model, mesh.dp, inside=inside, copies=copies)]
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_equals_one_device(name):
-    """To the bit: the same kernels compute the same numbers, wherever these are kept."""
-    found = parallel(TASKS[name], {}, attach)
-    assert_parity(found, reference(TASKS[name]), rtol=0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["llama", pytest.param("foreign", marks=pytest.mark.slow)])
-def test_equals_one_device_on_several_ranks(ranks, size, name):
-    for outcome in ranks(size).run(parallel, TASKS[name], {"dp": size}, attach):
-        assert_parity(outcome, reference(TASKS[name]))
 
 
 def attach_fsdp(model, mesh, **options):

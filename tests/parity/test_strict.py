@@ -19,7 +19,7 @@ from minipar.comm.background import Background
 from minipar.comm.hostcopy import HostCopy
 from minipar.comm.mesh import Mesh
 from minipar.emulate import strict
-from minipar.parallel import compose, ddp, fsdp, offload
+from minipar.parallel import compose, fsdp, offload
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
@@ -78,29 +78,24 @@ def test_compression_has_no_race(ranks, method):
         assert all(map(math.isfinite, found.losses + found.norms))
 
 
-def attach_offloaded(model, mesh: Mesh, how: str) -> list:
-    copies = HostCopy()
-    if how == "shards":
-        strategy = fsdp.apply(model, mesh.dp, average=False)
-        offload.shards_on_host(strategy, copies)
-        return [strategy]
-    inside = ddp.apply(model, mesh.dp, bucket_mb=0.004, average=False)
-    return [offload.apply(model, mesh.dp, inside=inside, copies=copies)]
+def attach_offloaded(model, mesh: Mesh) -> list:
+    strategy = fsdp.apply(model, mesh.dp, average=False)
+    offload.shards_on_host(strategy, HostCopy())
+    return [strategy]
 
 
-def train_offloaded(how: str, slip: Callable = contextlib.nullcontext) -> Outcome:
+def train_offloaded(plan: Plan, slip: Callable = contextlib.nullcontext) -> Outcome:
     with slip(), strict.watching():
-        attach = partial(attach_offloaded, how=how)
-        return parallel(task_of(PLANS["ddp"]), {"dp": 4}, attach, gradients=lambda model: {})
+        axes, found = {"dp": plan.dp}, lambda model: {}
+        return parallel(task_of(plan), axes, attach_offloaded, gradients=found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["after ddp", "shards"])
-def test_offload_has_no_race(ranks, how):
+def test_offload_has_no_race(ranks):
     """Gradients leave for the host when they have arrived; weights are sent when they are back."""
     expected = serial(task_of(PLANS["ddp"]))
     expected.gradients = [{}, {}]
-    for found in ranks(4, "link").run(train_offloaded, how):
+    for found in ranks(4, "link").run(train_offloaded, PLANS["ddp"]):
         assert_parity(found, expected)
 
 
@@ -147,21 +142,26 @@ SLIPS = [  # name, what runs, what goes wrong in it, the call that is to be name
     ("ddp", train, PLANS["ddp"], wait_left_out, "all_reduce at parallel/ddp.py"),
     ("zero1", train, PLANS["zero1"], wait_left_out, r"\w+ at parallel/sharded_optimizer.py"),
     ("zero2", train, PLANS["zero2"], wait_left_out, r"\w+ at parallel/sharded_optimizer.py"),
-    ("fsdp", train, PLANS["fsdp"], wait_left_out, "all_gather at parallel/flat.py"),
+    ("fsdp", train, PLANS["fsdp"], wait_left_out, "all_gather at parallel/fsdp.py"),
     ("tensor overlap", train, PLANS["tensor"], wait_left_out, "recv at parallel/overlap.py"),
     ("ring", train, PLANS["ring"], wait_left_out, "recv at parallel/context.py"),
     ("ulysses", train, PLANS["ulysses"], wait_left_out, "all_to_all at parallel/ulysses.py"),
     ("pipeline", train, PLANS["pipeline"], wait_left_out, r"\w+ at pipeline/messages.py"),
     ("compression", train, INT8, wait_left_out, r"all_\w+ at compression/\w+.py"),
     ("beside", train, INT8, partial(wait_left_out, True), "compression at compression/feedback.py"),
-    ("offload", train_offloaded, "after ddp", wait_left_out, "all_reduce at parallel/ddp.py"),
-    ("shards on the host", train_offloaded, "shards", wait_left_out, "all_gather at parallel/flat"),
+    (
+        "shards on the host",
+        train_offloaded,
+        PLANS["ddp"],
+        wait_left_out,
+        "all_gather at parallel/fsdp",
+    ),
     *(
         (f"{name} reuses", train, plan, partial(buffer_reused, verb), f"{verb} at {place}")
         for name, plan, verb, place in (
             ("ddp", PLANS["ddp"], "all_reduce", "parallel/ddp.py"),
             ("zero2", PLANS["zero2"], "reduce_scatter", "parallel/sharded_optimizer.py"),
-            ("fsdp", PLANS["fsdp"], "all_gather", "parallel/flat.py"),
+            ("fsdp", PLANS["fsdp"], "all_gather", "parallel/fsdp.py"),
             ("pipeline", PLANS["pipeline"], "send", "pipeline/messages.py"),
             ("compression", INT8, "all_to_all", "compression/codecs.py"),
         )

@@ -158,9 +158,6 @@ APPLY = {
     "ddp": lambda model, dp, _: ddp.apply(model, dp),
     "local_sgd": partial(local_sgd.apply, method="diloco", every=2),
     "fsdp": lambda model, dp, _: fsdp.apply(model, dp),
-    "offload": lambda model, dp, _: offload.apply(
-        model, dp, inside=ddp.apply(model, dp), copies=HostCopy()
-    ),
     "tensor": lambda model, tp, _: tensor.apply(model, tp),
     "tensor, sequence": lambda model, tp, _: tensor.apply(model, tp, sequence=True),
     "tensor, overlap": lambda model, tp, _: tensor.apply(model, tp, sequence=True, overlap=True),

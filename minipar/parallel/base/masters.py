@@ -1,9 +1,8 @@
 """Master weights: a parameter computes in 16 bits, and learns in 32.
 
-Idea.   What a step adds to a weight is thousands of times smaller than the weight, and in bf16 it
-        would round to nothing. So there are two tensors: the *working weight*, which is what the
-        model has as its parameter, and its *master*, which the optimizer steps. After each step
-        the one is the other, rounded.
+Idea.   A step adds to a weight a few thousandths of it, which would round to nothing in bf16. So
+        there are two tensors. The *working weight* is the parameter of the model. The optimizer
+        steps its *master*. After each step the working weight is the master, rounded.
 Math.   m <- m - update(g, state);  w = bf16(m).  g = sum over microbatches and ranks of dL/dw, each
         in bf16 as backward computes it, the sum in float32.
 Memory. Bytes per parameter: 2 working weight + 4 gradient + 4 master + 8 AdamW, 18 in all. Autocast
@@ -22,42 +21,43 @@ ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.observe import memory
-from minipar.parallel.base.shards import master_of
-from minipar.parallel.base.strategy import stepped_by
 
 
 @torch.no_grad()
 def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """From now on, parameters of `model` are in `dtype`, and what they were are their masters.
+    """Cast the parameters of `model` to `dtype`; `optimizer` steps their former values.
 
-    `p.master` has the values of `p` before; `optimizer` steps it, and its state has the dtype of
-    that. To the optimizer nothing changes: while it steps, or loads its state, ``p.data`` *is* the
-    master. Gradients add up in the dtype of the master. Frozen parameters are cast and have none;
-    those of whole or complex numbers stay as they are. What is written into `p` between two steps
-    (weights that are loaded, a clamp) is taken over; but not through ``p.data``, of which torch
-    keeps no count.
+    These masters are ``p.master``. Gradients add up in the dtype of the master. To the optimizer
+    nothing changes: while it steps, or loads its state, ``p.data`` *is* the master. Weights written
+    into `p` between two steps are taken over (see `master_of`). Parameters that `optimizer` does
+    not step are cast and have no master. Those of whole numbers stay as they are.
 
-    Raises `ValueError` unless `optimizer` steps all parameters that learn, and none has a master
-    yet; `RuntimeError` for a step with a closure, which would compute with the masters, of a
-    parameter that was unfrozen since, or by another optimizer.
+    Raises `ValueError` for a parameter that learns and is not stepped by `optimizer`, or has a
+    master already; `RuntimeError` for a step with a closure, which would compute with the masters.
     """
-    _check_all_learn_here(model, optimizer)
-    frozen = {p: name for name, p in model.named_parameters() if not p.requires_grad}
-    lower(model, dtype)
-    working = {p: p.data for p in model.parameters() if hasattr(p, "master")}
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if hasattr(p, "master"):
+            raise ValueError(f"{name} has a master already; call keep() once, with one optimizer")
+        if p.requires_grad and p not in stepped:
+            raise ValueError(
+                f"{name} learns, but not by this optimizer, so its steps would round to nothing; "
+                f"make one optimizer, with groups, of all parameters that learn, or freeze the rest"
+            )
+    working: dict[nn.Parameter, Tensor] = {}
+    for p in filter(torch.is_floating_point, model.parameters()):
+        master, p.data = p.data, p.data.to(dtype, copy=True)
+        if p in stepped:
+            p.master, p.grad_dtype, p.rounded = master, master.dtype, p._version
+            working[p] = p.data
+            memory.tag("optimizer", master)
 
     def put_masters(_: Any, args: tuple = (), kwargs: dict | None = None) -> None:
         if any(map(callable, (*args, *(kwargs or {}).values()))):
             raise RuntimeError("step(closure) would run on master weights; backward, then step()")
-        for p, name in frozen.items():
-            if p.requires_grad and p.is_floating_point():
-                raise RuntimeError(
-                    f"{name} was frozen when keep() was called and has no master, so its steps "
-                    f"would round to nothing; unfreeze it first, then keep()"
-                )
         for p in working:
             p.data = master_of(p)
 
@@ -74,22 +74,16 @@ def keep(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype)
     optimizer.register_load_state_dict_post_hook(put_working)
 
 
-def _check_all_learn_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    stepped = set(stepped_by(optimizer))
-    for name, p in model.named_parameters():
-        if hasattr(p, "master"):
-            raise ValueError(f"{name} has a master already; call keep() once, with one optimizer")
-        if p.requires_grad and p not in stepped:
-            raise ValueError(
-                f"{name} learns, but not by this optimizer, so its steps would round to nothing; "
-                f"make one optimizer, with groups, of all parameters that learn, or freeze the rest"
-            )
+@torch.no_grad()
+def master_of(p: nn.Parameter) -> Tensor:
+    """Return the master of `p`, or this rank's slice of it, with the weights written into `p`.
 
-
-def lower(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters of floats; each of them that learns keeps what it was in `p.master`."""
-    for p in filter(torch.is_floating_point, model.parameters()):
-        before, p.data = p.data, p.data.to(dtype, copy=True)
-        if p.requires_grad:
-            p.master, p.grad_dtype, p.rounded = before, before.dtype, p._version
-            memory.tag("optimizer", before)
+    A write shows in ``p._version``; only writes through ``p.data`` do not. The master changes where
+    the working weight is not the master, rounded. All other numbers keep their digits.
+    """
+    if p._version != p.rounded:
+        p.rounded = p._version
+        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
+        is_own = working == p.master.to(working.dtype)
+        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
+    return p.master

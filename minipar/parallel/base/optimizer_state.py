@@ -1,11 +1,11 @@
 """The state of an optimizer by the names of its parameters, whole, as of one device.
 
-A state dict counts parameters through: its groups hold numbers, and its "state" has an entry for
-each number. Which parameter a number means depends on the order in which the optimizer got them;
-so whole states here say it as torch's own do for `named_parameters()`, in "param_names" of each
-group, and are paired by these when they are loaded.
+A state dict numbers the parameters: groups list numbers, and "state" has an entry for each number.
+A number means another parameter where the optimizer got them in another order. So whole states
+name them too, in "param_names" of each group, as torch's own do for `named_parameters()`. Loading
+pairs by these names.
 
-A *label* is the name of a parameter, or a number if it has none; `labelled` makes them.
+A *label* is the name of a parameter, or its number if it has no name; `labelled` makes labels.
 """
 
 import itertools
@@ -13,17 +13,23 @@ from collections import ChainMap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minipar.comm.collectives import all_gather_object
 from minipar.comm.values import to_host
 from minipar.parallel.base.shards import Row, piece_of
 
 Labels = Sequence[Iterable[Hashable]]  # of the parameters of each group
-Members = Sequence[Mapping[Hashable, nn.Parameter]]  # and what they label
-SCALARS = {"step", "mu_product", "eta", "mu"}  # never cut, also if the parameter is a scalar
+Members = Sequence[Mapping[Hashable, nn.Parameter]]  # the parameters of each group, by label
+SCALARS = {"step", "mu_product", "eta", "mu"}  # numbers, also where the parameter is a number
+
+
+def labelled(
+    groups: Iterable[Iterable[nn.Parameter]], names: Mapping[nn.Parameter, str]
+) -> list[dict[Hashable, nn.Parameter]]:
+    """Return the parameters of each group by label."""
+    count = itertools.count()
+    return [{names.get(p, i): p for p, i in zip(g, count, strict=False)} for g in groups]
 
 
 def pack(
@@ -47,7 +53,7 @@ def pack(
 
 
 def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
-    """Return the entries of a state dict by label: paired by name, or by number if it has no names.
+    """Return the entries of a state dict by label: paired by name, or by number without names.
 
     Raises `ValueError` for the state of other parameters.
     """
@@ -69,72 +75,30 @@ def unpack(state: Mapping[str, Any], labels: Labels) -> dict[Hashable, Any]:
     return {name: state["state"][i] for name, i in found.items() if i in state["state"]}
 
 
-def labelled(
-    groups: Iterable[Iterable[nn.Parameter]], names: Mapping[nn.Parameter, str]
-) -> list[dict[Hashable, nn.Parameter]]:
-    """Return the parameters of each group by label."""
-    count = itertools.count()
-    return [{names.get(p, i): p for p, i in zip(g, count, strict=False)} for g in groups]
-
-
-def as_groups(params: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[nn.Parameter, str]]:
-    """What torch's optimizers accept: tensors, pairs of name and tensor, or groups of either.
-
-    Returns groups of tensors, and the names of those that have one.
-    """
-    params = list(params)
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    result, names = [], {}
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        names |= {m[1]: m[0] for m in members if isinstance(m, tuple)}
-        members = [m[1] if isinstance(m, tuple) else m for m in members]
-        result.append({**group, "params": list(dict.fromkeys(members))})  # tied ones once
-    return result, names
-
-
-# ---------------------------------------------------------------------- where parameters are cut
 def join_state(optimizer: Optimizer, members: Members, rows: Iterable[Row]) -> dict[str, Any]:
-    """Return a copy of the state of `optimizer` as one device would have it, on the CPU; a
-    collective.
+    """Return a copy of the state of `optimizer` as of one device, on the CPU; a collective.
 
-    `members` are its parameters, or those of which it steps the pieces; `rows` hold all pieces.
+    `members` are its parameters, or the parameters whose pieces it steps. `rows` hold all pieces.
+    A rank steps empty pieces too, so all ranks of a row have entries for the same parameters.
     """
-    rows = list(rows)
     label_of = {piece_of(p): label for group in members for label, p in group.items()}
     state = {p: optimizer.state[p] for p in label_of if p in optimizer.state}
-    cut = {p for row in rows for p in row.pieces}
-    whole = {label_of[p]: dict(entries) for p, entries in state.items() if p not in cut}
-    # A rank may step no piece without numbers, and so all tell of what they have some: along the
-    # widest axis, as fewer ranks have the same experts.
-    own = {label_of[p]: _kinds(entries, p) for p, entries in state.items() if p in cut}
-    everyone = max((row.axis for row in rows), key=lambda axis: axis.size, default=None)
-    for told in all_gather_object(own, everyone)[::-1] if everyone else ():  # the first counts
-        whole |= told
+    whole = {label_of[p]: {k: _copied(v) for k, v in own.items()} for p, own in state.items()}
     for row in rows:
-        labels = {p: label_of[p] for p in row.pieces if label_of.get(p) in whole}
-        for key in dict.fromkeys(key for label in labels.values() for key in whole[label]):
-            kinds = {p: whole[label].get(key) for p, label in labels.items()}
-            kinds = {p: kind for p, kind in kinds.items() if isinstance(kind, torch.dtype)}
-            if kinds:
-                here = {p: state[p][key] for p in kinds if p in state}
-                joined = row.join(here, next(iter(kinds.values())))
-                for p in kinds:
-                    whole[labels[p]][key] = to_host(joined[p])
-    for entries in whole.values():  # copies: what is here goes on changing
-        entries |= {k: to_host(v).clone() for k, v in entries.items() if isinstance(v, Tensor)}
+        pieces = [p for p in row.pieces if p in state]
+        for key in dict.fromkeys(key for p in pieces for key in state[p]):
+            own = {p: state[p].get(key) for p in pieces}  # moments have the shape of the piece
+            own = {p: v for p, v in own.items() if isinstance(v, Tensor) and v.shape == p.shape}
+            if own:
+                joined = row.join(own, next(iter(own.values())).dtype)
+                for p in own:
+                    whole[label_of[p]][key] = to_host(joined[p])
     return pack(whole, members, optimizer.param_groups)
 
 
-def _kinds(entries: Mapping[str, Any], p: nn.Parameter) -> dict[str, Any]:
-    """Of the state of a piece: the dtype of what has its shape; all else as it is, on the CPU."""
-    return {
-        key: value
-        if not isinstance(value, Tensor)
-        else (value.dtype if value.shape == p.shape else to_host(value))
-        for key, value in entries.items()
-    }
+def _copied(value: Any) -> Any:
+    """Return a copy on the CPU of a tensor, which goes on changing here; all else as it is."""
+    return to_host(value).clone() if isinstance(value, Tensor) else value
 
 
 def cut_state(
@@ -154,7 +118,6 @@ def cut_state(
                 value = value(row.cuts[piece] if row else None).view_as(piece)
             elif isinstance(value, Tensor):
                 is_cut = row and key not in SCALARS and value.shape == row.shapes[piece]
-                value = row.part_of(piece, value) if is_cut else value
-                value = value.clone()  # not a view of the whole, nor a number that others count
+                value = (row.part_of(piece, value) if is_cut else value).clone()
             own[label][key] = value
     return own

@@ -1,21 +1,23 @@
-"""Pieces of parameters: how they say of what they are, and a row of them that is cut over an axis.
+"""Shards: which part of which parameter a tensor holds.
 
-A parameter that is not whole on each rank, or whose gradient is not, says so in three attributes,
-which the strategy that cuts it sets (`mark`), and `axes_of`, `full_shape` and `is_copy` read:
+Facts about a parameter stand on the parameter. The strategy that cuts it sets them once, by `mark`:
 
+    full_shape   the shape in the serial model
     shard_axes   the axes over which it is cut; none: it is whole, and alike on all ranks
-    full_shape   the shape before it was cut, by whichever of them came first
-    is_copy      it stands for numbers that another rank of the axis has, too, and counts
+    copies       the ranks with the same numbers, over which data parallelism sums the gradient;
+                 absent: all ranks of the data axis. Only experts have it.
+    is_copy      True if another rank of a shard axis counts these numbers in the gradient norm.
+                 Two cases need it: two ranks of tp share a head, two stages share an embedding.
 
 zero and fsdp cut alike. Parameters lie one after the other in a row, which is padded to n S
-numbers, and rank r keeps the S from r S on, its shard. Three of 4, 5 and 2 numbers on two ranks,
-S = 6::
+numbers. Rank r keeps S of them, from r S on: its shard. The part of a parameter that lies in the
+shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
 
     parameter   a a a a b b | b b b c c .
     rank        0 0 0 0 0 0 | 1 1 1 1 1 1
                                             on rank 1:   a           b            c
-    span, where it lies in the shard                     [0:0]       [0:3]        [3:5]
-    cut, what part of the parameter it is                [0:0]       [2:5]        [0:2]
+    span, the place in the shard                         [0:0]       [0:3]        [3:5]
+    cut, the part of the parameter                       [0:0]       [2:5]        [0:2]
 """
 
 import itertools
@@ -33,7 +35,7 @@ from minipar.comm.mesh import Axis
 def mark(
     p: nn.Parameter, axis: Axis, *, of: nn.Parameter | None = None, copy: bool = False
 ) -> None:
-    """Let `p` say that it is a piece along `axis`: of `of`, or of what it was itself until now."""
+    """Note on `p` that it is a shard along `axis`: of `of`, or of its own former value."""
     of = p if of is None else of
     p.full_shape, p.shard_axes = full_shape(of), (*axes_of(of), axis)
     p.is_copy = copy or is_copy(of)
@@ -44,36 +46,32 @@ def axes_of(p: Tensor) -> tuple[Axis, ...]:
     return getattr(p, "shard_axes", ())
 
 
-@torch.no_grad()
-def master_of(p: nn.Parameter) -> Tensor:
-    """The master of `p`, or this rank's slice of it, with what was written into `p` meanwhile.
-
-    Only where that differs from the master, rounded: all other digits are kept.
-    """
-    if p._version != p.rounded:
-        p.rounded = p._version
-        working = p.part_of(p.data) if hasattr(p, "part_of") else p.data
-        is_own = working == p.master.to(working.dtype)
-        p.master.copy_(torch.where(is_own, p.master, working.to(p.master.dtype)))
-    return p.master
+def full_shape(p: Tensor) -> torch.Size:
+    """Return the shape of `p` in the serial model."""
+    return getattr(p, "full_shape", p.shape)
 
 
-def in_order(axes: Iterable[Axis]) -> list[Axis]:
-    """Return each axis of several ranks once, in the same order on all ranks."""
-    return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
+def is_copy(p: Tensor) -> bool:
+    """True if another rank of a shard axis of `p` counts these numbers."""
+    return getattr(p, "is_copy", False)
 
 
-def copies_axis(p: Tensor, axis: Axis) -> Axis:
+def piece_of(p: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that the optimizer steps for `p`: under zero its piece, else `p`."""
+    return getattr(p, "piece", p)
+
+
+def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
-    All of them, unless the strategy that cut `p` says otherwise in `p.copies`: ranks of expert
-    parallelism share a batch, and yet each has experts of its own. `p.spread` is the axis of these,
-    of which `p.spread_outside` ranks, those of tensor parallelism, are not of the data axis. Raises
-    `ValueError` where both together are not as many ranks as the data axis.
+    Raises `ValueError` unless each rank of `axis` has a copy of this expert, or another expert. An
+    expert's first shard axis is that of expert parallelism. `spread_outside` of its ranks share a
+    batch as ranks of tensor parallelism do, and are not of the data axis.
     """
-    copies, spread = getattr(p, "copies", axis), getattr(p, "spread", None)
-    if None in (axis, spread):
+    copies = getattr(p, "copies", axis)
+    if axis is None or not hasattr(p, "copies"):
         return copies
+    spread = axes_of(p)[0]
     sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
     if sharing != axis.size:
         raise ValueError(
@@ -86,30 +84,25 @@ def copies_axis(p: Tensor, axis: Axis) -> Axis:
 
 
 def is_part(axis: Axis, joint: Axis) -> bool:
-    """Whether `joint` is that axis, or several at once of which it is one."""
+    """True if `joint` is `axis`, or joins several axes and `axis` is one of them."""
     return axis.name in joint.name.split("+")
 
 
 def is_spread_over(p: Tensor, axis: Axis) -> bool:
-    """Whether `p` is an expert's, and ranks of `axis` have experts of their own."""
-    return hasattr(p, "spread") and is_part(axis, p.spread)
+    """True if `p` is an expert's, and ranks of `axis` have other experts."""
+    return hasattr(p, "copies") and is_part(axis, axes_of(p)[0])
 
 
-def full_shape(p: Tensor) -> torch.Size:
-    """Return the shape of `p` in the serial model."""
-    return getattr(p, "full_shape", p.shape)
-
-
-def check_divides(name: str, n: int, what: str, size: int) -> None:
-    """Raise `ValueError` unless n, called `name`, divides `size`; it says which numbers do."""
-    if n < 1 or size % n:
-        good = ", ".join(str(k) for k in range(1, size + 1) if size % k == 0)
-        raise ValueError(f"{name}={n} does not divide {what}={size}; use one of {good}")
+def in_order(axes: Iterable[Axis]) -> list[Axis]:
+    """Return each axis of several ranks once, in the same order on all ranks."""
+    return sorted({axis for axis in axes if axis.size > 1}, key=lambda axis: axis.name)
 
 
 def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
-    """Return a view of the vector `numbers` in the shape of `p`, in memory as `p` is, if that has
-    no gaps: fused optimizers take one number after the other, of channels_last weights too."""
+    """Return a view of the vector `numbers` in the shape of `p`, and in memory as `p` is.
+
+    Fused optimizers step weight and gradient in the order of memory, of channels_last weights too.
+    """
     span = 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
     return numbers.as_strided(p.shape, p.stride()) if span == p.numel() else numbers.view_as(p)
 
@@ -119,105 +112,21 @@ def gradient_bytes(p: Tensor) -> int:
     return p.numel() * p.grad_dtype.itemsize
 
 
-def is_copy(p: Tensor) -> bool:
-    """Whether another rank of an axis of `p` counts these numbers."""
-    return getattr(p, "is_copy", False)
+def check_divides(name: str, n: int, what: str, size: int) -> None:
+    """Raise `ValueError` unless n, called `name`, divides `size`; name the numbers that do."""
+    if n < 1 or size % n:
+        good = ", ".join(str(k) for k in range(1, size + 1) if size % k == 0)
+        raise ValueError(f"{name}={n} does not divide {what}={size}; use one of {good}")
 
 
-def piece_of(p: nn.Parameter) -> nn.Parameter:
-    """Return what an optimizer steps in the place of `p`, and where its gradient is in the end."""
-    return getattr(p, "piece", p)
-
-
-class Region(NamedTuple):
-    """Which numbers of a tensor of `shape` a rank has.
-
-    Tensor and expert parallelism leave it a slice: of each dim the `spans` (start, stop), one after
-    the other. zero and fsdp leave it, of that slice laid out flat, the numbers of `flat`. Both in
-    one: columns 2 to 4 of a [3, 4] matrix, and of these the numbers 1 to 5::
-
-        . . a b        spans ((0, 3),), ((2, 4),)
-        . . c d        flat  slice(1, 5): b, c, d, e
-        . . e f        boxes [0:1, 3:4], [1:2, 2:4], [2:3, 2:3]
-    """
-
-    shape: tuple[int, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    flat: slice | None = None  # all of them
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Region":
-        """All of a tensor."""
-        return cls(tuple(shape), tuple(((0, size),) for size in shape))
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it has."""
-        if self.flat is not None:
-            return self.flat.stop - self.flat.start
-        return math.prod(self._slice)
-
-    @property
-    def _slice(self) -> tuple[int, ...]:
-        return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
-
-    def boxes(self, numbers: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield `numbers` [k] of the region as boxes of the whole: offset of each, and a view."""
-        first = 0 if self.flat is None else self.flat.start
-        for offset, size in boxes_of(self._slice, first, first + self.numel):
-            box, numbers = numbers[: math.prod(size)].view(size), numbers[math.prod(size) :]
-            for cut in itertools.product(*map(_along, self.spans, offset, size)):
-                yield tuple(place for place, _ in cut), box[tuple(own for _, own in cut)]
-
-
-class Part(NamedTuple):
-    """What a rank has of a tensor: `numbers` [k], which are those of `region`."""
-
-    numbers: Tensor
-    region: Region
-
-
-def boxes_of(
-    shape: tuple[int, ...], start: int, stop: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the numbers `start` to `stop` of what is laid out flat into boxes: offsets and sizes.
-
-    In order, and few: of a matrix the rest of a row, rows, and the beginning of one.
-    """
-    if not shape:
-        return [((), ())][start:stop]
-    row, found = math.prod(shape[1:]), []
-    while start < stop:
-        i, at = divmod(start, row)
-        rows = 0 if at else (stop - start) // row
-        end = min(stop, start + rows * row if rows else (i + 1) * row)
-        if rows:
-            found.append(((i, *(0 for _ in shape[1:])), (rows, *shape[1:])))
-        else:
-            inner = boxes_of(shape[1:], at, at + end - start)
-            found += [((i, *offset), (1, *size)) for offset, size in inner]
-        start = end
-    return found
-
-
-def _along(spans: Sequence[tuple[int, int]], offset: int, size: int) -> list[tuple[int, slice]]:
-    """Along one dim, where a box of a slice is in the whole: places, and the part of the box."""
-    found, at = [], -offset  # where a span begins, as seen from the box
-    for start, stop in spans:
-        first, last = max(at, 0), min(at + stop - start, size)
-        if first < last:
-            found.append((start + first - at, slice(first, last)))
-        at += stop - start
-    return found
-
-
+# ---------------------------------------------------------------------- parameters in a row
 class Layout:
-    """Parameters of `numels` numbers in a row, cut over `axis`; see above."""
+    """Parameters of `numels` numbers in a row, cut over `axis`; see the drawing above."""
 
     def __init__(self, numels: Sequence[int], axis: Axis) -> None:
         self.size = size = math.ceil(sum(numels) / axis.size)  # S
         self.total = axis.size * size
-        self.splits = [*numels, self.total - sum(numels)]  # and the padding
+        self.splits = [*numels, self.total - sum(numels)]  # the last one is the padding
         self.spans, self.cuts = [], []
         place = -axis.rank * size  # where a parameter begins, as seen from the shard
         for numel in numels:
@@ -230,8 +139,8 @@ class Layout:
 class Row:
     """Parameters in a row, of which this rank has `shard` [S], and `pieces` that are views of it.
 
-    A piece is what an optimizer steps: a parameter of the k numbers that lie on this rank, perhaps
-    none. It is [k], or of a matrix [k, 1], so that ``p.ndim`` is that of the whole.
+    The optimizer steps pieces: parameters of the k numbers that lie on this rank, perhaps none. A
+    piece is [k], or [k, 1] for a matrix, so that ``p.ndim`` is that of the whole.
     """
 
     def __init__(
@@ -250,7 +159,7 @@ class Row:
         self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
 
     def move(self, shard: Tensor) -> None:
-        """Let the pieces be views of `shard` [S], which may lie on another device."""
+        """Make the pieces views of `shard` [S], which may lie on another device."""
         self.shard = shard
         for piece, span in zip(self.pieces, self.layout.spans, strict=True):
             piece.data = shard[span].view_as(piece)
@@ -259,9 +168,7 @@ class Row:
         """Raise `RuntimeError` for a piece that has other memory than the shard."""
         first, width = self.shard.data_ptr(), self.shard.element_size()
         for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():  # also where it is elsewhere
-                place = piece.data_ptr()
-            if piece.numel() and place != first + span.start * width:
+            if piece.numel() and piece.data_ptr() != first + span.start * width:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(self.shapes[piece])} has got new memory since "
                     f"its strategy was applied, as by p.data = ..., vector_to_parameters or "
@@ -275,16 +182,17 @@ class Row:
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
 
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return what of `whole`, shaped as the parameter, belongs to `piece`."""
+        """Return the part of `whole`, shaped as the parameter, that belongs to `piece`."""
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
 
     @torch.no_grad()
     def join(
         self, own: Mapping[nn.Parameter, Tensor], dtype: torch.dtype
     ) -> dict[nn.Parameter, Tensor]:
-        """Gather whole tensors from what all ranks have for each piece; zeros where it has none.
+        """Gather whole tensors from the parts that all ranks have for each piece; a collective.
 
-        Weights, gradients, moments: whatever has the shape of the piece. A collective.
+        For weights, gradients, moments: tensors in the shape of the piece. Zeros where `own` has
+        none.
         """
         shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
         for piece, span in zip(self.pieces, self.layout.spans, strict=True):
@@ -292,3 +200,84 @@ class Row:
                 shard[span] = own[piece].flatten()
         whole = self.split(all_gather(shard, self.axis))
         return {piece: t.clone() for piece, t in zip(self.pieces, whole, strict=True)}
+
+
+# ---------------------------------------------------------------------- places in a whole tensor
+class Region(NamedTuple):
+    """The numbers of a tensor of `shape` that a rank has: for checkpoints that any plan reads.
+
+    Tensor and expert parallelism leave a slice: for each dim the `spans` (start, stop), one after
+    the other. zero and fsdp lay this slice out flat, and leave the numbers of `flat`. Both in one:
+    columns 2 to 4 of a [3, 4] matrix, and of these the numbers 1 to 5::
+
+        . . a b        spans ((0, 3),), ((2, 4),)
+        . . c d        flat  slice(1, 5): b, c, d, e
+        . . e f        boxes [0:1, 3:4], [1:2, 2:4], [2:3, 2:3]
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    flat: slice | None = None  # None: all numbers of the slice
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Region":
+        """Return the region of all numbers."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def numel(self) -> int:
+        """The count of its numbers."""
+        return math.prod(self._slice) if self.flat is None else self.flat.stop - self.flat.start
+
+    @property
+    def _slice(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
+
+    def boxes(self, numbers: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield `numbers` [k] of the region as boxes of the whole: offset of each, and a view."""
+        first = 0 if self.flat is None else self.flat.start
+        for offset, size in boxes_of(self._slice, first, first + self.numel):
+            box, numbers = numbers[: math.prod(size)].view(size), numbers[math.prod(size) :]
+            for cut in itertools.product(*map(_along, self.spans, offset, size)):
+                yield tuple(place for place, _ in cut), box[tuple(own for _, own in cut)]
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor: `numbers` [k], and where they are in it."""
+
+    numbers: Tensor
+    region: Region
+
+
+def boxes_of(
+    shape: tuple[int, ...], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the numbers `start` to `stop` of a tensor laid out flat into boxes: offsets and sizes.
+
+    In order, and few. For a matrix: the rest of a row, whole rows, the beginning of a row.
+    """
+    if not shape:
+        return [((), ())][start:stop]
+    row, found = math.prod(shape[1:]), []
+    while start < stop:
+        i, at = divmod(start, row)
+        rows = 0 if at else (stop - start) // row
+        end = min(stop, start + rows * row if rows else (i + 1) * row)
+        if rows:
+            found.append(((i, *(0 for _ in shape[1:])), (rows, *shape[1:])))
+        else:
+            inner = boxes_of(shape[1:], at, at + end - start)
+            found += [((i, *offset), (1, *size)) for offset, size in inner]
+        start = end
+    return found
+
+
+def _along(spans: Sequence[tuple[int, int]], offset: int, size: int) -> list[tuple[int, slice]]:
+    """Return where a box of the slice lies in the whole along one dim: places, parts of the box."""
+    found, at = [], -offset  # where a span begins, as seen from the box
+    for start, stop in spans:
+        first, last = max(at, 0), min(at + stop - start, size)
+        if first < last:
+            found.append((start + first - at, slice(first, last)))
+        at += stop - start
+    return found

@@ -28,9 +28,10 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Axis, with_own_group
 from minipar.comm.values import to_device
 from minipar.model.moe import alone, routers
+from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.norm import check_unchanged, clip_grad_norm, note_reduced
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled, pack
-from minipar.parallel.base.shards import Row, axes_of, full_shape, in_order, master_of, piece_of
+from minipar.parallel.base.shards import Row, axes_of, full_shape, in_order, piece_of
 
 
 class Strategy:
