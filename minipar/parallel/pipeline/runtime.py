@@ -155,7 +155,11 @@ class Step:
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
         self.live: dict[tuple[int, int], tuple[Tensor | None, Used, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
-        self.methods: dict[str, Method] = {
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The method for each kind of action."""
+        return {
             "F": self.forward,
             "B": self.backward,
             "I": self.backward_input,
@@ -388,19 +392,17 @@ class Pipeline(Strategy):
 
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
-        own, theirs, sends, receives = [], [], [], []
+        me, parts = self.axis.rank, {}  # of each sum: the gradients of all ranks, in their order
         for p, ranks in self.twins.items():
             grad = stand_ins[p].grad
-            own.append(torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad)
-            others = (rank for rank in ranks if rank != self.axis.rank)
-            theirs.append({rank: torch.empty_like(own[-1]) for rank in others})
-            sends += [(own[-1], rank) for rank in theirs[-1]]
-            receives += [(buffer, rank) for rank, buffer in theirs[-1].items()]
-        if receives:
-            exchange(sends, receives, self.axis)
-        for p, grad, others in zip(self.twins, own, theirs, strict=True):
-            every = {self.axis.rank: grad, **others}
-            torch.autograd.backward(p, sum(every[rank] for rank in sorted(every)))
+            own = torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad
+            parts[p] = {rank: own if rank == me else torch.empty_like(own) for rank in ranks}
+        others = [(part, rank) for part in parts.values() for rank in part if rank != me]
+        if others:
+            sends = [(part[me], rank) for part, rank in others]
+            exchange(sends, [(part[rank], rank) for part, rank in others], self.axis)
+        for p, part in parts.items():
+            torch.autograd.backward(p, sum(part.values()))
 
     def finish_backward(self) -> None:
         if self._adding is not None:
