@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Rows of queries, rows of keys, and who may look at whom: a mask, or causal, or all at all."""
+    """Rows of queries, rows of keys, and which key a query sees: by a mask, or causal, or all."""
 
     mine: slice
     theirs: slice
@@ -30,11 +30,22 @@ class Block(NamedTuple):
     causal: bool
 
 
+class Softmax(NamedTuple):
+    """What the backward of a block needs to know of the softmax over *all* keys.
+
+    The output and its gradient [B, H, t, K], and the log-sum-exp [B, H, t, 1].
+    """
+
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+
+
 # ---------------------------------------------------------------------- one block
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over one block of keys, and what it takes to merge it with others.
+    """Compute the softmax over one block of keys, and the log-sum-exp to merge it with others.
 
     q [B, H, t, K]; k, v [B, G, s, K] -> output [B, H, t, K], log-sum-exp [B, H, t, 1]. `mask`, as
     in `dense_core`, or `causal`. A query that may look at nothing here gets 0 and -inf.
@@ -54,20 +65,14 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block; `out` and `lse` are of the softmax over *all* keys.
+    """Compute the gradients of q, k and v from one block.
 
     With p = exp(s - lse) and dot = sum(dout * out) over K, [B, H, t, 1]:
     dv = pT dout,  ds = p (dout vT - dot) / sqrt(K),  dq = ds k,  dk = dsT q.
     """
+    out, lse, d_out = softmax
     dot = (d_out * out).sum(-1, keepdim=True)
     shape, num_kv_heads = q.shape, k.shape[1]
     q, lse, d_out, dot = (_by_kv_head(x, num_kv_heads) for x in (q, lse, d_out, dot))
@@ -112,19 +117,12 @@ def fused_attend(
 
 
 def fused_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` by torch's FlashAttention for the CPU."""
-    lse = _finite(lse).squeeze(-1)
+    out, lse, d_out = softmax
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        d_out, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(q, mask)
+        d_out, q, k, v, out, _finite(lse).squeeze(-1), 0.0, causal, attn_mask=_bias(q, mask)
     )
 
 
@@ -137,49 +135,40 @@ def flash_attend(
 
 
 def flash_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: None,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` by torch's FlashAttention for GPUs."""
-    lse = lse.squeeze(-1).contiguous()
-    # Of sequences of one length: no offsets. Without dropout: a random state that is not looked at.
-    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
-    lengths = None, None, q.shape[2], k.shape[2]
+    out, lse, d_out = softmax
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # not read without dropout
+    lengths = None, None, q.shape[2], k.shape[2]  # sequences of one length need no offsets
+    tensors = d_out, q, k, v, out, lse.squeeze(-1).contiguous()
     return aten._scaled_dot_product_flash_attention_backward(
-        d_out, q, k, v, out, lse, *lengths, 0.0, causal, seed, torch.empty_like(seed[:0])
+        *tensors, *lengths, 0.0, causal, seed, torch.empty_like(seed[:0])
     )
 
 
 def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """What is added to the scores: 0 or -inf."""
+    """Turn a mask into 0 or -inf, to be added to the scores."""
     return None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
 
 
 def joined(blocks: list[Block]) -> list[Block]:
-    """The blocks of one step as one, unless there are masks: fewer calls, fewer merges.
+    """Join the blocks of one step, unless there are masks: fewer calls, fewer merges.
 
-    In "zigzag" they fill a rectangle; in the first step all of it but the future.
+    In "zigzag" the blocks fill a rectangle; in the first step all of it but the future.
     """
     if len(blocks) < 2 or blocks[0].mask is not None:
         return blocks
-    mine, theirs = (
-        slice(min(rows.start for rows in sides), max(rows.stop for rows in sides))
-        for sides in ([b.mine for b in blocks], [b.theirs for b in blocks])
-    )
+    mine = slice(min(b.mine.start for b in blocks), max(b.mine.stop for b in blocks))
+    theirs = slice(min(b.theirs.start for b in blocks), max(b.theirs.stop for b in blocks))
     return [Block(mine, theirs, None, causal=any(b.causal for b in blocks))]
 
 
 class Kernel(NamedTuple):
-    """What multiplies one block: `attend` and `attend_backward`, or functions like them.
+    """Multiplies one block: `attend` and `attend_backward`, or functions like them.
 
-    `arrange` is for a kernel that leaves out the future by itself, and holds no block of scores. A
-    `narrow` one takes 16 bits as they are, sums in fp32 inside, and rounds once for each block.
+    `arrange=joined` suits a kernel that leaves out the future by itself, and holds no block of
+    scores. A `narrow` kernel takes 16 bits, sums in fp32 inside, and rounds once for each block.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -240,7 +229,7 @@ class OnlineGradients:
 
     def __init__(self, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> None:
         self.kernel, self.q = kernel, kernel.inputs(q)
-        self.results = out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous()
+        self.softmax = Softmax(out.to(self.q.dtype), lse, kernel.inputs(d_out).contiguous())
         self.d_q = torch.zeros_like(out)
 
     def add(self, kv: Tensor, blocks: list[Block]) -> Tensor:
@@ -249,17 +238,15 @@ class OnlineGradients:
         d_k, d_v = d_kv = torch.zeros_like(kv, dtype=self.d_q.dtype)
         with casts.off(k.device.type):
             for mine, theirs, *who in self.kernel.arrange(blocks):
+                own = Softmax(*(x[:, :, mine] for x in self.softmax))
                 keys = k[:, :, theirs], v[:, :, theirs]
-                results = (x[:, :, mine] for x in self.results)
-                new_d_q, new_d_k, new_d_v = self.kernel.backward(
-                    self.q[:, :, mine], *keys, *who, *results
-                )
-                self.d_q[:, :, mine] += new_d_q
-                d_k[:, :, theirs] += new_d_k
-                d_v[:, :, theirs] += new_d_v
+                found = self.kernel.backward(self.q[:, :, mine], *keys, *who, own)
+                self.d_q[:, :, mine] += found[0]
+                d_k[:, :, theirs] += found[1]
+                d_v[:, :, theirs] += found[2]
         return d_kv
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32, if it is in less."""
+    """Return `x` in fp32, if it has fewer bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

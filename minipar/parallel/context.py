@@ -94,13 +94,11 @@ def apply(
 
     Raises `ValueError` for an unknown order, exchange or kernel, or a model without attention.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r} is unknown; use one of {', '.join(EXCHANGES)}")
+    given = ("order", order, ORDERS), ("exchange", exchange, EXCHANGES), ("kernel", kernel, KERNELS)
+    for name, value, good in given:
+        if value not in good and (name, value) != ("kernel", None):
+            raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(good)}")
     attentions_of(model)
-    if kernel not in (None, *KERNELS):
-        raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(KERNELS)}")
     connect(axis, device_of(model))
     return ContextParallel(model, axis, order, exchange, kernel)
 
@@ -167,9 +165,9 @@ def shard_batch(
 
 
 def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[list[Block]]:
-    """Return the blocks that are to be multiplied in each step: those in which a query looks.
+    """Return the blocks to be multiplied in each step: all in which a query sees a key.
 
-    `mask` [B, 1, T/n, T] or None for causal; q [B, H, T/n, K] tells T/n.
+    `mask` [B, 1, T/n, T], or None for causal; q [B, H, T/n, K] tells T/n.
     """
     per_rank, length = ORDERS[order], q.shape[2]
     if length % per_rank:
@@ -185,21 +183,17 @@ def blocks_of(mask: Tensor | None, q: Tensor, axis: Axis, order: Order) -> list[
         )
     width = length // per_rank
     shown = None if mask is None else _shown(mask, width)
-
-    def rows(index: int) -> slice:
-        return slice(index * width, (index + 1) * width)
-
-    steps: list[list[Block]] = []
-    for pairs in plan(axis.rank, axis.size, order, causal=shown is None):
-        source = chunks_of((axis.rank - len(steps)) % axis.size, axis.size, order)
-        own = chunks_of(axis.rank, axis.size, order)
+    rows = [slice(i * width, (i + 1) * width) for i in range(per_rank * axis.size)]
+    own, steps = chunks_of(axis.rank, axis.size, order), []
+    for step, pairs in enumerate(plan(axis.rank, axis.size, order, causal=shown is None)):
+        source = chunks_of((axis.rank - step) % axis.size, axis.size, order)
         steps.append([])
         for mine, theirs in pairs:
-            at = rows(own.index(mine))
-            seen = None if mask is None else mask[:, :, at, rows(theirs)]
-            if shown is None or shown[own.index(mine)][theirs]:
+            i, j = own.index(mine), source.index(theirs)
+            if shown is None or shown[i][theirs]:
+                seen = None if mask is None else mask[:, :, rows[i], rows[theirs]]
                 causal = mask is None and mine == theirs
-                steps[-1].append(Block(at, rows(source.index(theirs)), seen, causal))
+                steps[-1].append(Block(rows[i], rows[j], seen, causal))
     return steps
 
 
@@ -207,9 +201,9 @@ _found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of masks
 
 
 def _shown(mask: Tensor, width: int) -> list[list[bool]] | None:
-    """Return [chunks here, chunks in all]: does any query of the one see a key of the other?
+    """Return [chunks here, chunks in all]: True if any query of the one sees a key of the other.
 
-    All layers ask this of the same mask, and a GPU would have to answer each.
+    All layers ask this of the same mask, and a GPU would have to answer each of them.
     """
     known = None if mask.is_inference() else (mask._version, width)
     if known is None or _found.get(mask, (None, None))[0] != known:
@@ -257,7 +251,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        """A second ring follows the first: gradients go where their keys went, and then home."""
+        """Pass gradients around a second ring, after their keys, and back to their own rank."""
         q, kv, out, lse = ctx.saved_tensors
         axis = ctx.axis
         gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
@@ -278,43 +272,35 @@ class RingAttention(torch.autograd.Function):
 
 
 class GatherAttention(torch.autograd.Function):
-    """The same, after one all-gather. Backward gathers again, rather than keep all keys."""
+    """The ring's steps without a ring: all keys come first, in one all-gather.
+
+    Backward gathers again, rather than keep all keys. Arguments are those of `RingAttention`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        axis: Axis,
-        order: Order,
-        kernel: Kernel,
-    ) -> Tensor:
-        """Shapes as in `RingAttention`."""
-        steps = blocks_of(mask, q, axis, order)
-        softmax = OnlineSoftmax(kernel, q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        mask, ctx.axis, order, ctx.kernel = how
+        ctx.steps = blocks_of(mask, q, ctx.axis, order)
+        softmax = OnlineSoftmax(ctx.kernel, q)
         own_kv = torch.stack((k, v))
-        everyone = all_gather(own_kv[None], axis)  # [n, 2, B, G, T/n, K]
-        for step, blocks in enumerate(steps):
-            softmax.add(everyone[axis.rank - step], blocks)
-        ctx.axis, ctx.steps, ctx.kernel = axis, steps, kernel
+        everyone = all_gather(own_kv[None], ctx.axis)  # [n, 2, B, G, T/n, K]
+        for step, blocks in enumerate(ctx.steps):
+            softmax.add(everyone[ctx.axis.rank - step], blocks)
         ctx.save_for_backward(q, own_kv, softmax.out, softmax.lse)
         return softmax.out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of all keys, reduce-scattered to those who hold them."""
+        """Reduce-scatter the gradients of all keys to the ranks that hold the keys."""
         q, own_kv, out, lse = ctx.saved_tensors
-        axis = ctx.axis
         gradients = OnlineGradients(ctx.kernel, q, out, lse, d_out)
-        everyone = all_gather(own_kv[None], axis)
-        d_everyone = everyone.new_empty(everyone.shape, dtype=out.dtype)
+        everyone = all_gather(own_kv[None], ctx.axis)
+        d_everyone = torch.empty_like(everyone, dtype=out.dtype)
         for step, blocks in enumerate(ctx.steps):
-            source = axis.rank - step
+            source = ctx.axis.rank - step
             d_everyone[source] = gradients.add(everyone[source], blocks)
-        [(d_k, d_v)] = reduce_scatter(d_everyone, axis)
+        [(d_k, d_v)] = reduce_scatter(d_everyone, ctx.axis)
         return gradients.d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype), *[None] * 4
 
 
@@ -323,7 +309,7 @@ EXCHANGES = {"ring": RingAttention, "gather": GatherAttention}
 
 # ---------------------------------------------------------------------- the model
 class ContextParallel(CutSequences):
-    """Attention to keys of other ranks, and positions that know which tokens these are."""
+    """Attention to keys of other ranks, and the positions of this rank's tokens."""
 
     def __init__(
         self,
@@ -342,7 +328,7 @@ class ContextParallel(CutSequences):
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
+        """Attend by blocks instead of `core`; `mask` is that of own queries, [B, 1, T/n, T]."""
         if mask is not None and self.kernel == "flash":
             raise ValueError("kernel='flash' takes no mask; use kernel=None, which picks by it")
         kernel = KERNELS[self.kernel or best_kernel(q, mask)]

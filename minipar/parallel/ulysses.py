@@ -89,9 +89,9 @@ def shard_batch(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
 
 # ---------------------------------------------------------------------- tokens <-> heads
 def heads_apart(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-    """All tokens of some heads instead of some tokens of all heads, for several tensors at once.
+    """Swap some tokens of all heads for all tokens of some heads, of several tensors at once.
 
-    Each [B, H, T/n, K] -> [B, H/n, T, K], where n must divide H, which may differ between them.
+    Each [B, H, T/n, K] -> [B, H/n, T, K]; n must divide H. H may differ between the tensors.
     """
     # One message: the heads that go to rank 0 (of q, of k, of v), those that go to rank 1, ...
     pieces = [x.unflatten(1, (axis.size, -1)) for x in tensors]  # [B, n, H/n, T/n, K]
@@ -101,7 +101,7 @@ def heads_apart(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
 
 
 def tokens_apart(tensor: Tensor, axis: Axis) -> Tensor:
-    """The way back: [B, H/n, T, K] -> [B, H, T/n, K]."""
+    """Swap back: [B, H/n, T, K] -> [B, H, T/n, K]."""
     return all_to_all(tensor, axis, split_dim=2, concat_dim=1)
 
 
@@ -116,7 +116,7 @@ def repeated(kv: Tensor, size: int) -> Tensor:
 
 
 class Ulysses(CutSequences):
-    """All-to-alls around attention, and positions that know which tokens these are."""
+    """All-to-alls around attention, and the positions of this rank's tokens."""
 
     def own_tokens(self, whole: Tensor) -> Tensor:
         return shard(whole, self.axis)
@@ -124,7 +124,7 @@ class Ulysses(CutSequences):
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """`core` on all tokens of H/n heads; `mask` is that of the whole sequence."""
+        """Call `core` on all tokens of H/n heads; `mask` is that of the whole sequence."""
         check_heads(q.shape[1], self.axis)
         check_mask(mask, q.shape[2] * self.axis.size)
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)

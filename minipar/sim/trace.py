@@ -23,7 +23,7 @@ import gc
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,7 @@ from minipar.emulate import operations
 from minipar.model.llama import PRESETS, Llama, LlamaConfig
 from minipar.parallel import compose
 from minipar.parallel.pipeline import stages
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
 from minipar.parallel.pipeline.runtime import Pipeline
 from minipar.parallel.pipeline.simulate import SPAN_KIND
 from minipar.parallel.plan import Plan
@@ -308,34 +308,28 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
     pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
     own, done = schedule.stages_on(places[0]), {}
     roles = [_roles(schedule, stage, distinct) for stage in own]
-    x = actor.microbatch[0]
-    shape = (len(x), x.shape[1] // pipeline.token_shards, pipeline.config.hidden_size)
-    dtype = pipeline.dtype or next(actor.model.parameters()).dtype
 
-    def hidden() -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def hidden(action: Action) -> Tensor | None:
+        """What an action hands over, without computing it."""
+        return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
-    def makes(action: Action) -> bool:
-        stage = pipeline.stages[action.stage]
-        return action.kind != "W" and not (stage.last if action.kind == "F" else stage.first)
-
-    def play(lowered: Schedule, microbatches: Sequence[Any], work: Callable) -> None:
+    def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
         def few(action: Action, given: Tensor | None) -> Tensor | None:
             at = own.index(action.stage)
             role = roles[at].get(action.microbatch)
             if role is None:
-                return hidden() if makes(action) else None
+                return hidden(action)
             done[at, action.kind, role] = tracer.begin_segment(f"{at}{action.kind}")
             recorder = tracer.recorder
             frame = recorder.open(SPAN_KIND[action.kind], str(action))
-            made = work(action, given)
+            made = methods[action.kind](action, given)
             recorder.close(frame)
             tracer.label("", given, made)  # counted where they are handed over
             tracer.begin_segment("messages")
             return made
 
         tracer.begin_segment("messages")
-        Pipeline._play(pipeline, lowered, microbatches, few)
+        Pipeline._play(pipeline, lowered, microbatches, dict.fromkeys(COMPUTE, few))
         done["after"] = tracer.begin_segment("after")
 
     done["before"] = tracer.begin_segment("before")
@@ -349,7 +343,6 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
         """What another rank does: its messages are sent, its computing is that of this one."""
         twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
         twin.axis = replace(pipeline.axis, rank=place)
-        twin.stages = dict(zip(theirs, pipeline.stages.values(), strict=True))
         roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
         program, waiting = [done["before"]], {}
 
@@ -365,10 +358,11 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
                 waiting[key] = given  # until its backward
             else:
                 waiting.pop(key, None)
-            return hidden() if makes(replace(action, stage=own[at])) else None
+            return hidden(action)
 
         program.append(tracer.begin_segment("messages 0"))
-        Pipeline._play(twin, schedule, [actor.microbatch] * actor.plan.microbatches, again)
+        batch = [actor.microbatch] * actor.plan.microbatches
+        Pipeline._play(twin, schedule, batch, dict.fromkeys(COMPUTE, again))
         return [*program, done["after"]]
 
     return {place: follow(place) for place in places} if distinct == DISTINCT else {}

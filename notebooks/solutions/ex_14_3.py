@@ -66,7 +66,7 @@ def _film(cut, axis):
         pipeline.finish_backward()
         model.zero_grad()
 
-    step()  # on the pool as it is: stages agree on shapes once
+    step()  # on the pool as it is, to warm up
     gpu = emulate.device("h100/10", magnify=16)
     return emulate.film(step, model, axis, device=gpu, wire="ib-ndr")
 

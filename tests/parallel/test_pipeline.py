@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipar.comm import calls
 from minipar.comm.mesh import Mesh
 from minipar.lab.bench import pipeline_idle
 from minipar.model.llama import PRESETS, loss_of
@@ -44,35 +43,31 @@ def weights_of(state) -> dict:
 
 
 # ---------------------------------------------------------------------- where to cut
-def dearest(costs, cut) -> float:
-    embedding, *layers, head = costs
-    parts = [sum(layers[i] for i in stages.layers_of(cut, part)) for part in range(len(cut))]
-    parts[0] += embedding
-    parts[-1] += head
-    return max(parts)
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num_parts", [1, 3, 4, 5])
 def test_no_other_cut_has_a_cheaper_dearest_part(num_parts):
-    """Mutant: a cut by equal numbers of layers."""
+    """Of cuts with the same dearest part, the second dearest decides, and so on.
+
+    Mutants: equal numbers of layers; any cut with the same dearest part; a head that costs nothing.
+    """
     generator = torch.Generator().manual_seed(num_parts)
-    for _ in range(20):
-        costs = torch.rand(8, generator=generator).tolist()  # embedding, 6 layers, head
-        cut = stages.balance(costs, num_parts)
-        assert len(cut) == num_parts and sum(cut) == 6 and min(cut) > 0
+    drawn = torch.randint(0, 6, (60, 8), generator=generator).tolist()
+    for embedding, *layers, head in ([0, 5, 2, 1, 1, 4, 1, 0], *drawn):
+
+        def parts_of(cut, embedding=embedding, layers=layers, head=head):
+            parts = [sum(layers[i] for i in stages.layers_of(cut, k)) for k in range(num_parts)]
+            parts[0] += embedding
+            parts[-1] += head
+            return sorted(parts, reverse=True)
+
         every = itertools.product(range(1, 7), repeat=num_parts)
-        best = min(dearest(costs, other) for other in every if sum(other) == 6)
-        assert dearest(costs, cut) == pytest.approx(best)
+        best = min(parts_of(cut) for cut in every if sum(cut) == 6)
+        assert parts_of(stages.balance([embedding, *layers, head], num_parts)) == best
 
 
 def test_a_large_vocabulary_leaves_the_last_stage_fewer_layers():
     config = PRESETS["llama-3.2-1b"]  # 16 layers; the head costs as much as four of them
-    even = stages.balance([0.0, *[1.0] * 16, 0.0], 4)
-    fair = stages.balance(stages.estimate_costs(config), 4)
-    assert even == (4, 4, 4, 4)
-    assert fair[-1] < 4 and dearest(stages.estimate_costs(config), fair) < dearest(
-        stages.estimate_costs(config), even
-    )
+    assert stages.balance([0.0, *[1.0] * 16, 0.0], 4) == (4, 4, 4, 4)
+    assert stages.balance(stages.estimate_costs(config), 4)[-1] < 4
 
 
 def test_estimated_costs_are_a_third_of_the_flops_of_training():
@@ -82,86 +77,59 @@ def test_estimated_costs_are_a_third_of_the_flops_of_training():
     )
 
 
-def test_what_cannot_be_cut_says_what_can():
-    with pytest.raises(ValueError, match="8 stages do not fit 4 layers.*at most 4"):
-        stages.balance([0.0, 1.0, 1.0, 1.0, 1.0, 1.0], 8)
-    for cut in [(2, 2), (1, 0, 3), (2, 2, 1), (5, -1, 0)]:
-        with pytest.raises(ValueError, match="3 counts that add up to 4.*it is"):
-            stages.check_cut(cut, 3, 4)
-    assert stages.check_cut([0, 4, 0], 3, 4) == (0, 4, 0)
-
-
 def test_a_part_is_made_of_the_very_same_modules():
     model = models.llama(0, num_layers=4)
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters()}
+    cut = (1, 2, 1)
     parts = [
-        stages.part_of(model, stages.layers_of((1, 2, 1), part), part == 0, part == 2)
+        stages.part_of(model, stages.layers_of(cut, part), part == 0, part == 2)
         for part in range(3)
     ]
-    found = [{id(p) for p in part.parameters()} for part in parts]
+    found = [set(part.parameters()) for part in parts]
     assert set().union(*found) == set(names)
-    assert found[0] & found[2] == {id(model.lm_head.weight)}  # tied
+    assert found[0] & found[2] == {model.lm_head.weight}  # tied
     assert not found[1] & (found[0] | found[2])
-    for part in parts:
-        assert all(
-            names[id(p)] == name for name, p in part.named_parameters() if "head" not in name
-        )
     for name in (*names.values(), "lm_head.weight"):
-        home = stages.home_of(name, (1, 2, 1))
+        home = stages.home_of(name, cut)
         assert name in dict(parts[home].named_parameters(remove_duplicate=False))
     x = torch.randint(61, (2, 5))
     expected = model(x)
     for part in parts:
         x = part(x)
     assert torch.equal(x, expected)
-    assert len(list(model.parameters())) == len(names)  # nothing is taken from the model
-    stages.keep_only(model, {1}, (1, 2, 1))
-    assert {id(p) for p in model.parameters()} == found[1]
+    stages.keep_only(model, {1}, cut)
+    assert set(model.parameters()) == found[1]
 
 
 # ---------------------------------------------------------------------- backward in two halves
-def _halves(model, split: bool, tokens, upstream, autocast=nullcontext):
-    """Gradients of parameters after B, or I and W, and what there was between I and W."""
-    put_off = split_backward.PutOff()
-    if split:
-        split_backward.enable(model, put_off)
-    stage = stages.Stage(model, put_off)
-    stage.forward(0, tokens, (), autocast, lambda logits: (logits * upstream).sum())
-    if not split:
-        stage.backward(0, None)
-        return {name: p.grad for name, p in model.named_parameters()}
-    stage.input_gradient(0, None)
-    assert all(p.grad is None for p in model.parameters())
-    assert put_off.waiting
-    stage.weight_gradient(0)
-    assert not put_off.waiting
+def _gradients(model, name: str, autocast=nullcontext) -> dict:
+    """By a pipeline of one rank, whose schedule splits the backward or does not."""
+    upstream = torch.randn(2, 5, 61, generator=torch.Generator().manual_seed(1))
+    model.token_loss = lambda logits, _: (logits * upstream).sum()
+    tokens = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(2))
+    pipeline = runtime.apply(model, Mesh().pp, make(name, 1, 1))
+    pipeline.run(model, [], [(tokens, tokens)], autocast=autocast)
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_trap_25_the_halves_are_the_whole(mode, tie):
-    tokens = torch.randint(61, (2, 5))
-    upstream = torch.randn(2, 5, 61, dtype=torch.float64)
     found = []
-    for split in (False, True):
+    for name in ("gpipe", "zb_h1"):
         model = models.llama(0, num_layers=2, tie_embeddings=tie).double()
         checkpoint_activations(model, mode)
-        found.append(_halves(model, split, tokens, upstream))
+        found.append(_gradients(model, name))
     for name, whole in found[0].items():
         torch.testing.assert_close(found[1][name], whole, rtol=1e-12, atol=1e-14)
 
 
 def test_the_halves_are_the_whole_in_mixed_precision():
-    tokens, upstream = torch.randint(61, (2, 5)), torch.randn(2, 5, 61)
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    whole, halves = (
-        _halves(models.llama(0), split, tokens, upstream, autocast) for split in (False, True)
-    )
+    whole, halves = (_gradients(models.llama(0), n, autocast) for n in ("gpipe", "zb_h1"))
     for name, gradient in whole.items():
         assert halves[name].dtype == torch.float32
-        error = (halves[name] - gradient).norm() / gradient.norm()
-        assert error < 0.01, name
+        assert (halves[name] - gradient).norm() / gradient.norm() < 0.01, name
 
 
 def test_trap_25_each_half_costs_a_forward():
@@ -173,14 +141,14 @@ def test_trap_25_each_half_costs_a_forward():
     layer = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
     split_backward.enable(layer, put_off)
     x = torch.randn(5, 32, requires_grad=True)
-    flops = []
+    flops, jobs = [], []
     with FlopCounterMode(display=False) as counter:
         y = layer[1].forward(layer[0].forward(x))  # the counter cannot see a leaf's hooks
         flops.append(counter.get_total_flops())
-        with put_off.to("here"):
+        with put_off.to(jobs):
             torch.autograd.grad(y, [x, *layer.parameters()], y.detach(), allow_unused=True)
         flops.append(counter.get_total_flops())
-        put_off.do("here")
+        split_backward.do(jobs)
         flops.append(counter.get_total_flops())
     assert flops == [flops[0], 2 * flops[0], 3 * flops[0]] and flops[0] == 2 * 2 * 5 * 32 * 64
 
@@ -194,29 +162,30 @@ def test_trap_25_each_microbatch_has_its_own_inputs():
     split_backward.enable(layer, put_off)
     inputs = torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True)
     grads = torch.randn(3, 4, 2, dtype=torch.float64)
+    jobs = [[], [], []]
     for i in (0, 1, 2):
-        with put_off.to(i):
+        with put_off.to(jobs[i]):
             torch.autograd.grad(layer(inputs[i]), layer.weight, grads[i], allow_unused=True)
     for i in (2, 0, 1):
         layer.weight.grad = None
-        put_off.do(i)
+        split_backward.do(jobs[i])
         torch.testing.assert_close(layer.weight.grad, grads[i].mT @ inputs[i].detach())
 
 
-def test_layers_with_a_forward_of_their_own_stay_as_they_are():
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model, put_off = nn.Sequential(Doubled(3, 3), nn.Linear(3, 3), nn.LayerNorm(3)), None
-    put_off = split_backward.PutOff()
-    x = torch.randn(4, 3)
-    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    split_backward.enable(model, put_off)
-    assert "forward" in vars(model[1]) and "forward" not in vars(model[0])
-    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+def test_w_frees_each_input_at_its_turn():
+    """Mutant: inputs and gradients of all layers are kept until the last weight has its own."""
+    layers, put_off = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), split_backward.PutOff()
+    alive, kept, jobs = [], [], []
+    with put_off.to(jobs):
+        for layer in layers:
+            x = torch.randn(4, 3)
+            kept.append(weakref.ref(x))
+            put_off.take(layer.weight, partial(torch.Tensor.mm, x.new_ones(3, 4), x))
+            del x
+    for layer in layers:
+        layer.weight.register_hook(lambda _: alive.append([x() is not None for x in kept]))
+    split_backward.do(jobs)
+    assert alive[1] == [False, True], alive
 
 
 # ---------------------------------------------------------------------- refused, before all else
@@ -225,49 +194,52 @@ def drop(schedule, action: str):
     return replace(schedule, actions=tuple(rows))
 
 
-def test_a_corrupted_schedule_is_refused_before_anybody_waits():
-    zb, flat = make("zb_h1", 2, 3), make("1f1b", 2, 3)
-    swapped = replace(flat, actions=(flat.actions[0], flat.actions[1][::-1]))
-    lowered = lower(flat)
-    cases = {
-        "1W2 is missing": drop(zb, "1W2"),  # T25: the optimizer would step without it
-        "0F1 is missing": drop(flat, "0F1"),
-        "1B2 stands before 1F2": swapped,
-        "1RF0 is missing": drop(lowered, "1RF0"),
-    }
-    for says, schedule in cases.items():
-        model = models.llama(0)
-        with pytest.raises(ValueError, match=says):
-            runtime.apply(model, on_paper("pp", 2), schedule)
-        assert all(layer is not None for layer in model.model.layers)
+def _apply(schedule, size: int = 2, model=None, **how):
+    return runtime.apply(model or models.llama(0), on_paper("pp", size), schedule, **how)
 
 
-def test_what_does_not_fit_is_refused_before_anybody_waits():
+def _changed():
     model = models.llama(0)
-    with pytest.raises(ValueError, match="1f1b is for 4 ranks, but pp=2; make it with p=2"):
-        runtime.apply(model, on_paper("pp", 2), make("1f1b", 4, 4))
-    with pytest.raises(ValueError, match="4 stages do not fit 3 layers"):
-        runtime.apply(model, on_paper("pp", 2), make("zb_v", 2, 4))
-    changed = models.llama(0)
-    changed.forward = changed.forward
-    for other in (models.Foreign(0), changed):
-        with pytest.raises(ValueError, match="a pipeline cuts a Llama by its names"):
-            runtime.apply(other, on_paper("pp", 2), make("1f1b", 2, 4))
-    pipeline = runtime.apply(model, Mesh().pp, make("1f1b", 1, 4))
-    with pytest.raises(ValueError, match="3 microbatches, but the schedule 1f1b is for 4"):
-        pipeline.run(model, [], microbatches(3))
+    model.forward = model.forward
+    return model
+
+
+def _chunked():
+    model = models.llama(0)
+    model.loss_chunk = 4
+    return model
+
+
+ONE = make("1f1b", 2, 3)
+ERRORS = [
+    (lambda: _apply(drop(make("zb_h1", 2, 3), "1W2")), "1W2 is missing"),  # T25
+    (lambda: _apply(drop(ONE, "0F1")), "0F1 is missing"),
+    (lambda: _apply(drop(lower(ONE), "1RF0")), "1RF0 is missing"),
+    (lambda: _apply(make("1f1b", 4, 4)), "1f1b is for 4 ranks, but pp=2; make it with p=2"),
+    (lambda: _apply(make("zb_v", 2, 4)), "4 stages do not fit 3 layers.*at most 3"),
+    (lambda: _apply(ONE, cut=(2, 2)), "no cut of 3 layers into 2 stages.*it is"),
+    (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
+    (lambda: _apply(ONE, model=models.Foreign(0)), "a pipeline cuts a Llama by its names"),
+    (lambda: _apply(ONE, model=_changed()), "a pipeline cuts a Llama by its names"),
+    (lambda: _apply(ONE, model=_chunked()), "loss_chunk=4"),
+    (
+        lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
+        "3 microbatches, but the schedule 1f1b is for 4",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, said", ERRORS)
+def test_what_does_not_fit_is_refused_before_any_rank_waits(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def _differ(what: str) -> None:
     mesh = Mesh(pp=2)
-    model = TASK.build(0)
-    if what == "schedules":
-        runtime.apply(model, mesh.pp, make("gpipe" if mesh.rank else "1f1b", 2, 3))
-    if what == "cuts":
-        runtime.apply(model, mesh.pp, make("1f1b", 2, 3), cut=(1, 3) if mesh.rank else (2, 2))
-    pipeline = runtime.apply(model, mesh.pp, make("1f1b", 2, 1))
-    tokens = torch.zeros(1, 4 + mesh.rank, dtype=torch.int64)
-    pipeline.run(model, [], [(tokens, tokens)])
+    names, cuts = ("1f1b", "gpipe"), ((2, 2), (1, 3))
+    schedule = make(names[mesh.rank] if what == "schedules" else "1f1b", 2, 3)
+    runtime.apply(TASK.build(0), mesh.pp, schedule, cut=cuts[mesh.rank] if what == "cuts" else None)
 
 
 @pytest.mark.slow
@@ -276,8 +248,6 @@ def test_ranks_that_do_not_agree_are_told_so(ranks):
     for what in ("schedules", "cuts"):
         with pytest.raises(RankError, match="ranks 0 and 1 of pp have different schedules or cuts"):
             ranks(2).run(_differ, what)
-    with pytest.raises(RankError, match="rank 1 of pp has microbatches of shapes"):
-        ranks(2).run(_differ, "shapes")
 
 
 # ---------------------------------------------------------------------- the weights that exist
@@ -343,23 +313,22 @@ def _spied(schedules: list[Schedule], m: int) -> list:
         model = TASK.build(0)
         pipeline = runtime.apply(model, mesh.pp, schedule)
         spy = Spy(model, mesh.pp)
-        held = []
+        held, steps = [], []
 
-        def forward(stage, *args, held=held, pipeline=pipeline, **kwargs):
-            out = _stage_forward(stage, *args, **kwargs)
-            graphs = sum(len(s.live) for s in pipeline.stages.values())
-            held.append(graphs + len(pipeline.put_off.waiting))
+        def forward(step, *args, held=held, steps=steps):
+            out = _forward(step, *args)
+            held.append(len(step.live) + len(step.owed))
+            steps.append(step)
             return out
 
-        with mock.patch.object(stages.Stage, "forward", forward):
+        with mock.patch.object(runtime.Step, "forward", forward):
             pipeline.run(model, [spy, pipeline], microbatches(m))
         pipeline.finish_backward()
-        left = sum(len(s.live) for s in pipeline.stages.values())
-        results.append((spy.arrived, max(held), left))
+        results.append((spy.arrived, max(held), len(steps[-1].live)))
     return results
 
 
-_stage_forward, _stage_backward = stages.Stage.forward, stages.Stage.backward
+_forward = runtime.Step.forward
 
 
 @pytest.mark.slow
@@ -391,37 +360,23 @@ def test_trap_17_gradients_are_synchronised_once_at_the_last_backward(ranks):
 
 
 def _launches(schedule) -> list[str]:
-    """In the second step: the backwards of this rank, and "dp" for each sum over dp, as asked for.
+    """In the second step: the backwards of this rank, and "dp" for each sum over dp, as they begin.
 
     Their order is the program's: that what is launched also travels meanwhile is shown elsewhere.
     """
     mesh = Mesh(dp=2, pp=2)
     model = TASK.build(0)
-    order = []
-
-    def backward(stage, microbatch, gradient):
-        order.append(f"{numbers[stage]}B{microbatch}")
-        return _stage_backward(stage, microbatch, gradient)
-
-    class Told(calls.Tap):
-        def begin(self, call) -> None:
-            if call.axis.name == "dp":
-                order.append("dp")
-
     pipeline = runtime.apply(model, mesh.pp, schedule)
-    numbers = {stage: number for number, stage in pipeline.stages.items()}
     data = ddp.apply(model, mesh.dp, average=False, bucket_mb=0.004)
-    calls.taps.append(told := Told())
-    try:
-        with mock.patch.object(stages.Stage, "backward", backward):
-            for _ in range(2):
-                order.clear()
-                pipeline.run(model, [data, pipeline], microbatches(schedule.num_microbatches))
-                for strategy in (data, pipeline):
-                    strategy.finish_backward()
-    finally:
-        calls.taps.remove(told)
-    return order
+    for _ in range(2):
+        with timeline.record() as recorded:
+            pipeline.run(model, [data, pipeline], microbatches(schedule.num_microbatches))
+            for strategy in (data, pipeline):
+                strategy.finish_backward()
+    spans = sorted(recorded, key=lambda span: span.start)
+    order = ["dp" if s.axis == "dp" else s.name for s in spans if s.axis or s.kind == "backward"]
+    pieces = {name: order.index(name) for name in order}  # of a backward that was interrupted
+    return [n for i, n in enumerate(order) if n == "dp" or n[1:2] == "B" and pieces[n] == i]
 
 
 @pytest.mark.slow
@@ -439,32 +394,6 @@ def test_trap_17_a_stage_is_synchronised_while_other_stages_compute(ranks):
         assert sums[0] > order.index(later), "sent before the stage had all of its gradients"
         assert sums[0] < backwards[-1], "nothing was sent before the end"
         assert sums[-1] > backwards[-1], order
-
-
-def test_every_action_is_a_span_and_every_send_a_message(ranks):
-    schedule = make("zb_v", 2, 3)
-    lowered = lower(schedule)
-    spans = ranks(2).run(_recorded, schedule)[0]
-    for rank, row in enumerate(lowered.actions):
-        own = [span for span in spans if span.rank == rank]
-        computing = {span.name for span in own if span.kind != "comm"}
-        assert computing == {str(action) for action in row if action.computes}
-        sends = [span.name for span in own if span.kind == "comm" and span.name[0].isdigit()]
-        assert sorted(sends) == sorted(str(a) for a in row if a.kind in ("SF", "SB"))
-        assert all(span.num_bytes for span in own if span.name in sends)
-    starts = {span.name: span.start for span in spans}
-    order = [str(action) for action in lowered.actions[0] if action.computes]
-    assert sorted(order, key=starts.__getitem__) == order
-
-
-def _recorded(schedule) -> list:
-    mesh = Mesh(pp=schedule.num_ranks)
-    model = TASK.build(0)
-    pipeline = runtime.apply(model, mesh.pp, schedule)
-    with timeline.record() as recorded:
-        pipeline.run(model, [pipeline], microbatches(schedule.num_microbatches))
-        pipeline.finish_backward()
-    return recorded.gather(mesh.world).spans
 
 
 def test_stages_on_one_rank_need_no_messages():
@@ -497,21 +426,17 @@ def test_evaluation_is_a_pipeline_of_forwards():
 
 
 # ---------------------------------------------------------------------- measured beside simulated
-ATTEMPTS = 5  # others use this machine, too
-
-
 @pytest.mark.timed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", "eager_1f1b", "interleaved_zb", "zb_v"])
 def test_the_measured_bubble_is_the_simulated_one(ranks, name):
     """Within 3 points of idle time, in one of some attempts, on a link whose messages take long.
 
     Mutants: receives posted when they are needed; a send that is waited for at once; a simulator
     that forgets the link.
     """
-    schedule = make(name, 4, 2 if name == "naive" else 6)  # one at a time: more tell nothing new
-    differences = []
-    for _ in range(ATTEMPTS):
+    schedule, differences = make(name, 4, 6), []
+    for _ in range(5):  # others use this machine, too
         simulated, measured = pipeline_idle.run(ranks(4, "link"), schedule)
         done = Counter(span.name for span in measured if span.kind != "comm")
         assert done == Counter(str(action) for row in schedule.actions for action in row)
@@ -522,44 +447,7 @@ def test_the_measured_bubble_is_the_simulated_one(ranks, name):
     raise AssertionError(f"off by {[f'{100 * d:.1f}' for d in differences]} points of idle time")
 
 
-# ---------------------------------------------------------------------- what would go unnoticed
-@pytest.mark.parametrize("num_parts", [3, 4, 5])
-def test_of_cuts_that_cost_the_same_the_most_even_is_taken(num_parts):
-    """Mutants: of cuts with the same dearest part, any; the least sum of squares (the case given),
-    of which the first layers may have more although their dearest part is cheaper."""
-    generator = torch.Generator().manual_seed(num_parts)
-    ties, drawn = 0, torch.randint(0, 6, (60, 8), generator=generator).tolist()
-    for costs in ([0, 5, 2, 1, 1, 4, 1, 0], *drawn):  # embedding, 6 layers, head
-
-        def parts_of(cut, costs=costs):
-            embedding, *layers, head = costs
-            parts = [sum(layers[i] for i in stages.layers_of(cut, k)) for k in range(num_parts)]
-            parts[0], parts[-1] = parts[0] + embedding, parts[-1] + head
-            return sorted(parts, reverse=True)
-
-        every = itertools.product(range(1, 6), repeat=num_parts)
-        found = sorted(parts_of(cut) for cut in every if sum(cut) == 6)
-        assert parts_of(stages.balance(costs, num_parts)) == found[0]
-        ties += any(other[0] == found[0][0] and other != found[0] for other in found)
-    assert ties > 5  # or nothing is proved
-
-
-def test_w_frees_each_input_at_its_turn():
-    """Mutant: inputs and gradients of all layers are kept until the last weight has its own."""
-    layers, put_off = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), split_backward.PutOff()
-    alive, kept = [], []
-    with put_off.to("here"):
-        for layer in layers:
-            x = torch.randn(4, 3)
-            kept.append(weakref.ref(x))
-            put_off.take(layer.weight, partial(torch.Tensor.mm, x.new_ones(3, 4), x))
-            del x
-    for layer in layers:
-        layer.weight.register_hook(lambda _: alive.append([x() is not None for x in kept]))
-    put_off.do("here")
-    assert alive[1] == [False, True], alive
-
-
+# ---------------------------------------------------------------------- messages
 def _met(schedule: Schedule) -> list[tuple]:
     axis = Mesh(pp=schedule.num_ranks).pp
     with launched_over("cpu:gloo,cuda:nccl") as called:
@@ -596,28 +484,9 @@ def test_messages_in_flight_are_bounded():
 
     schedule = lower(make("gpipe", 2, 20))
     with mock.patch.object(messages, "send", lambda *_, **__: Sent()):
-        row = [action for action in schedule.actions[0] if action.kind == "SF"]
-        mail = messages.Mail(on_paper("pp", 2), schedule, row, torch.empty, ahead=0)
-        for action in row:
-            mail.put(action, torch.empty(0))
-            mail.turn(action)
+        mail = messages.Mail(on_paper("pp", 2), schedule, torch.empty, torch.device("meta"))
+        for i in range(20):
+            mail.put(Action(0, "F", i), torch.empty(0))
+            mail.send(Action(0, "SF", i))
         mail.close()
     assert max(most) == messages.IN_FLIGHT < len(most) == 20 and not flying
-
-
-def test_a_step_that_was_cut_short_leaves_no_weight_gradient_behind():
-    """Mutant: what I has put off in the step before is computed, and added, in this one."""
-    schedule, batches = make("zb_h1", 1, 3), microbatches(3)
-    found = []
-    for fails in (False, True):
-        model = TASK.build(0).double()
-        pipeline = runtime.apply(model, Mesh().pp, schedule)
-        with mock.patch.object(stages.Stage, "weight_gradient", side_effect=ArithmeticError):
-            if fails:
-                with pytest.raises(ArithmeticError):
-                    pipeline.run(model, [pipeline], batches)
-        model.zero_grad()
-        pipeline.run(model, [pipeline], batches)
-        pipeline.finish_backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

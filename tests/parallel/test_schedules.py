@@ -3,10 +3,8 @@
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -46,22 +44,13 @@ def every(p, m):
 
 
 # ---------------------------------------------------------------------- actions and text
-def test_actions_print_and_parse():
-    for text in ("2F0", "0B11", "13I4", "2W3", "2SF0", "3RF0", "2SB7", "1RB7"):
-        assert str(Action.parse(text)) == text
-    assert Action.parse("2SF0").twin == Action.parse("3RF0")
-    assert Action.parse("2SB7").twin == Action.parse("1RB7")
-    assert Action.parse("1RB7").twin.twin == Action.parse("1RB7")
-    for text in ("F0", "2X0", "2F", "2SI0", "2F0 ", "-1F0", ""):
-        with pytest.raises(ValueError, match="is no action; write stage, one of F, B"):
-            Action.parse(text)
-
-
 @quick
 @given(drawn(), st.booleans())
 def test_text_is_read_back(schedule, with_messages):
     schedule = lower(schedule) if with_messages else schedule
     assert Schedule.parse(schedule.as_text()) == schedule
+    for row in schedule.actions:
+        assert all(a.twin.twin == a for a in row if not a.computes)
 
 
 def test_one_f_one_b_by_hand():
@@ -83,13 +72,6 @@ def test_dualpipe_is_two_pipelines_on_two_copies():
     assert list(map(str, first)) == ["0F0", "4F1"]  # both ends start at once
 
 
-def test_text_that_says_nothing_is_refused():
-    with pytest.raises(ValueError, match="does not say what the schedule is"):
-        Schedule.parse("rank 0: 0F0")
-    with pytest.raises(ValueError, match="write 'rank 1: ...'"):
-        Schedule.parse("x: microbatches 1; stages on ranks 0 1\nrank 0: 0F0\nrank 2: 1F0")
-
-
 def test_a_letter_without_microbatches_is_silent():
     queue = [(0, 0), (0, 1)]
     row = play([(1, "F"), (5, "F I W")], {"F": queue, "B": queue})
@@ -106,7 +88,7 @@ def test_no_torch_is_needed_to_make_and_check_schedules():
 
 
 # ---------------------------------------------------------------------- every schedule is valid
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn())
 def test_any_p_m_and_v_is_valid_with_and_without_messages(schedule):
     """m < p, and m that p does not divide, included. Catches a wrong round or phase length."""
@@ -114,36 +96,6 @@ def test_any_p_m_and_v_is_valid_with_and_without_messages(schedule):
     lowered = lower(schedule)
     validate(lowered)
     assert lowered.without_messages() == schedule
-    assert legal(schedule) and legal(lowered)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.exhaustive)])
-def test_every_small_p_m_and_v_is_valid(p):
-    count = 0
-    for name in SCHEDULES if p % 2 == 0 else SCHEDULES.keys() - {"dualpipe"}:
-        for m in range(1, 13):
-            for v in (1, 2, 3) if name in LOOPED else (None,):
-                schedule = make(name, p, m, v)
-                validate(schedule)
-                validate(lower(schedule))
-                count += 1
-    assert count == (8 + (p % 2 == 0) + 9) * 12
-
-
-@quick
-@given(drawn())
-def test_messages_are_as_many_as_stages_that_change_the_rank(schedule):
-    """2 M (S-1), less where a V turns around. Catches a message sent twice, or to oneself."""
-    rows = lower(schedule).actions
-    sent = Counter(a.kind for row in rows for a in row if not a.computes)
-    p, per_copy = schedule.num_ranks, schedule.num_stages - 1
-    if schedule.name in ("zb_v", "dualpipe_v"):
-        per_copy -= 1
-    if p == 1:
-        per_copy = 0
-    assert all(sent[kind] == schedule.num_microbatches * per_copy for kind in ("SF", "RF"))
-    assert all(sent[kind] == schedule.num_microbatches * per_copy for kind in ("SB", "RB"))
 
 
 @quick
@@ -180,58 +132,27 @@ def test_trap_17_last_gradient_is_each_stages_own(schedule):
             assert row[last].kind in "BW" and row[last].stage == stage
 
 
-def test_what_cannot_be_made_says_what_can():
-    with pytest.raises(ValueError, match="p=3: .* use an even p: 2 or 4"):
-        make("dualpipe", 3, 6)
-    with pytest.raises(ValueError, match="no schedule 'gpipes'; use one of naive, gpipe"):
-        make("gpipes", 2, 2)
-    with pytest.raises(ValueError, match="v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"):
-        make("zb_v", 2, 4, 3)
-    with pytest.raises(ValueError, match="v=2: gpipe has v=1"):
-        make("gpipe", 2, 4, 2)
-    for p, m, v in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="=0; a pipeline has at least 1"):
-            make("interleaved_1f1b", p, m, v)
-
-
 # ---------------------------------------------------------------------- memory
-@quick
-@given(drawn())
-def test_peak_of_live_activations_is_at_most_what_is_promised(schedule):
-    assert len(schedule.max_live) == schedule.num_ranks
-    assert all(a <= b for a, b in zip(peak_live(schedule), schedule.max_live, strict=True))
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_promises_are_exact_with_enough_microbatches(name, p):
+    """On every rank. Mutant: a promise of memory that is one too high, which never fails."""
+    schedule = make(name, p, 4 * p)
+    assert tuple(peak_live(schedule)) == schedule.max_live
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 6])
+@pytest.mark.parametrize("p", [2, 4, 6])
 def test_peak_of_live_activations_by_the_formula(p):
-    """With enough microbatches, promises are exact. In units of a rank's share of the model.
+    """As published, in units of a rank's share of the model.
 
-    Sources: 1F1B and GPipe 2104.04473, 2.2; interleaved 1 + (p-1)/(p v) times 1F1B's (the same);
-    ZB-H1 p, ZB-H2 2p-1 (2401.10241, 2); ZB-V as 1F1B (2405.15362); DualPipe PP+1 (its README).
+    Sources: 1F1B and interleaved 2104.04473, 2.2; ZB-H1 and ZB-H2 2401.10241, 2; ZB-V 2405.15362;
+    DualPipe PP+1 (its README).
     """
-    m, v = 4 * p, 2
-    peaks = {
-        name: [n * s.num_ranks / s.num_stages for n in peak_live(s)]
-        for name, s in every(p, m).items()
-    }
-    assert peaks["naive"] == [1] * p and peaks["gpipe"] == [m] * p
-    assert peaks["1f1b"] == [p - r for r in range(p)]
-    assert peaks["eager_1f1b"] == [2 * (p - r) - 1 for r in range(p)]
-    assert max(peaks["interleaved_1f1b"]) == approx(p * (1 + (p - 1) / (p * v)))
-    assert peaks["looped_bfs"] == [m] * p
-    assert peaks["zb_h1"] == peaks["interleaved_zb"] == peaks["zb_v"] == [p] * p
-    assert peaks["zb_h2"] == [2 * p - 1] * p
-    assert peaks["dualpipe_v"] == [p + 0.5] * p  # PP + 1 of 2 PP half shares, PP = 2p
-    if p % 2 == 0:
-        assert peaks["dualpipe"] == [p + 1] * p
-
-
-def test_validate_holds_memory_to_its_bound():
-    with pytest.raises(ValueError, match="0F3 on rank 0 makes 4 live activations; at most 3"):
-        validate(make("gpipe", 2, 8), max_live=3)
-    with pytest.raises(ValueError, match="0F2 on rank 0 makes 3 live activations; at most 2"):
-        validate(replace(make("gpipe", 2, 4), max_live=(2, 1)))
-    validate(make("1f1b", 4, 8), max_live=4)
+    peaks = {n: max(peak_live(s)) * p / s.num_stages for n, s in every(p, 4 * p).items()}
+    assert peaks["1f1b"] == peaks["zb_h1"] == peaks["interleaved_zb"] == peaks["zb_v"] == p
+    assert peaks["interleaved_1f1b"] == approx(p * (1 + (p - 1) / (2 * p)))
+    assert (peaks["gpipe"], peaks["zb_h2"]) == (4 * p, 2 * p - 1)
+    assert (peaks["dualpipe"], peaks["dualpipe_v"]) == (p + 1, p + 0.5)
 
 
 # ---------------------------------------------------------------------- time
@@ -293,31 +214,15 @@ def test_bubbles_of_the_zero_bubble_schedules(p):
     assert got == approx((p - 1) * (1.0 + 1.3 - 2 * 0.8))  # 2401.10241, table 2
 
 
-@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("p", range(1, 6))
 def test_zb_h2_has_its_bubble_from_2p_minus_1_microbatches_on(p):
-    """Any costs with W <= F, I, and what fewer microbatches cost. Catches a promise for m >= p."""
+    """And what fewer microbatches cost. Catches a promise for m >= p."""
     for m in range(max(1, p - 1), 2 * p + 3):
         schedule = make("zb_h2", p, m)
         own = bubble_between(simulate(schedule)) * 3 * m
         assert own == approx(max(0, 2 * p - 1 - m)), (p, m)
         if max(p, 2) <= m <= 2 * p - 3:
             assert simulate(schedule).duration > simulate(make("zb_h1", p, m)).duration
-        if m >= 2 * p - 1:
-            assert simulate(schedule).duration <= simulate(make("zb_h1", p, m)).duration
-            for forward, inputs, weights in ((1.0, 1.3, 0.8), (0.5, 2.0, 0.5), (2.0, 0.7, 0.1)):
-                t = simulate(schedule, Costs(forward, inputs, weights))
-                expected = (p - 1) * (forward + inputs - 2 * weights)
-                assert bubble_between(t) * m * (forward + inputs + weights) == approx(expected)
-
-
-@pytest.mark.parametrize(
-    "m, v, ratio",
-    [(16, 4, 0.109375), (32, 2, 0.109375), (8, 4, 0.21875), (8, 1, 0.875)],
-)
-def test_bubbles_of_a_published_figure(m, v, ratio):
-    """Ultrascale Playbook, figure "pp_bubblesize", p = 8: bubble / computing."""
-    schedule = make("interleaved_1f1b", 8, m, v)
-    assert bubble(simulate(schedule)) == approx(ratio)
 
 
 def simulate_pairs(schedule, costs):
@@ -398,28 +303,6 @@ def test_costs_by_part_of_the_model():
     t = simulate(make("dualpipe", 2, 2), Costs((1.0, 3.0), (1.0, 3.0), (0.0, 0.0)))
     lengths = {span.name: span.duration for span in t.select(kind="forward")}
     assert lengths == {"0F0": 1, "1F0": 3, "2F1": 1, "3F1": 3}  # stage 2 has the layers of stage 0
-    with pytest.raises(ValueError, match="3 costs for 2 parts"):
-        simulate(make("gpipe", 2, 2), Costs((1.0, 2.0, 3.0)))
-    with pytest.raises(ValueError, match="costs of stages already"):
-        Costs((1.0, 2.0)).per_rank(make("gpipe", 2, 2))
-
-
-@quick
-@given(drawn(), st.floats(0, 2))
-def test_a_step_takes_its_longest_path(schedule, message):
-    """Second way to the same number: longest path through the graph of who waits for whom."""
-    costs = Costs(1.0, 0.9, 0.8, latency=message)
-    length = defaultdict(float)
-    graph, order = dependencies(schedule)
-    for action in order:
-        own = schedule.rank_of[action.stage]
-        ready = [
-            length[n] + (message if schedule.rank_of[n.stage] != own else 0) for n in graph[action]
-        ]
-        length[action] = max(ready, default=0.0) + costs.seconds(action.kind, 0)
-    assert simulate(schedule, costs).select(kind="forward").end <= max(length.values()) + 1e-9
-    computing = [s.end for s in simulate(schedule, costs) if s.kind != "comm"]
-    assert max(computing) == approx(max(length.values()))
 
 
 # ---------------------------------------------------------------------- torch's own generators
@@ -474,60 +357,6 @@ def test_trap_06_an_oracle_is_checked_before_it_is_believed(p, m):
 
 
 # ---------------------------------------------------------------------- corruption is refused
-def dependencies(schedule):
-    """Edges of every computing action, and an order that respects them (shorter if there is none).
-
-    Written apart from `checks.py`: Kahn's algorithm over program order and data.
-    """
-    rows = schedule.without_messages().actions
-    exists = {a for row in rows for a in row}
-    graph = {a: {n for n in needs(schedule, a) if n in exists} for a in exists}
-    for row in rows:
-        for before, after in pairwise(row):
-            graph[after].add(before)
-    return graph, kahn(graph)
-
-
-def kahn(graph):
-    waiting = {node: set(edges) for node, edges in graph.items()}
-    users = defaultdict(list)
-    for node, edges in graph.items():
-        for edge in edges:
-            users[edge].append(node)
-    order, free = [], [node for node, edges in waiting.items() if not edges]
-    while free:
-        order.append(node := free.pop())
-        for user in users[node]:
-            waiting[user].discard(node)
-            if not waiting[user]:
-                free.append(user)
-    return order
-
-
-def legal(schedule):
-    """Can a complete schedule be run? For messages: both ends are one node of the graph."""
-    graph, order = dependencies(schedule)
-    if len(order) < len(graph):
-        return False
-    if not schedule.is_lowered:
-        return True
-    name = {a: a if a.computes or a.kind[0] == "S" else a.twin for r in schedule.actions for a in r}
-    graph = {node: set() for node in name.values()}
-    at = {a: (rank, i) for rank, row in enumerate(schedule.actions) for i, a in enumerate(row)}
-    for row in schedule.actions:
-        for before, after in pairwise(row):
-            graph[name[after]].add(name[before])
-        for action in row:
-            makes = {"SF": "F", "SB": "BI", "RF": "F", "RB": "BI"}.get(action.kind, "")
-            mine = [Action(action.stage, kind, action.microbatch) for kind in makes]
-            mine = [at[a] for a in mine if a in at]
-            if action.kind[0] == "S" and at[action] < min(mine):
-                return False
-            if action.kind[0] == "R" and at[action] > min(mine):
-                return False
-    return len(kahn(graph)) == len(graph)
-
-
 @st.composite
 def corrupted(draw):
     """(what was done, actions concerned, schedule); memory is not promised, to see order alone."""
@@ -552,125 +381,93 @@ def corrupted(draw):
     return how, touched, replace(schedule, actions=tuple(map(tuple, rows)))
 
 
-def refusal(schedule):
+@settings(max_examples=150, deadline=None)
+@given(corrupted())
+def test_a_corrupted_schedule_is_refused_by_name(case):
+    """Dropped, duplicated, swapped, moved. A schedule that is not refused can be run."""
+    how, touched, schedule = case
     try:
         validate(schedule)
     except ValueError as error:
-        return str(error)
-    return None
-
-
-def check_corruption(case):
-    how, touched, schedule = case
-    said = refusal(schedule)
-    if how in ("drop", "duplicate"):
-        assert said is not None, f"{how} {touched} was accepted"
-    misplaced = any(
-        schedule.rank_of[a.stage] != rank for rank, r in enumerate(schedule.actions) for a in r
-    )
-    if how in ("swap", "move"):
-        assert (said is None) == (not misplaced and legal(schedule)), (how, touched, said)
-    if said is not None:
-        named = set(re.findall(r"\d+(?:[SR]?[FB]|[IW])\d+", said))
+        named = set(re.findall(r"\d+(?:[SR]?[FB]|[IW])\d+", str(error)))
         concerned = {str(a) for a in touched} | {str(a.twin) for a in touched if not a.computes}
-        if how in ("drop", "duplicate"):
-            assert str(touched[0]) in named, (how, touched, said)
-        assert named, said
-        if how == "swap":
-            assert named & concerned, (touched, said)
-
-
-@settings(max_examples=100, deadline=None)
-@given(corrupted())
-def test_a_corrupted_schedule_is_refused_by_name(case):
-    """Dropped, duplicated, swapped, moved. Refused exactly if it cannot run (a second check)."""
-    check_corruption(case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
-@given(corrupted())
-def test_many_corrupted_schedules_are_refused_by_name(case):
-    check_corruption(case)
+        assert named & concerned if how != "move" else named, (how, touched, str(error))
+    else:
+        assert how in ("swap", "move"), f"{how} {touched} was accepted"
+        simulate(schedule)
+        homes = (
+            (schedule.rank_of[a.stage], rank)
+            for rank in range(schedule.num_ranks)
+            for a in schedule.actions[rank]
+        )
+        assert all(home == rank for home, rank in homes)
 
 
 HEAD = "mine: microbatches 2; stages on ranks 0 1\n"
+FLAT = {
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1": "1B1 .or 1I1 and 1W1. is missing on rank 1",
+    "0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1": "1B0 stands before 1F0 on rank 1",
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1F0": "1F0 is on rank 1 twice",
+    "0F0 0F1 0B0 0B1 1F0 | 1B0 1F1 1B1": "1F0 is on rank 0, but its stage on rank 1",
+    "0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1W1": "1W1 on rank 1 repeats a part of 1B1",
+    "0F0 0F1 0B0 0B1 | 1F0 1I0 1F1 1B1": "1W0 is missing .* the optimizer would step without",
+    "0F0 0F1 0B0 0B1 | 1F0 1W0 1I0 1F1 1B1": "1W0 stands before 1I0",
+    "0F0 0F1 0B0 0B1 | 1F0 1F1 1B1 1B0 2F0": "2F0 on rank 1: there are 2 stages",
+    "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1": (
+        "deadlock: rank 0 at 0B0 for 1B0 on rank 1; rank 1 at 1F1 for 0F1 on rank 0"
+    ),
+}
+FIRST = "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | "  # of rank 0, and right
+LAST = " | 1RF0 1RF1 1F0 1F1 1B0 1SB0 1B1 1SB1"
+WITH_MESSAGES = {
+    # Both ranks send first: fine for messages that return at once, else neither receives.
+    FIRST + "1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1": (
+        "deadlock with blocking messages: rank 0 at 0SF1 for rank 1; rank 1 at 1SB0 for rank 0"
+    ),
+    FIRST + "1RF1 1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "rank 1 awaits 1RF1 where rank 0 sends 0SF0",
+    FIRST + "1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1": "1RF1 is missing on rank 1: 1F1 needs what it rec",
+    FIRST + "1RF0 1RF1 1F0 1F1 1SF0 1B0 1SB0 1B1 1SB1": "1SF0 on rank 1: no rank needs this",
+    "0SF0 0F0 0F1 0SF1 0RB0 0B0 0RB1 0B1" + LAST: "0SF0 stands before 0F0",
+    "0F0 0SF0 0F1 0SF1 0RB0 0B0 0B1 0RB1" + LAST: "0RB1 stands after 0B1",
+}
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        ("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1", "1B1 .or 1I1 and 1W1. is missing on rank 1"),
-        ("0F0 0F1 0B0 0B1 | 1B0 1F0 1F1 1B1", "1B0 stands before 1F0 on rank 1"),
-        ("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1F0", "1F0 is on rank 1 twice"),
-        ("0F0 0F1 0B0 0B1 1F0 | 1B0 1F1 1B1", "1F0 is on rank 0, but its stage on rank 1"),
-        ("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1 1W1", "1W1 on rank 1 repeats a part of 1B1"),
-        ("0F0 0F1 0B0 0B1 | 1F0 1I0 1F1 1B1", "1W0 is missing .* the optimizer would step without"),
-        ("0F0 0F1 0B0 0B1 | 1F0 1W0 1I0 1F1 1B1", "1W0 stands before 1I0"),
-        ("0F0 0F1 0B0 0B1 | 1F0 1F1 1B1 1B0 2F0", "2F0 on rank 1: there are 2 stages"),
-        (
-            "0F0 0B0 0F1 0B1 | 1F0 1F1 1B0 1B1",
-            "deadlock: rank 0 at 0B0 for 1B0 on rank 1; rank 1 at 1F1 for 0F1 on rank 0",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said(rows, message):
+@pytest.mark.parametrize("rows, said", [*FLAT.items(), *WITH_MESSAGES.items()])
+def test_what_is_wrong_is_said(rows, said):
     lines = [f"rank {rank}: {row}" for rank, row in enumerate(rows.split("|"))]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=said):
         validate(Schedule.parse(HEAD + "\n".join(lines)))
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (Action(0, "X", 0), "0X0 on rank 0: there is no kind 'X'; use one of F, B, I, W, SF"),
-        (Action(0, None, 0), "there is no kind None"),
-        (Action(0, "F", -1), "0F-1 on rank 0: there are 1 stages, 2 microbatches"),
-        (Action(-1, "F", 0), "-1F0 on rank 0: there are 1 stages"),
-    ],
-)
-def test_actions_that_no_schedule_has_are_refused(wrong, message):
-    """Made in Python, which no parser has read. Catches an IndexError, and extras that pass."""
+def with_action(wrong):
     schedule = make("gpipe", 1, 2)
-    with pytest.raises(ValueError, match=message):
-        validate(replace(schedule, actions=((*schedule.actions[0], wrong),)))
+    return replace(schedule, actions=((*schedule.actions[0], wrong),))
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [
-        # Both ranks send first: fine for messages that return at once, else nobody receives.
-        (
-            "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1",
-            "deadlock with blocking messages: rank 0 at 0SF1 for rank 1; rank 1 at 1SB0 for rank 0",
-        ),
-        (
-            "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF1 1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1",
-            "rank 1 awaits 1RF1 where rank 0 sends 0SF0",
-        ),
-        (
-            "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF0 1F0 1F1 1B0 1SB0 1B1 1SB1",
-            "1RF1 is missing on rank 1: 1F1 needs 0F1",
-        ),
-        (
-            "0SF0 0F0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF0 1RF1 1F0 1F1 1B0 1SB0 1B1 1SB1",
-            "0SF0 stands before 0F0",
-        ),
-        (
-            "0F0 0SF0 0F1 0SF1 0RB0 0B0 0B1 0RB1 | 1RF0 1RF1 1F0 1F1 1B0 1SB0 1B1 1SB1",
-            "0RB1 stands after 0B1",
-        ),
-        (
-            "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 | 1RF0 1RF1 1F0 1F1 1SF0 1B0 1SB0 1B1 1SB1",
-            "1SF0 on rank 1: no rank needs this message",
-        ),
-    ],
-)
-def test_what_is_wrong_with_messages_is_said(rows, message):
-    lines = [f"rank {rank}: {row}" for rank, row in enumerate(rows.split("|"))]
-    with pytest.raises(ValueError, match=message):
-        validate(Schedule.parse(HEAD + "\n".join(lines)))
+ERRORS = [
+    *((lambda t=t: Action.parse(t), "is no action; write stage, one") for t in ("F0", "2X0", "2F")),
+    (lambda: Schedule.parse("rank 0: 0F0"), "does not say what the schedule is"),
+    (lambda: Schedule.parse(HEAD + "rank 0: 0F0\nrank 2: 1F0"), "write 'rank 1: ...'"),
+    (lambda: simulate(Schedule.parse(HEAD + "rank 0: 0F0 0B0\nrank 1: 1B0 1F0")), "deadlock: rank"),
+    (lambda: make("dualpipe", 3, 6), "p=3: .* use an even p: 2 or 4"),
+    (lambda: make("gpipes", 2, 2), "no schedule 'gpipes'; use one of naive, gpipe"),
+    (lambda: make("zb_v", 2, 4, 3), "v=3: zb_v has v=2; use v=2, or one of interleaved_1f1b"),
+    (lambda: make("interleaved_1f1b", 0, 1), "p=0; a pipeline has at least 1"),
+    (lambda: make("interleaved_1f1b", 1, 1, 0), "v=0; a pipeline has at least 1"),
+    (lambda: simulate(make("gpipe", 2, 2), Costs((1.0, 2.0, 3.0))), "3 costs for 2 parts"),
+    (lambda: Costs((1.0, 2.0)).per_rank(make("gpipe", 2, 2)), "costs of stages already"),
+    (lambda: validate(make("gpipe", 2, 8), max_live=3), "0F3 on rank 0 makes 4 live .* at most 3"),
+    (lambda: validate(replace(make("gpipe", 2, 4), max_live=(2, 1))), "0F2 on rank 0 makes 3 live"),
+    (lambda: validate(replace(make("gpipe", 2, 4), rank_of=(0, 2))), "there are lists for 2 ranks"),
+    (lambda: validate(with_action(Action(0, "X", 0))), "0X0 on rank 0: there is no kind 'X'"),
+    (lambda: validate(with_action(Action(0, "F", -1))), "0F-1 on rank 0: there are 1 stages, 2 mi"),
+]
+
+
+@pytest.mark.parametrize("call, said", ERRORS)
+def test_what_a_user_may_write_is_refused_with_what_can_be(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_a_schedule_of_ones_own():
@@ -680,17 +477,3 @@ def test_a_schedule_of_ones_own():
     validate(mine, max_live=2)
     validate(lower(mine))
     assert bubble(simulate(mine)) < bubble(simulate(make("1f1b", 2, 2)))
-
-
-def test_a_simulation_refuses_a_deadlock():
-    rows = "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1"
-    with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0, rank 1 at 1F1"):
-        simulate(Schedule.parse(HEAD + rows))
-
-
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_promises_are_exact_with_enough_microbatches(name, p):
-    """On every rank. Mutant: a promise of memory that is one too high, which never fails."""
-    schedule = make(name, p, 4 * p)
-    assert tuple(peak_live(schedule)) == schedule.max_live

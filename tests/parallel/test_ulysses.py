@@ -125,13 +125,6 @@ def test_trap_19_rope_turns_by_the_position_in_the_whole_sequence(ranks):
         assert torch.equal(found, cos.chunk(2)[rank])
 
 
-def test_one_rank_needs_no_torch_distributed():
-    model, twin = models.llama(0), models.llama(0)
-    ulysses.apply(model, Mesh().cp)
-    tokens = torch.arange(7)[None]
-    assert torch.equal(model(tokens), twin(tokens))
-
-
 # ---------------------------------------------------------------------- refusals
 def test_what_does_not_fit_is_refused_with_the_nearest_good_values():
     """Before anything is sent: these axes have no ranks behind them that could."""

@@ -15,9 +15,9 @@ from minipar.parallel.base.strategy import Strategy
 
 
 class CutSequences(Strategy):
-    """A Llama that is given the tokens of this rank, [B, T/n], and numbers them itself.
+    """A Llama that takes the tokens of this rank, [B, T/n], and numbers them itself.
 
-    A subclass says which ones these are (`own_tokens`) and how they attend to all (`attend`).
+    A subclass says which tokens a rank has (`own_tokens`) and how they attend to all (`attend`).
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
@@ -35,38 +35,36 @@ class CutSequences(Strategy):
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention of own queries to all keys, q [B, H, T/n, K], k and v [B, G, T/n, K].
+        """Attend with own queries to all keys: q [B, H, T/n, K], k and v [B, G, T/n, K].
 
-        `core` is what computed attention before, on one device.
+        `core` computed attention before, on one device.
         """
         raise NotImplementedError
 
-    # Both return functions, no methods: a copy of the model must not copy the process groups.
+    # Both are functions, no methods: a copy of the model must not copy the process groups.
     def _split(self, core: Core) -> Core:
-        def split_core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            return self.attend(core, q, k, v, mask)
-
-        return split_core
+        return lambda *args: self.attend(core, *args)
 
     def _position_hook(self) -> Callable:
-        """Say where in the sequence this rank's tokens are, unless the caller has."""
+        """Number this rank's tokens by their places in the sequence, unless the caller has."""
 
         def number(module: LlamaModel, args: tuple, kwargs: dict) -> tuple | None:
-            call = {**dict(zip(("x", "positions", "mask"), args, strict=False)), **kwargs}
+            names = "x", "positions", "mask", "valid"
+            call = dict(zip(names, args, strict=False)) | kwargs
             if call.get("positions") is not None:
                 return None
             seq_len = call["x"].shape[1] * self.axis.size
             module.config.check_length(seq_len)
-            positions = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
-            return (call["x"], positions, call.get("mask")), {}
+            call["positions"] = self.own_tokens(torch.arange(seq_len, device=call["x"].device))
+            return tuple(map(call.get, names)), {}
 
         return number
 
     def finish_backward(self) -> None:
-        """Nothing is left to send: gradients of keys have come home during backward.
+        """Send nothing: the gradients of keys have reached their ranks during backward.
 
-        Those of the parameters are parts of a sum over cp and over dp, and the strategy that adds
-        up the latter does it for both, over their joint axis.
+        Gradients of parameters are parts of a sum over cp and dp. The data strategy adds them up,
+        over the joint axis of both.
         """
 
 

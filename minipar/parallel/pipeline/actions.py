@@ -46,12 +46,11 @@ class Action:
 
     @property
     def twin(self) -> "Action":
-        """Of a message, the other end: `2SF0` is received as `3RF0`, `2SB0` as `1RB0`."""
+        """The other end of a message: `2SF0` is received as `3RF0`, `2SB0` as `1RB0`."""
         assert not self.computes, f"{self} is no message"
         step = 1 if self.kind in ("SF", "RB") else -1
-        return Action(
-            self.stage + step, ("RS"[self.kind[0] == "R"]) + self.kind[1], self.microbatch
-        )
+        other = "R" if self.kind[0] == "S" else "S"
+        return Action(self.stage + step, other + self.kind[1], self.microbatch)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether the lists hold messages as well."""
+        """True if the lists hold messages as well."""
         return any(not action.computes for row in self.actions for action in row)
 
     def stages_on(self, rank: int) -> list[int]:
@@ -99,13 +98,34 @@ class Schedule:
         first = microbatch % self.copies * self.num_stages
         return range(first, first + self.num_stages)
 
+    def takes(self, action: Action) -> Action | None:
+        """The message that brings what an action needs; None for W and at the ends of the model.
+
+        `2F0` needs `2RF0`, the output of stage 1; `2B0` needs `2RB0`, the gradient from stage 3.
+        """
+        return self._message("R", action)
+
+    def makes(self, action: Action) -> Action | None:
+        """The message that carries the result of an action on; None where no stage needs it."""
+        return self._message("S", action)
+
+    def _message(self, way: str, action: Action) -> Action | None:
+        kind = way + ("F" if action.kind == "F" else "B")
+        message = Action(action.stage, kind, action.microbatch)
+        exists = action.kind != "W" and message.twin.stage in self.path(action.microbatch)
+        return message if exists else None
+
     def peer(self, message: Action) -> int:
         """The rank at the other end of a message."""
         return self.rank_of[message.twin.stage]
 
+    def travels(self, message: Action | None) -> bool:
+        """True if a message is for another rank; stages of one rank hand results over directly."""
+        return message is not None and self.peer(message) != self.rank_of[message.stage]
+
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """Ranks that send messages to each other, once the lists hold these."""
+        """Ranks that send messages to each other; known once the lists hold the messages."""
         rows = enumerate(self.actions)
         return {(rank, self.peer(a)) for rank, row in rows for a in row if not a.computes}
 
@@ -122,21 +142,21 @@ class Schedule:
         return replace(self, actions=tuple(tuple(a for a in r if a.computes) for r in self.actions))
 
     def as_text(self) -> str:
-        """A line that says what it is, then a line per rank; `parse` reads it back."""
+        """Print a line that says what it is, then a line per rank; `parse` reads it back."""
         head = f"{self.name}: microbatches {self.num_microbatches}"
-        head += f"; stages on ranks {_numbers(self.rank_of)}"
+        head += f"; stages on ranks {_words(self.rank_of)}"
         if self.copies > 1:
             head += f"; copies {self.copies}"
         if self.max_live:
-            head += f"; live at most {_numbers(self.max_live)}"
-        rows = (f"rank {rank}: {_numbers(row)}" for rank, row in enumerate(self.actions))
+            head += f"; live at most {_words(self.max_live)}"
+        rows = (f"rank {rank}: {_words(row)}" for rank, row in enumerate(self.actions))
         return "\n".join([head, *rows])
 
     __str__ = as_text
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """Read what `as_text` wrote, or what a person did. Raises ValueError."""
+        """Read the text of `as_text`, or one that a person wrote. Raises ValueError."""
         head, *lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
         match = re.fullmatch(
             r"(.+): microbatches (\d+); stages on ranks ([\d ]+)"
@@ -148,24 +168,23 @@ class Schedule:
                 f"{head!r} does not say what the schedule is; write, for two ranks and four "
                 "microbatches, 'mine: microbatches 4; stages on ranks 0 1'"
             )
+        name, m, rank_of, copies, max_live = match.groups(default="")
         rows = []
         for rank, line in enumerate(lines):
-            name, _, actions = line.partition(":")
-            if name != f"rank {rank}":
-                raise ValueError(f"line {rank + 2} starts with {name!r}; write 'rank {rank}: ...'")
-            rows.append(tuple(Action.parse(word) for word in actions.split()))
-        return Schedule(
-            match[1],
-            int(match[2]),
-            tuple(map(int, match[3].split())),
-            tuple(rows),
-            int(match[4] or 1),
-            tuple(map(int, (match[5] or "").split())),
-        )
+            label, _, actions = line.partition(":")
+            if label != f"rank {rank}":
+                raise ValueError(f"line {rank + 2} starts with {label!r}; write 'rank {rank}: ...'")
+            rows.append(tuple(map(Action.parse, actions.split())))
+        bounds = tuple(map(int, max_live.split()))
+        ranks = tuple(map(int, rank_of.split()))
+        return Schedule(name, int(m), ranks, tuple(rows), int(copies or 1), bounds)
 
 
 def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action, ...]]:
-    """What a rank does at a time: `paired`, an F with the B right after it, of another stage."""
+    """Cut a row into what its rank does at a time: one action, or, if `paired`, two side by side.
+
+    A pair is an F and the B right after it, of another stage.
+    """
     row, at = list(row), 0
     while at < len(row):
         slot = tuple(row[at : at + 2])
@@ -175,5 +194,5 @@ def slots(row: Iterable[Action], paired: bool = False) -> Iterator[tuple[Action,
         at += len(slot)
 
 
-def _numbers(values: Iterable[object]) -> str:
+def _words(values: Iterable[object]) -> str:
     return " ".join(map(str, values))

@@ -1,8 +1,9 @@
-"""How what one stage makes reaches the next: messages of one pass, posted ahead of need."""
+"""How the result of one stage reaches the next: messages of one pass, posted ahead of need."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from minipar.comm.collectives import Pending, recv, send
@@ -10,73 +11,68 @@ from minipar.comm.mesh import Axis
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.simulate import lower
 
-AHEAD = 3  # receives posted before their turn
+AHEAD = 3  # receives posted before their turn, on CPUs
 IN_FLIGHT = 8  # sends of a rank that were not waited for yet
 
 
 class Mail:
-    """What goes from stage to stage in one pass: over the axis, or by hand within a rank.
+    """Carries tensors from stage to stage in one pass: over the axis, or by hand within a rank.
 
-    Receives are posted in the order of the list, which is the order in which peers send, `ahead` of
-    their turn: a message that departs finds its buffer ready. `buffer(message)` makes that.
+    Receives are posted in the order of the list, which is the order in which peers send, and some
+    of them ahead of their turn: a message that departs finds its buffer ready. `buffer` makes one
+    for a microbatch.
     """
 
     def __init__(
         self,
         axis: Axis,
         schedule: Schedule,
-        row: Sequence[Action],
-        buffer: Callable[[Action], Tensor],
-        ahead: int = AHEAD,
+        buffer: Callable[[int], Tensor],
+        device: torch.device,
     ) -> None:
         self.axis, self.schedule, self.buffer = axis, schedule, buffer
+        row = schedule.actions[axis.rank]
         self._to_post = deque(action for action in row if action.kind in ("RF", "RB"))
         self._posted: dict[Action, Pending] = {}
         self._sent: deque[Pending] = deque()
         self._here: dict[Action, Tensor] = {}  # handed over within this rank, or ready to be sent
-        self._post(ahead)
+        # NCCL runs the messages of two ranks one after the other, so none may overtake; and as
+        # NCCL is asynchronous to this list, the turn of a receive is early enough.
+        for _ in range(AHEAD if device.type == "cpu" else 0):
+            self.receive()
 
-    def _post(self, count: int) -> None:
-        for _ in range(min(count, len(self._to_post))):
+    def receive(self, _: Action | None = None) -> None:
+        """RF, RB: post the next receive of the list; it is `AHEAD` of the one whose turn it is."""
+        if self._to_post:
             message = self._to_post.popleft()
-            self._posted[message] = recv(
-                self.buffer(message), self.axis, self.schedule.peer(message), async_op=True
-            )
+            buffer, peer = self.buffer(message.microbatch), self.schedule.peer(message)
+            self._posted[message] = recv(buffer, self.axis, peer, async_op=True)
 
-    def put(self, message: Action, tensor: Tensor) -> None:
-        """What an action made, to be taken by an action here, or sent when it is its turn."""
-        own = self.schedule.peer(message) == self.axis.rank
-        self._here[message.twin if own else message] = tensor
-
-    def turn(self, message: Action) -> None:
-        """The list has come to this message."""
-        if message.kind in ("RF", "RB"):
-            self._post(1)
-            return
+    def send(self, message: Action) -> None:
+        """SF, SB: send what an action has `put` here."""
         if len(self._sent) == IN_FLIGHT:  # so that tensors which have left do not pile up
             self._sent.popleft().wait()
         tensor, peer = self._here.pop(message), self.schedule.peer(message)
         self._sent.append(send(tensor, self.axis, peer, async_op=True, name=str(message)))
 
-    def take(self, message: Action) -> Tensor:
-        """What was received; waits for it."""
+    def put(self, action: Action, result: Tensor | None) -> None:
+        """Keep the result of an action: to be sent at its turn, or taken by an action here."""
+        message = self.schedule.makes(action)
+        if message is not None:
+            travels = self.schedule.travels(message)
+            self._here[message if travels else message.twin] = result
+
+    def take(self, action: Action) -> Tensor | None:
+        """Return the tensor that an action needs, and wait for it; None if it needs none."""
+        message = self.schedule.takes(action)
         if message in self._posted:
             return self._posted.pop(message).wait()
-        return self._here.pop(message)
+        return None if message is None else self._here.pop(message)
 
     def close(self) -> None:
         """Wait until all has been sent."""
         while self._sent:
             self._sent.popleft().wait()
-
-
-def around(action: Action) -> tuple[Action | None, Action | None]:
-    """The messages before and after an action: what it needs, what it makes. None for W."""
-    if action.kind == "W":
-        return None, None
-    letter = "F" if action.kind == "F" else "B"
-    stage, i = action.stage, action.microbatch
-    return Action(stage, "R" + letter, i), Action(stage, "S" + letter, i)
 
 
 def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
@@ -87,5 +83,4 @@ def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     for _, stage, i in waves:
         rows[rank_of[stage]].append(Action(stage, "F", i))
-    plan = Schedule("forward", num_microbatches, rank_of, tuple(map(tuple, rows)))
-    return lower(plan)
+    return lower(Schedule("forward", num_microbatches, rank_of, tuple(map(tuple, rows))))

@@ -5,7 +5,7 @@ Idea.   Cut the model into stages and the batch into microbatches. A schedule (`
 Math.   None of its own: stage s computes x_s = f_s(x_(s-1)) forward and, from the gradient of x_s,
         those of x_(s-1) and of its weights backward. Gradients of microbatches add up.
 Shapes. Tokens and targets [B, T] of each microbatch are on all ranks of the axis. Between stages
-        [B, T, D]. A parameter exists on the ranks of its stage only: a piece along `pp`.
+        [B, T, D]. A parameter exists on the ranks of its stage only: a shard along `pp`.
 Comms.  Per microbatch and pair of neighbouring stages on different ranks: B·T·D elements forward
         and as many backward. All ranks together 2 M (S-1) B·T·D per step, less where neighbours
         share a rank, and the loss, one number. Embeddings tied across two ranks: V·D more from each
@@ -28,9 +28,12 @@ Use::
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from minipar.comm.collectives import (
     Pending,
@@ -46,15 +49,15 @@ from minipar.observe import timeline
 from minipar.parallel.base.replicate import broadcast_all, replicate
 from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import Strategy, device_of
+from minipar.parallel.pipeline import split_backward
 from minipar.parallel.pipeline.actions import Action, Schedule, slots
 from minipar.parallel.pipeline.checks import validate
-from minipar.parallel.pipeline.messages import AHEAD, Mail, around, forward_only
+from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
 from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
-from minipar.parallel.pipeline.split_backward import PutOff, enable
+from minipar.parallel.pipeline.split_backward import Job, PutOff, Used, weights_in
 from minipar.parallel.pipeline.stages import (
-    Stage,
     balance,
     check_cut,
     estimate_costs,
@@ -82,14 +85,14 @@ def apply(
         schedule: for as many ranks as the axis has, and the microbatches of a step.
         cut: layers per part of the model, such as (3, 4, 4, 3). By default, so that estimated FLOPs
             are balanced.
-        token_shards: into how many pieces activations are cut along the tokens between layers: the
+        token_shards: between layers, activations are cut along the tokens into so many shards: the
             ranks of sequence parallelism.
         paired: where the schedule has a forward beside a backward, each runs while the all-to-alls
             of the other travel: see `pairs`.
 
-    Raises `ValueError` for a schedule that cannot be run (`checks.validate` names the action), has
-    no pairs and should, or is for other ranks, for a cut that does not fit, for a model that is no
-    plain Llama, and where ranks were given different schedules or cuts.
+    Raises `ValueError` on every rank for a schedule that cannot be run (`checks.validate` names the
+    action), that has no pairs and should, or that is for other ranks; for a cut that does not fit;
+    for a model that is no plain Llama; and where ranks were given different schedules or cuts.
     """
     if not isinstance(getattr(model, "config", None), LlamaConfig) or "forward" in vars(model):
         raise ValueError(
@@ -120,6 +123,116 @@ def apply(
     return Pipeline(model, axis, schedule, cut, token_shards, paired)
 
 
+Microbatch = tuple[Tensor, ...]
+"""Tokens and targets [B, T], then what `Llama.forward` takes besides, such as positions."""
+Method = Callable[[Action, Tensor | None], Tensor | None]
+"""Does an action: takes the tensor that was received, returns the tensor to be sent."""
+
+
+@dataclass(eq=False)
+class Step:
+    """What one rank does with the microbatches of one step: a method per kind of action.
+
+    Each method takes the tensor that its action needs (None at the ends of the model) and returns
+    the tensor for the next stage. Between F and the end of its backward, `live` holds the input of
+    a stage, the weights it used, and where its backward begins. The output is not kept.
+    """
+
+    pipeline: "Pipeline"
+    microbatches: Sequence[Microbatch]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    strategies: Sequence[Strategy] = ()  # that synchronise gradients within a stage
+    weigh: Callable[[Tensor], Tensor] = lambda loss: loss
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    def __post_init__(self) -> None:
+        device = self.microbatches[0][0].device
+        self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
+        self.live: dict[tuple[int, int], tuple[Tensor | None, Used, object]] = {}
+        self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The method for each kind of action."""
+        return {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+        }
+
+    def forward(self, action: Action, x: Tensor | None) -> Tensor:
+        """F: x [B, T, D], or None and tokens, -> hidden states [B, T, D], or the loss."""
+        module = self.pipeline.stages[action.stage]
+        tokens, targets, *context = self.microbatches[action.microbatch]
+        if targets is not None:
+            context = beside(self.pipeline.model, targets, context)
+        # The view is no leaf: fsdp's hooks on a leaf would not be called in I.
+        inputs = tokens if x is None else x.requires_grad_().view_as(x)
+        with self.autocast(), self.pipeline.put_off.watch() as used:
+            out = module(inputs, *context)
+            if module.lm_head is not None:
+                loss = self.loss(out, targets)
+                self.total.add_(loss.detach())
+                out = self.weigh(loss)
+        if out.requires_grad:
+            self.live[action.stage, action.microbatch] = x, used, get_gradient_edge(out)
+        return out.detach()
+
+    def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
+        x, _, root = self._begin_backward(action)
+        if root is not None:
+            with self._synchronise_last(action):
+                torch.autograd.backward(root, gradient)
+        self._release()
+        return None if x is None else x.grad
+
+    def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """I: as `backward`, but gradients of weights wait for `backward_weight`."""
+        x, used, root = self._begin_backward(action)
+        jobs = self.owed[action.stage, action.microbatch] = []
+        grad = None
+        if root is not None:
+            modules = self.pipeline.stages[action.stage].modules()
+            weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
+            # The gradient of a shard would be reduced now, and once more by W.
+            assert not any(getattr(w, "is_flat", False) for w in weights), "used without a call"
+            inputs = weights if x is None else [x, *weights]
+            with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
+                found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
+            grad, *rest = (None, *found) if x is None else found
+            for weight, g in zip(weights, rest, strict=True):
+                if g is not None:  # of norms and other layers that cannot put anything off
+                    jobs.append((weight, lambda g=g: g))
+        self._release()
+        return grad
+
+    def backward_weight(self, action: Action, _: None) -> None:
+        """W: compute the gradients of weights that `backward_input` left."""
+        with self._synchronise_last(action):
+            split_backward.do(self.owed.pop((action.stage, action.microbatch)))
+
+    def _begin_backward(self, action: Action) -> tuple[Tensor | None, Used, object]:
+        """Return what F left; nothing where all weights so far are frozen."""
+        return self.live.pop((action.stage, action.microbatch), (None, {}, None))
+
+    @contextmanager
+    def _synchronise_last(self, action: Action) -> Iterator[None]:
+        """In the body, strategies synchronise gradients only if it is the stage's last backward."""
+        last = self.pipeline.last_gradient[action.stage]
+        with ExitStack() as stack:
+            if action.microbatch != last.microbatch:
+                for strategy in self.strategies:
+                    stack.enter_context(strategy.no_sync())
+            yield
+
+    def _release(self) -> None:
+        """Free gathered weights: another stage has its turn."""
+        for strategy in self.strategies:
+            strategy.release()
+
+
 PAIRED_FSDP = (
     "fsdp frees weights after each backward, and in a pair the forward beside it may need those of "
     "the embedding or the head"
@@ -131,7 +244,7 @@ class Pipeline(Strategy):
 
     Tensor parallelism is applied to `model` before it, data parallelism after it. In a list of
     strategies it comes last, because it collects the whole model; where another one keeps weights
-    in pieces, ``pipeline.full_state_dict(other.full_state_dict())``.
+    in shards, ``pipeline.full_state_dict(other.full_state_dict())``.
     """
 
     def __init__(
@@ -146,27 +259,25 @@ class Pipeline(Strategy):
         super().__init__(model, axis)
         self.schedule, self.cut, self.config = schedule, cut, model.config
         self.token_shards, self.paired = token_shards, paired
-        row = schedule.actions[axis.rank]
-        self.last_gradient = {s: schedule.last_gradient(s) for s in schedule.stages_on(axis.rank)}
+        own = schedule.stages_on(axis.rank)
+        self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
         self.put_off = PutOff()
-        if any(action.kind == "W" for action in row):
-            enable(model, self.put_off)
-        self.stages = {}
-        for stage in self.last_gradient:
+        if any(action.kind == "W" for action in schedule.actions[axis.rank]):
+            split_backward.enable(model, self.put_off)
+        self.stages: dict[int, Llama] = {}
+        for stage in own:
             part = schedule.part(stage)
-            module = part_of(model, layers_of(cut, part), part == 0, part == len(cut) - 1)
-            self.stages[stage] = Stage(module, self.put_off)
+            layers = layers_of(cut, part)
+            self.stages[stage] = part_of(model, layers, part == 0, part == len(cut) - 1)
         self.names = list(model.state_dict(keep_vars=True))
         self.weights = homes_of(model, schedule, cut)
-        keep_only(model, {schedule.part(stage) for stage in self.stages}, cut)
-        self._shares = any(len(weight.ranks) > 1 for weight in self.weights)
+        keep_only(model, {schedule.part(stage) for stage in own}, cut)
         self.twins, self.shard_axes = self._mark_parameters(), (axis,)
         self._adding: Pending | None = None
-        self._agreed = False  # on the shapes of microbatches
         self.dtype: torch.dtype | None = None  # of what stages send; None: that of parameters
 
     def _mark_parameters(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """Tell the gradient norm what is where; return what several stages have, by rank."""
+        """Tell the gradient norm who has what; return the parameters that several ranks have."""
         twins = {}
         found = dict(self.model.named_parameters(remove_duplicate=False))
         for weight in self.weights:
@@ -183,133 +294,71 @@ class Pipeline(Strategy):
         self,
         model: nn.Module,
         strategies: Sequence[Strategy],
-        microbatches: Sequence[tuple[Tensor, ...]],
+        microbatches: Sequence[Microbatch],
         *,
         weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
         """Forward and backward of all microbatches: in place of `step.forward_backward`.
 
-        Gradients add up in ``p.grad``. The other `strategies` synchronise those of a stage during
-        its last backward and no earlier one, while stages that are not as far still compute.
-        Returns the sum of the losses, float64, equal on all ranks of the axis; it is complete after
-        `finish_backward`.
+        All ranks of the axis load the same microbatches. Gradients add up in ``p.grad``. The other
+        `strategies` synchronise the gradients of a stage during its last backward, while stages
+        that are not as far still compute. Returns the sum of the losses, float64, equal on all
+        ranks of the axis; it is complete after `finish_backward`.
 
-        Raises `ValueError` for another number of microbatches than the schedule is for, for shapes
-        that differ between ranks (looked at once), and for fsdp where it would go wrong.
+        Raises `ValueError` for another number of microbatches than the schedule is for, and for
+        fsdp where it would go wrong.
         """
-        if len(microbatches) != self.schedule.num_microbatches:
+        self._check(len(microbatches))
+        step = Step(self, microbatches, loss_of(model), strategies, weigh, autocast)
+        with self._twins_apart():
+            self._play(self.schedule, microbatches, step.methods)
+        assert not step.owed, f"the schedule left the W of {list(step.owed)} undone"
+        self._adding = all_reduce(step.total, self.axis, out=step.total, async_op=True)
+        return step.total
+
+    def _check(self, num_microbatches: int) -> None:
+        if num_microbatches != self.schedule.num_microbatches:
             raise ValueError(
-                f"{len(microbatches)} microbatches, but the schedule {self.schedule.name} is for "
+                f"{num_microbatches} microbatches, but the schedule {self.schedule.name} is for "
                 f"{self.schedule.num_microbatches}; make another, or cut the batch so"
             )
-        self._check_pieces()
-        self._agree([tuple(tokens.shape) for tokens, *_ in microbatches])
-        total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
-        self.put_off.clear()
-        for stage in self.stages.values():
-            stage.reset()
-
-        def work(action: Action, given: Tensor | None) -> Tensor | None:
-            stage, i = self.stages[action.stage], action.microbatch
-            inputs, targets, *context = microbatches[i]
-
-            def finish(logits: Tensor) -> Tensor:
-                loss = loss_of(model)(logits, targets)
-                total.add_(loss.detach())
-                return weigh(loss)
-
-            if action.kind == "F":
-                x = inputs if stage.first else given
-                context = beside(model, targets, context)
-                return stage.forward(i, x, context, autocast, finish)
-            if action.kind == "W":
-                return stage.weight_gradient(i)
-            backward = stage.backward if action.kind == "B" else stage.input_gradient
-            gradient = backward(i, given)
-            for strategy in strategies:
-                strategy.release()
-            return gradient
-
-        def guarded(action: Action, given: Tensor | None) -> Tensor | None:
-            is_last = action.microbatch == self.last_gradient[action.stage].microbatch
-            with ExitStack() as stack:
-                if action.kind != "F" and not is_last:
-                    for strategy in strategies:
-                        stack.enter_context(strategy.no_sync())
-                return work(action, given)
-
-        with self._twins_apart():
-            self._play(self.schedule, microbatches, guarded)
-        assert not self.put_off.waiting, f"the schedule left {self.put_off.waiting} undone"
-        self._adding = all_reduce(total, self.axis, out=total, async_op=True)
-        return total
-
-    def _check_pieces(self) -> None:
-        """Refuse what would go wrong unnoticed: pieces of sums that are not of all ranks."""
-        is_flat = any(getattr(p, "is_flat", False) for p in self.model.parameters())
-        if is_flat and self.paired:
+        if not any(getattr(p, "is_flat", False) for p in self.model.parameters()):
+            return
+        if self.paired:
             raise ValueError(f"{PAIRED_FSDP}; use zero or ddp, or paired=False")
-        if is_flat and self._shares:
+        if any(len(weight.ranks) > 1 for weight in self.weights):
             raise ValueError(
                 f"fsdp reduces the gradients of one rank of {self.axis.name} at a time, but here "
                 f"several have the same weights, to be summed before; use zero or ddp, or a model "
                 f"whose embeddings are not tied and any schedule but dualpipe"
             )
 
-    def _agree(self, shapes: list[tuple[int, ...]]) -> None:
-        """Once: do all ranks expect messages of the shapes that others will send?"""
-        if self._agreed:
-            return
-        for rank, others in enumerate(all_gather_object(shapes, self.axis)):
-            if others != shapes:
-                raise ValueError(
-                    f"rank {rank} of {self.axis.name} has microbatches of shapes {others}, rank "
-                    f"{self.axis.rank} of {shapes}; all ranks of a pipeline load the same batch"
-                )
-        self._agreed = True
-
     def _play(
         self,
         schedule: Schedule,
-        microbatches: Sequence[tuple[Tensor, ...]],
-        work: Callable[[Action, Tensor | None], Tensor | None],
+        microbatches: Sequence[Microbatch],
+        methods: Mapping[str, Method],
     ) -> None:
-        """Do what `schedule` has for this rank: `work(action, what it was handed)` and messages."""
-        row = schedule.actions[self.axis.rank]
-        dtype, device = self.dtype or next(self.model.parameters()).dtype, self.device
-
-        def buffer(message: Action) -> Tensor:
-            batch, seq_len = microbatches[message.microbatch][0].shape  # the same on all ranks
-            shape = batch, seq_len // self.token_shards, self.config.hidden_size
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        # NCCL runs the messages of two ranks one after the other, so that none may overtake; and
-        # as it is asynchronous to this list, its turn is early enough.
-        ahead = AHEAD if device.type == "cpu" else 0
-        mail = Mail(self.axis, schedule, row, buffer, ahead)
-
-        def prepare(action: Action) -> Callable[[], Tensor | None]:
-            stage, (before, _) = self.stages[action.stage], around(action)
-            given = mail.take(before) if before and not stage.ends(before) else None
-
-            def do() -> Tensor | None:
-                with timeline.span(SPAN_KIND[action.kind], str(action)):
-                    return work(action, given)
-
-            return do
-
-        for slot in slots(row, self.paired):
+        """Do the list of this rank, one action after the other, by the method of its kind."""
+        buffer = lambda i: self.buffer(microbatches[i][0])  # noqa: E731
+        mail = Mail(self.axis, schedule, buffer, self.device)
+        messages = {"RF": mail.receive, "RB": mail.receive, "SF": mail.send, "SB": mail.send}
+        for slot in slots(schedule.actions[self.axis.rank], self.paired):
             if not slot[0].computes:
-                mail.turn(slot[0])
+                messages[slot[0].kind](slot[0])
                 continue
-            jobs = [prepare(action) for action in slot]
-            made = side_by_side(*jobs) if len(jobs) > 1 else [jobs.pop()()]
-            for action, tensor in zip(slot, made, strict=True):
-                stage, (_, after) = self.stages[action.stage], around(action)
-                if after and not stage.ends(after):
-                    mail.put(after, tensor)
+            jobs = [partial(_compute, methods[a.kind], a, mail.take(a)) for a in slot]
+            results = side_by_side(*jobs) if len(slot) == 2 else [jobs.pop()()]
+            for action, result in zip(slot, results, strict=True):
+                mail.put(action, result)
         mail.close()
+
+    def buffer(self, tokens: Tensor) -> Tensor:
+        """Return an empty message for a microbatch: [B, T, D], or this rank's shard of the T."""
+        shape = len(tokens), tokens.shape[1] // self.token_shards, self.config.hidden_size
+        dtype = self.dtype or next(self.model.parameters()).dtype
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     @contextmanager
     def _twins_apart(self) -> Iterator[None]:
@@ -339,19 +388,17 @@ class Pipeline(Strategy):
 
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
-        own, theirs, sends, receives = [], [], [], []
-        for p, stand_in in stand_ins.items():
-            grad = stand_in.grad
-            own.append(torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad)
-            others = (rank for rank in self.twins[p] if rank != self.axis.rank)
-            theirs.append({rank: torch.empty_like(own[-1]) for rank in others})
-            sends += [(own[-1], rank) for rank in theirs[-1]]
-            receives += [(buffer, rank) for rank, buffer in theirs[-1].items()]
-        if receives:
-            exchange(sends, receives, self.axis)
-        for p, grad, others in zip(stand_ins, own, theirs, strict=True):
-            every = {self.axis.rank: grad, **others}
-            torch.autograd.backward(p, sum(every[rank] for rank in sorted(every)))
+        me, parts = self.axis.rank, {}  # of each sum: the gradients of all ranks, in their order
+        for p, ranks in self.twins.items():
+            grad = stand_ins[p].grad
+            own = torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad
+            parts[p] = {rank: own if rank == me else torch.empty_like(own) for rank in ranks}
+        others = [(part, rank) for part in parts.values() for rank in part if rank != me]
+        if others:
+            sends = [(part[me], rank) for part, rank in others]
+            exchange(sends, [(part[rank], rank) for part, rank in others], self.axis)
+        for p, part in parts.items():
+            torch.autograd.backward(p, sum(part.values()))
 
     def finish_backward(self) -> None:
         if self._adding is not None:
@@ -368,43 +415,28 @@ class Pipeline(Strategy):
         So `evaluate` and `generate` take a pipeline in place of a model. One microbatch, hence one
         rank at a time; for many, see `evaluate`.
         """
-        found = self._forward([(tokens, positions, mask)])
-        last = self.schedule.rank_of[self.schedule.num_stages - 1]
-        if self.axis.rank == last:
-            logits = found[0]
-        else:
-            dtype = self.dtype or next(self.model.parameters()).dtype
-            logits = torch.empty(
-                (*tokens.shape, self.config.vocab_size), dtype=dtype, device=tokens.device
-            )
-        return broadcast(logits, self.axis, src=last)
+        logits = self.buffer(tokens).new_empty(*tokens.shape, self.config.vocab_size)
+
+        def keep(found: Tensor, _: None) -> Tensor:
+            logits.copy_(found)
+            return logits.new_zeros(())
+
+        self._forward(Step(self, [(tokens, None, positions, mask)], keep))
+        return broadcast(logits, self.axis, src=self.schedule.rank_of[self.schedule.num_stages - 1])
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Sum of the losses of any number of microbatches, float64, equal on all ranks.
 
         Ranks work on different microbatches at the same time, and send activations only.
         """
-        total = torch.zeros((), dtype=torch.float64, device=microbatches[0][0].device)
-        inputs = [(tokens, *context) for tokens, _, *context in microbatches]
-        for i, logits in self._forward(inputs).items():
-            total += loss_of(self.model)(logits, microbatches[i][1])
-        return all_reduce(total, self.axis)
+        step = Step(self, microbatches, loss_of(self.model))
+        self._forward(step)
+        return all_reduce(step.total, self.axis)
 
-    def _forward(self, microbatches: Sequence[tuple[Tensor | None, ...]]) -> dict[int, Tensor]:
-        """Outputs of the last stage by microbatch, on its rank; {} elsewhere."""
-        outputs = {}
-
-        def work(action: Action, given: Tensor | None) -> Tensor:
-            tokens, *context = microbatches[action.microbatch]
-            stage = self.stages[action.stage]
-            out = stage.module(tokens if stage.first else given, *context)
-            if stage.last:
-                outputs[action.microbatch] = out
-            return out
-
-        self._play(forward_only(self.schedule, len(microbatches)), microbatches, work)
-        return outputs
+    def _forward(self, step: Step) -> None:
+        schedule = forward_only(self.schedule, len(step.microbatches))
+        self._play(schedule, step.microbatches, step.methods)
 
     # ------------------------------------------------------------------ the whole model
     @torch.no_grad()
@@ -447,3 +479,8 @@ class Pipeline(Strategy):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over the weights of this rank's stages."""
         self.model.load_state_dict(self.own(state))
+
+
+def _compute(method: Method, action: Action, given: Tensor | None) -> Tensor | None:
+    with timeline.span(SPAN_KIND[action.kind], str(action)):
+        return method(action, given)

@@ -11,7 +11,7 @@ Bubble: there are two definitions, and papers use either. `bubble` counts idle t
         always I + W: costs are those of F, I and W.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -60,7 +60,7 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """What every rank computes and sends, when. Default: F, I and W take 1 s, messages nothing.
+    """Time all computing and all messages. By default, F, I and W take 1 s, messages nothing.
 
     Spans are named as their actions, with `stage` and `microbatch` in their meta; a message is a
     span of its sender. Raises ValueError if the schedule deadlocks, or if costs by part do not have
@@ -82,32 +82,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def events(
     schedule: Schedule, costs: Costs, paired: bool = False
 ) -> Iterator[tuple[Action, int, float, float]]:
-    """(action, rank, start, end) of all computing and of all messages that take time.
+    """Yield (action, rank, start, end) of all computing and of all messages that take time.
 
     A pair starts when both of its actions can, and both end with it.
     """
-    rows = [list(slots(row, paired)) for row in schedule.without_messages().actions]
+    rows = [deque(slots(row, paired)) for row in schedule.without_messages().actions]
     exists = {action for row in rows for slot in row for action in slot}
     there: dict[tuple[Action, int], float] = {}  # when a rank has the result of an action
-    clock, at = [0.0] * len(rows), [0] * len(rows)
-    wire: dict[tuple[int, int], float] = defaultdict(float)
-    moved = True
-    while moved:
-        moved = False
+    clock = [0.0] * len(rows)
+    wire: dict[tuple[int, int], float] = defaultdict(float)  # busy until then, by rank and peer
+    while any(rows):
+        before = len(there)
         for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                slot = row[at[rank]]
+            while row:
+                slot = row[0]
                 wanted = [(n, rank) for a in slot for n in needs(schedule, a) if n in exists]
                 if any(key not in there for key in wanted):
                     break
+                row.popleft()
                 start = max([clock[rank], *(there[key] for key in wanted)])
                 end = start + sum(costs.seconds(a.kind, schedule.part(a.stage)) for a in slot)
                 clock[rank] = end
                 for action in slot:
                     there[action, rank] = end
                     yield action, rank, start, end
-                    send = _send_after(schedule, action)
-                    if send is not None:
+                    send = schedule.makes(action)
+                    if schedule.travels(send):
                         peer = schedule.peer(send)
                         departs = max(end, wire[rank, peer])
                         wire[rank, peer] = departs + costs.message
@@ -115,50 +115,32 @@ def events(
                         there[action, peer] = arrives
                         if arrives > departs:
                             yield send, rank, departs, arrives
-                at[rank] += 1
-                moved = True
-    stuck = [
-        f"rank {r} at {' '.join(map(str, row[i]))}"
-        for r, (row, i) in enumerate(zip(rows, at, strict=True))
-        if i < len(row)
-    ]
-    if stuck:
-        raise ValueError(f"deadlock: {', '.join(stuck)}; `validate` says what they wait for")
-
-
-def _send_after(schedule: Schedule, action: Action) -> Action | None:
-    """The message that carries the result of an action to another rank; None if none is needed."""
-    part = schedule.part(action.stage)
-    if action.kind == "F" and part < schedule.num_stages - 1:
-        send = Action(action.stage, "SF", action.microbatch)
-    elif action.kind in ("B", "I") and part > 0:
-        send = Action(action.stage, "SB", action.microbatch)
-    else:
-        return None
-    return None if schedule.peer(send) == schedule.rank_of[action.stage] else send
+        if len(there) == before:  # no rank got any further
+            heads = (
+                f"rank {r} at {' '.join(map(str, row[0]))}" for r, row in enumerate(rows) if row
+            )
+            raise ValueError(f"deadlock: {', '.join(heads)}; `validate` says what they wait for")
 
 
 def lower(schedule: Schedule, paired: bool = False) -> Schedule:
-    """The same schedule with its messages: sends right after what makes them, receives at the time.
+    """Add messages: sends right after what makes them, receives at the same time.
 
     If it is `paired`, F and B that `actions.slots` finds are one action, after which both send.
 
     All actions are put in one order, by when they would end; a message takes its place there on
     both of its ranks. So a receive stands before the action that its rank is busy with when the
-    message departs; messages between two ranks are received in the order sent; and because one
-    order of everything exists, blocking messages cannot deadlock. Where ranks run in step, a
-    message departs just when it is needed: a runtime with non-blocking messages had better post
-    its next receives earlier, in this order.
-    Raises ValueError if the schedule deadlocks.
+    message departs. Messages between two ranks are received in the order sent. Because one order of
+    everything exists, blocking messages cannot deadlock. Where ranks run in step, a message departs
+    just when it is needed: a runtime with non-blocking messages had better post its next receives
+    earlier, in this order. Raises ValueError if the schedule deadlocks.
     """
-    schedule = schedule.without_messages()
     rows: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     computing = [(end, rank, a) for a, rank, _, end in events(schedule, Costs(), paired)]
     ended = itemgetter(0, 1)
     for (_, rank), group in groupby(sorted(computing, key=ended), key=ended):
         slot = [action for _, _, action in group]
         rows[rank] += slot
-        for send in filter(None, (_send_after(schedule, action) for action in slot)):
+        for send in filter(schedule.travels, map(schedule.makes, slot)):
             rows[rank].append(send)
             rows[schedule.peer(send)].append(send.twin)
     return replace(schedule, actions=tuple(map(tuple, rows)))
@@ -166,9 +148,9 @@ def lower(schedule: Schedule, paired: bool = False) -> Schedule:
 
 # ---------------------------------------------------------------------- bubbles
 def idle(timeline: Timeline) -> dict[int, float]:
-    """Seconds per rank without F, B, I or W, from the first start to the last end of any rank's.
+    """Seconds per rank without F, B, I or W, from the first start to the last end on any rank.
 
-    Of a measured timeline, other spans (messages, the optimizer) count for nothing.
+    Other spans of a measured timeline (messages, the optimizer) do not count.
     """
     work = _work(timeline)
     whole = max(end for _, end, _ in work.values()) - min(start for start, _, _ in work.values())
@@ -182,9 +164,9 @@ def bubble(timeline: Timeline) -> float:
 
 
 def bubble_between(timeline: Timeline) -> float:
-    """Idle / computing time of the rank whose way from its own first start to last end is longest.
+    """Idle / computing time of the rank with the longest time from its first start to its last end.
 
-    The others may use what they have left, for example for the optimizer.
+    Other ranks may use the rest of the time, for example for the optimizer.
     """
     work = _work(timeline).values()
     length, busy = max((end - start, busy) for start, end, busy in work)
@@ -192,7 +174,7 @@ def bubble_between(timeline: Timeline) -> float:
 
 
 def _work(timeline: Timeline) -> dict[int, tuple[float, float, float]]:
-    """Of each rank that computes: first start, last end, seconds of computing."""
+    """First start, last end and seconds of computing, of each rank that computes."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline:
         if span.kind in SPAN_KIND.values():

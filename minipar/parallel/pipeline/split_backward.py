@@ -1,20 +1,20 @@
-"""Backward in two halves: the gradient of the input now, those of the weights later.
+"""Backward in two halves: the gradient of the input now, the gradients of the weights later.
 
 Idea:   y = x Wᵀ has two gradients, dx = dy W and dW = dyᵀ x. The stage before waits for dx, none
-        for dW: a schedule may put it where a rank would be idle. Each half costs as much as
+        for dW: a schedule may put dW where a rank would be idle. Each half costs as much as
         a forward.
 How:    Linear layers and embeddings of a stage get a backward of their own. As long as a list is
         open for put-off work, it returns dx and adds "dW, from this x and this dy" to the list;
-        else it returns both. What other layers have (the scales of norms) is no work worth moving:
+        else it returns both. Other weights (the scales of norms) are too little work to move:
         their gradients are computed with dx, and join the list as they are.
-Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So code that waits for
-        them there with hooks, as data parallelism does, sees W as the backward of a weight.
+Where:  Gradients reach ``p.grad`` through `torch.autograd.backward(p, dW)`. So hooks on gradients,
+        as data parallelism has them, see W as the backward of a weight.
 Memory: x and dy of every linear layer live until W, the rest of the graph until I.
 Source: Qi et al. 2023 (2401.10241), section 2. In torch: `torch.distributed.pipelining._backward`,
         which finds the two halves in the graph of any stage.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,18 +29,17 @@ Used = dict[nn.Module, list[Tensor]]
 
 
 class PutOff:
-    """Weight gradients to be computed later, in lists named by the caller."""
+    """Where the layers of a model find the list of weight gradients that is open, if one is."""
 
     def __init__(self) -> None:
-        self._lists: dict[Hashable, list[Job]] = {}
-        self._open: list[Job] | None = None
+        self._jobs: list[Job] | None = None
         self._used: Used | None = None
 
     @contextmanager
     def watch(self) -> Iterator[Used]:
-        """In the body, note which weights modules use, if `enable` has seen to it.
+        """In the body, note which weights modules use, if `enable` has hooked them.
 
-        They need not be those that a module has at rest: fsdp lends it others for each forward.
+        A module may use other weights than it has at rest: fsdp lends weights for each forward.
         """
         self._used = used = {}
         try:
@@ -49,51 +48,44 @@ class PutOff:
             self._used = None
 
     def note(self, module: nn.Module, *_: Any) -> None:
-        """A hook: `module` has run forward."""
+        """Note the weights of `module`, which has run forward: a forward hook."""
         if self._used is not None:
             self._used[module] = weights_in(module)
 
     @contextmanager
-    def to(self, *name: Hashable) -> Iterator[None]:
-        """In the body, backward puts off weight gradients into the list of that name."""
-        self._open = self._lists.setdefault(name, [])
+    def to(self, jobs: list[Job]) -> Iterator[None]:
+        """In the body, backward puts weight gradients off into the list `jobs`."""
+        self._jobs = jobs
         try:
             yield
         finally:
-            self._open = None
+            self._jobs = None
 
     def take(self, weight: nn.Parameter, job: Callable[[], Tensor]) -> Tensor | None:
-        """Called by backward: put `job` off and return None, or do it if no list is open."""
-        if self._open is None:
+        """Put `job` off and return None; if no list is open, do the job. Backward calls this."""
+        if self._jobs is None:
             return job()
-        self._open.append((weight, job))
+        self._jobs.append((weight, job))
         return None
 
-    def do(self, *name: Hashable) -> None:
-        """Compute all of a list and add it to the gradients. Frees each input at its turn.
 
-        Weights that came into the graph together, as those of a block from fsdp, get theirs
-        together: the stage that lent them out waits for all, and is told once.
-        """
-        groups: dict[Any, list[Job]] = {}
-        for weight, job in self._lists.pop(name, []):
-            groups.setdefault(weight.grad_fn or weight, []).append((weight, job))
-        for key in list(groups):
-            weights, jobs = zip(*groups.pop(key), strict=True)
-            torch.autograd.backward(weights, [job() for job in jobs])
+def do(jobs: list[Job]) -> None:
+    """Compute the weight gradients of a list and add them up. Frees each input at its turn.
 
-    def clear(self) -> None:
-        """Forget all of it, after a backward that an exception cut short."""
-        self._lists.clear()
-
-    @property
-    def waiting(self) -> list[Hashable]:
-        """The lists that have not been done. The optimizer must not step before."""
-        return list(self._lists)
+    Weights that came into the graph together, such as a block's from fsdp, get their gradients
+    together: fsdp waits for all weights of a block, and reduces their gradients once.
+    """
+    groups: dict[Any, list[Job]] = {}
+    for weight, job in jobs:
+        groups.setdefault(weight.grad_fn or weight, []).append((weight, job))
+    jobs.clear()
+    for key in list(groups):
+        weights, group = zip(*groups.pop(key), strict=True)
+        torch.autograd.backward(weights, [job() for job in group])
 
 
 def weights_in(module: nn.Module) -> list[Tensor]:
-    """Weights that `module` itself has now, and that want a gradient."""
+    """Weights of `module` itself, without its children, that want a gradient."""
     return [p for p in module._parameters.values() if p is not None and p.requires_grad]
 
 
@@ -110,69 +102,51 @@ def split_embedding(tokens: Tensor, dy: Tensor, weight: nn.Parameter) -> Tensor:
     return dw.index_add_(0, tokens.flatten(), dy.flatten(0, -2).to(weight.dtype))
 
 
-class _Linear(torch.autograd.Function):
-    """x Wᵀ. The weight is no saved tensor: activation checkpointing would hand out a copy of it."""
+class _Split(torch.autograd.Function):
+    """x Wᵀ, or rows of W; dW goes to `put_off`.
+
+    The weight is no saved tensor: activation checkpointing would hand out a copy of the weight.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, put_off: PutOff) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable, put_off: PutOff, x: Tensor, weight: nn.Parameter
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.put_off = weight, put_off
-        return F.linear(x, weight)
+        ctx.function, ctx.put_off, ctx.weight = function, put_off, weight
+        return function(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        _, _, needs_dx, needs_dw = ctx.needs_input_grad  # tokens need none
+        gradient = split_linear if ctx.function is F.linear else split_embedding
         dx = dy @ weight.to(dy.dtype) if needs_dx else None
-        dw = ctx.put_off.take(weight, partial(split_linear, x, dy, weight)) if needs_dw else None
-        return dx, dw, None
-
-
-class _Embedding(torch.autograd.Function):
-    """Rows of W."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, put_off: PutOff) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.weight, ctx.put_off = weight, put_off
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,), weight = ctx.saved_tensors, ctx.weight
-        return None, ctx.put_off.take(weight, partial(split_embedding, tokens, dy, weight)), None
+        dw = ctx.put_off.take(weight, partial(gradient, x, dy, weight)) if needs_dw else None
+        return None, None, dx, dw
 
 
 def enable(model: nn.Module, put_off: PutOff) -> None:
     """Let linear layers and embeddings of `model` put off their weight gradients, in place.
 
-    So do modules whose `multiply` is torch's, such as those of tensor parallelism. Others
-    (with a forward of their own) stay as they are: right, but W has less to do, and a gradient of
-    theirs, as large as the weight, waits for it.
+    So do modules whose `multiply` is torch's, such as those of tensor parallelism. Modules with
+    a forward of their own stay as they are. That is right, but W has less to do, and a gradient as
+    large as the weight waits for W.
     """
+    linear, embedding = (partial(_Split.apply, f, put_off) for f in (F.linear, F.embedding))
     for module in model.modules():
         if module._parameters:
             module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # other code has changed what it does
             continue
         if getattr(module, "multiply", None) is F.linear:
-            module.multiply = partial(_multiply, put_off)
+            module.multiply = linear
         elif type(module) is nn.Linear:
-            module.forward = partial(_forward_linear, module, put_off)
         elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
-            module.forward = partial(_forward_embedding, module, put_off)
+            module.forward = partial(_forward, embedding, module)
 
 
-def _multiply(put_off: PutOff, x: Tensor, weight: nn.Parameter) -> Tensor:
-    return _Linear.apply(x, weight, put_off)
-
-
-def _forward_linear(module: nn.Linear, put_off: PutOff, x: Tensor) -> Tensor:
-    y = _multiply(put_off, x, module.weight)
-    return y if module.bias is None else y + module.bias
-
-
-def _forward_embedding(module: nn.Embedding, put_off: PutOff, tokens: Tensor) -> Tensor:
-    return _Embedding.apply(tokens, module.weight, put_off)
+def _forward(function: Callable, module: nn.Module, x: Tensor) -> Tensor:
+    y, bias = function(x, module.weight), getattr(module, "bias", None)
+    return y if bias is None else y + bias

@@ -1,4 +1,4 @@
-"""Where to cut a Llama, and what one stage of it is.
+"""Where to cut a Llama into stages, and which rank has which weight afterwards.
 
 A cut is a tuple of layer counts, one per part of the model: (3, 4, 4, 3). Part 0 also has the
 embedding and the last part the final norm and the head, so equal counts are seldom equal work:
@@ -6,26 +6,21 @@ with a vocabulary of 128 k, Llama 3's head costs as much as several layers.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.split_backward import PutOff, Used, weights_in
+from minipar.parallel.pipeline.actions import Schedule
 
 
 # ---------------------------------------------------------------------- costs
 def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
-    """FLOPs of a forward per token: of the embedding (none), of each layer, of norm and head.
+    """Estimate FLOPs of a forward per token: embedding (none), each layer, norm and head.
 
     A matrix product costs 2 FLOPs per weight that a token passes, causal attention 2·H·K·T in QKᵀ
-    and AV together. Backward costs twice as much of everything, which changes nothing about
-    a balance.
+    and AV together. Backward costs twice as much of everything, so a balance stays the same.
     """
     attention = 2 * config.num_heads * config.head_dim * seq_len
     layers = [
@@ -37,7 +32,7 @@ def estimate_costs(config: LlamaConfig, seq_len: int = 1024) -> list[float]:
 
 # ---------------------------------------------------------------------- the cut
 def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """The cut whose dearest part is cheapest, for the costs of embedding, L layers and head.
+    """Find the cut with the cheapest dearest part, for costs of embedding, L layers and head.
 
     In a pipeline every rank waits for the slowest. Ties go by the second dearest part, and so on.
     Every part has a layer. Raises ValueError for more parts than layers.
@@ -66,7 +61,7 @@ def balance(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
 
 
 def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int, ...]:
-    """A cut of the user's own. The first and the last part may do without layers."""
+    """Check a cut of the user's own. The first and the last part may do without layers."""
     if len(cut) != num_parts or sum(cut) != num_layers or min(cut) < 0 or 0 in cut[1:-1]:
         raise ValueError(
             f"cut={tuple(cut)} is no cut of {num_layers} layers into {num_parts} stages: it needs "
@@ -77,13 +72,13 @@ def check_cut(cut: Sequence[int], num_parts: int, num_layers: int) -> tuple[int,
 
 
 def layers_of(cut: Sequence[int], part: int) -> range:
-    """Which layers a part of the model has."""
+    """Return the layers of a part of the model."""
     start = sum(cut[:part])
     return range(start, start + cut[part])
 
 
 def home_of(name: str, cut: Sequence[int]) -> int:
-    """The part of the model that a parameter belongs to, by its name."""
+    """Return the part of the model that a parameter belongs to, by its name."""
     words = name.split(".")
     if words[:2] == ["model", "embed_tokens"]:
         return 0
@@ -93,7 +88,7 @@ def home_of(name: str, cut: Sequence[int]) -> int:
 
 
 def part_of(model: Llama, layers: range, first: bool = False, last: bool = False) -> Llama:
-    """A Llama with some of the modules of `model`, the very same ones; the others are None."""
+    """Make a Llama of some of the modules of `model`, the very same ones; the others are None."""
     part, inner = copy.copy(model), copy.copy(model.model)
     part._modules, inner._modules = dict(model._modules), dict(model.model._modules)
     part.model = inner
@@ -107,7 +102,7 @@ def part_of(model: Llama, layers: range, first: bool = False, last: bool = False
 
 
 def keep_only(model: Llama, parts: set[int], cut: Sequence[int]) -> None:
-    """Set everything to None, in place, that belongs to other parts of the model."""
+    """Set all modules of other parts of the model to None, in place."""
     for i in range(model.config.num_layers):
         if home_of(f"model.layers.{i}", cut) not in parts:
             model.model.layers[i] = None
@@ -127,7 +122,7 @@ class Weight:
 
 
 def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Weight]:
-    """Every weight of the whole model, before it is cut, and the ranks that will have it."""
+    """List every weight of the whole model, before the cut, and the ranks that will have it."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -139,74 +134,3 @@ def homes_of(model: Llama, schedule: Schedule, cut: tuple[int, ...]) -> list[Wei
         }
         weights.append(Weight(tuple(own), tuple(sorted(ranks))))
     return weights
-
-
-# ---------------------------------------------------------------------- one stage at work
-class Stage:
-    """Runs forward, and backward whole or in halves, of one part of the model.
-
-    Holds for every microbatch in flight what it was given (`[B, T, D]`, or tokens), the weights
-    that it used, and where its backward begins; not the output itself, which the next stage has.
-    """
-
-    def __init__(self, module: Llama, put_off: PutOff) -> None:
-        self.module, self.put_off = module, put_off
-        self.first, self.last = module.model.embed_tokens is not None, module.lm_head is not None
-        self.live: dict[int, tuple[Tensor | None, Used, object]] = {}  # these await their B or I
-
-    def reset(self) -> None:
-        """Forget what a pass that an exception cut short has left."""
-        self.live.clear()
-
-    def ends(self, message: Action) -> bool:
-        """Whether no stage is at the other end: before the first stage, or after the last."""
-        return self.first if message.kind in ("RF", "SB") else self.last
-
-    def forward(
-        self,
-        microbatch: int,
-        x: Tensor,
-        context: Sequence[Tensor],
-        autocast: Callable[[], AbstractContextManager],
-        finish: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """F: x -> hidden states [B, T, D], or of the last stage what `finish` makes of logits."""
-        inputs = x
-        if not self.first:
-            inputs = x.requires_grad_().view_as(x)  # fsdp's hooks cannot be those of a leaf, in I
-        with autocast(), self.put_off.watch() as used:
-            out = self.module(inputs, *context)
-            if self.last:
-                out = finish(out)
-        root = get_gradient_edge(out) if out.requires_grad else None
-        self.live[microbatch] = (None if self.first else x), used, root
-        return out.detach()
-
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """B: gradient of the output (None: of a loss) -> of the input (None: of tokens)."""
-        x, _, root = self.live.pop(microbatch)
-        if root is not None:
-            torch.autograd.backward(root, gradient)
-        return None if x is None else x.grad
-
-    def input_gradient(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """I: as `backward`, but gradients of weights wait for `weight_gradient`."""
-        x, used, root = self.live.pop(microbatch)
-        if root is None:
-            return None
-        modules = self.module.modules()
-        weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
-        # The gradient of a piece would be reduced now, and once more by W.
-        assert not any(getattr(w, "is_flat", False) for w in weights), "used without a call"
-        inputs = weights if x is None else [x, *weights]
-        with self.put_off.to(microbatch, self):
-            found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
-            grad, *rest = (None, *found) if x is None else found
-            for weight, g in zip(weights, rest, strict=True):
-                if g is not None:  # of norms and other layers that cannot put anything off
-                    self.put_off.take(weight, lambda g=g: g)
-        return grad
-
-    def weight_gradient(self, microbatch: int) -> None:
-        """W: what `input_gradient` left to do."""
-        self.put_off.do(microbatch, self)
