@@ -19,7 +19,7 @@ import psutil
 
 from minipar.ranks.worker import Setup, rank_main
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from minipar.comm import processes; processes.{call}"
+_BOOT = "import sys; sys.path[:] = {path!r}; from minipar.ranks import processes; processes.{call}"
 
 
 def _python(call: str, fds: list[int], threads: int) -> subprocess.Popen:

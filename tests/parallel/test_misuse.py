@@ -1054,7 +1054,7 @@ def test_state_dict_of_other_pieces_is_refused():
     """Mutant: matrices and experts of one rank, saved as if they were the model."""
     tp, ep = on_paper("tp", 2), on_paper("ep", 2)
     cut = models.llama(0), models.llama(0, moe=MoEConfig(num_experts=4, top_k=2, expert_size=8))
-    tensor.TensorParallel(cut[0], Border(tp), overlap=False, z_loss=0.0)
+    tensor.TensorParallel(cut[0], Border(tp))
     expert.ExpertParallel(cut[1], ep, ep, "all_to_all", 1, (ep,), None)
     for model in cut:
         with refuses("full_state_dict"):
