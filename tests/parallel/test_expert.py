@@ -180,7 +180,6 @@ def test_plans_that_cannot_be_are_refused_with_one_that_can(text, config, says):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("bias", "has shape (5,); a router to num_experts=6 needs (6,)"),
         ("dense", "Linear has no experts to spread over ep"),
         ("dispatch", "dispatch='pigeon' is unknown; use gather, all_to_all, hierarchical, "),
         ("nodes", "nodes=3 does not divide ep=2; use one of 1, 2"),
@@ -199,9 +198,7 @@ def test_what_cannot_work_is_refused_on_every_rank_before_it_talks(kind, says):
         "padded": dict(dispatch="padded"),
         "pieces": dict(pieces=axis),
     }.get(kind, {})
-    if kind == "bias":
-        layer.gate.e_score_correction_bias = torch.zeros(5)
-    elif kind == "dense":
+    if kind == "dense":
         layer = torch.nn.Linear(2, 2)
     with timeline.record() as recorded, pytest.raises(ValueError) as caught:
         expert.apply(layer, axis, **options)
@@ -611,7 +608,7 @@ def test_counts_are_kept_until_all_are_told(monkeypatch):
     )
     counts = torch.ones(1, 6)
     kept = weakref.ref(counts)
-    told = expert.tell(counts, None)
+    told = expert.gather_counts(counts, None)
     del counts
     assert kept() is not None and told() == 0
 
