@@ -136,11 +136,11 @@ class TensorParallel(Strategy):
 
     def columns(self, name: str, spans: Spans) -> None:
         """Cut the first of two matrices, [F, D] -> [F/n, D]: x R -> x Wᵀ V, nothing to send."""
-        self.cut(f"{name}.weight", Pieces(0, spans))
+        self._cut(f"{name}.weight", Pieces(0, spans))
 
     def rows(self, name: str, spans: Spans) -> None:
         """Cut the second of two matrices, [D, F] -> [D, F/n]: x V -> x Wᵀ P, a partial sum."""
-        self.cut(f"{name}.weight", Pieces(1, spans))
+        self._cut(f"{name}.weight", Pieces(1, spans))
 
     def between_borders(self, region: nn.Module, firsts: tuple[str, ...], last: str) -> None:
         """Communicate where activations enter `region` and where they leave it, and only there."""
@@ -151,7 +151,7 @@ class TensorParallel(Strategy):
         region.register_forward_pre_hook(lambda _, args: (self.border.enter(args[0]), *args[1:]))
         region.register_forward_hook(lambda _, args, out: self.border.leave(out))
 
-    def cut(self, name: str, pieces: Pieces) -> None:
+    def _cut(self, name: str, pieces: Pieces) -> None:
         """Replace the values of a parameter by the piece of this rank."""
         self.pieces[name] = pieces
         param, rank, spans = self.model.get_parameter(name), self.axis.rank, pieces.spans
@@ -165,7 +165,7 @@ class TensorParallel(Strategy):
         inner, head = self.model.model, self.model.lm_head
         self.first_word = words[self.axis.rank][0]
         if inner.embed_tokens is not None:
-            self.cut("model.embed_tokens.weight", Pieces(0, words))
+            self._cut("model.embed_tokens.weight", Pieces(0, words))
             inner.embed_tokens = VocabEmbedding(inner.embed_tokens, self.first_word, self.border)
         if head is not None:
             self.columns("lm_head", words)
@@ -194,8 +194,8 @@ class TensorParallel(Strategy):
         if not experts:
             return
         hidden, n = moe.config.expert_size, self.axis.size
-        self.cut(f"{name}.experts.gate_up_proj", Pieces(1, evenly(hidden, n), blocks=2))
-        self.cut(f"{name}.experts.down_proj", Pieces(2, evenly(hidden, n)))
+        self._cut(f"{name}.experts.gate_up_proj", Pieces(1, evenly(hidden, n), blocks=2))
+        self._cut(f"{name}.experts.down_proj", Pieces(2, evenly(hidden, n)))
         if moe.shared_experts is not None:
             shared = evenly(moe.config.num_shared * hidden, n)
             self.columns(f"{name}.shared_experts.gate_proj", shared)
@@ -250,10 +250,11 @@ class TensorParallel(Strategy):
         grads = [p.grad for p in holders if p.grad is not None]
         if not grads:
             return
-        flat, own = torch.cat([g.flatten() for g in grads]), self.axis.rank * num_groups
+        group = self.axis.rank * num_groups // self.axis.size
+        flat = torch.cat([grad.flatten() for grad in grads])
         rows = flat.new_zeros(num_groups, len(flat))
-        rows[own // self.axis.size] = flat
-        total = collectives.all_reduce(rows, self.axis, out=rows)[own // self.axis.size]
+        rows[group] = flat
+        total = collectives.all_reduce(rows, self.axis, out=rows)[group]
         for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             grad.copy_(values.view_as(grad))
 
@@ -322,7 +323,7 @@ def check(model: nn.Module, axis: Axis, sequence: bool = False, overlap: bool = 
         raise ValueError(f"tensor parallelism cuts a Llama by its names, not a {type(model)}")
     if overlap and not sequence:
         raise ValueError("overlap=True decomposes the collectives of sequence=True; set both")
-    if axis.size > 1 and model.loss_chunk:
+    if axis.size > 1 and getattr(model, "loss_chunk", 0):
         raise ValueError(
             f"loss_chunk={model.loss_chunk} multiplies by the whole head, which "
             f"{axis.name}={axis.size} cuts; set it to 0"
