@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
-from minipar.model.llama import Llama, LlamaConfig, loss_on
+from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, ddp, tensor
+from minipar.parallel import compose, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
@@ -411,68 +411,6 @@ def travel(ranks, task: Task, legs: list[tuple[Plan, Task]]) -> None:
             states = ranks(plan.num_ranks).run(leg, plan, own, step, state)
         for state in states:
             assert_same_state(state, expected)
-
-
-# ---------------------------------------------------------------------- sums that nobody zeroed
-TWICE = {
-    2: ["dp=2,zero=1", "tp=2", "tp=2,zero=1", "tp=2,zero=3", "tp=2,sequence_parallel,zero=2"],
-    4: ["tp=4", "dp=2,tp=2,sequence_parallel", "dp=2,tp=2,sequence_parallel,zero=3"],
-}
-
-
-def finished_twice(plan: Plan) -> tuple[dict, dict]:
-    """Gradients of two backwards, each of them finished, and one more time in the end."""
-    mesh, task = (
-        Mesh(**plan.mesh_sizes()),
-        Task(partial(models.llama, qk_norm="head", vocab_size=64)),
-    )
-    model = task.build(0).double()
-    composed = compose.apply(model, mesh, plan, make_optimizer)
-    expected = task.build(0).double()
-    for step in range(2):
-        for size, rank, of in ((mesh.dp.size, mesh.dp.rank, model), (1, 0, expected)):
-            [microbatch] = task.microbatches_of(step, rank, size)
-            inputs, targets, *rest = composed.shard(microbatch) if of is model else microbatch
-            loss_on(of, inputs, targets, rest).backward()
-        composed.finish_backward()
-    composed.finish_backward()
-    wanted = {name: p.grad for name, p in expected.named_parameters()}
-    return composed.full_gradients(), wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", TWICE)
-def test_gradients_add_up_where_each_backward_is_finished(ranks, size):
-    """Mutants: what is a sum over tp by now is summed once more, with what is added to it or
-    without; in p.grad, in a slice of zero, in a piece of fsdp."""
-    for text in TWICE[size]:
-        for found, wanted in ranks(size).run(finished_twice, Plan.parse(text)):
-            for name, gradient in wanted.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11, msg=text)
-
-
-def finished_one_by_one(first: str) -> dict:
-    """Gradients of two backwards on dp=2, tp=2; data parallelism sends when it is told to."""
-    mesh, task = Mesh(dp=2, tp=2), Task(partial(models.llama, vocab_size=64))
-    model = task.build(0).double()
-    made = {"tensor": tensor.apply(model, mesh.tp, sequence=True)}
-    made["data"] = ddp.apply(model, mesh.dp, version="naive", average=False)
-    for step in range(2):
-        [microbatch] = task.microbatches_of(step, mesh.dp.rank, 2)
-        loss_on(model, *microbatch[:2], microbatch[2:]).backward()
-        for name in (first, *(made.keys() - {first})):
-            made[name].finish_backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_sums_over_two_axes_may_be_finished_in_any_order(ranks):
-    """Mutant: what one strategy has summed over its axis is shared when another finishes."""
-    for one, other in zip(
-        *(ranks(4).run(finished_one_by_one, first) for first in ("data", "tensor")), strict=True
-    ):
-        for name, gradient in one.items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-9, atol=1e-11)
 
 
 # ---------------------------------------------------------------------- what cannot be
