@@ -260,13 +260,18 @@ class TensorParallel(Strategy):
 
     # ------------------------------------------------------------------ any number of tokens
     def _pad(self, _: nn.Module, args: tuple) -> tuple:
-        """Append tokens until n divides them, unless the caller has cut them (and has positions).
+        """Append tokens until n divides them: causal attention never looks at what follows.
 
-        Causal attention never looks at what follows. `generate` asks for 3, 4, 5 ... tokens.
+        `generate` asks for 3, 4, 5 ... tokens. A caller with positions has cut them already.
         """
-        tokens, *rest = args
-        self.num_added = 0 if rest else -tokens.shape[1] % self.axis.size
-        return F.pad(tokens, (0, self.num_added)) if self.num_added else tokens, *rest
+        x, *rest = args
+        self.num_added = 0
+        if rest:
+            return args
+        if x.ndim == 3:  # hidden states [B, T/n, D] of another stage: positions of all T tokens
+            return x, torch.arange(self.axis.size * x.shape[1], device=x.device)
+        self.num_added = -x.shape[1] % self.axis.size
+        return (F.pad(x, (0, self.num_added)),)
 
     def _unpad(self, _: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] - self.num_added] if self.num_added else out

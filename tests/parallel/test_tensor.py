@@ -305,6 +305,26 @@ def test_sampling_works_as_ever(ranks, mode):
         assert torch.equal(found, expected)
 
 
+def _stages(size: int, mode: str):
+    """Logits of two stages of a pipeline, each with parts of the model, one after the other."""
+    axis = Mesh(tp=size).tp
+    first, last = models.llama(axis.rank).double(), models.llama(axis.rank).double()
+    first.model.norm = first.lm_head = first.model.layers[1] = first.model.layers[2] = None
+    last.model.embed_tokens = last.model.layers[0] = None
+    for stage in (first, last):
+        tensor.apply(stage, axis, **MODES[mode])
+    with torch.no_grad():
+        return last(first(batch()[0]))
+
+
+@pytest.mark.parametrize("mode", ["plain", "sequence"])
+def test_parts_of_a_model_are_cut_as_the_whole(ranks, mode):
+    """Mutant: positions of a stage without embedding counted from its own tokens."""
+    expected = models.llama(0).double()(batch()[0]).detach()
+    for found in ranks(2).run(_stages, 2, mode):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def _saved_per_layer(size: int, mode: str):
     """Bytes that one layer keeps for its backward: two layers more, halved."""
     axis = Mesh(tp=size).tp
