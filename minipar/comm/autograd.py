@@ -192,6 +192,29 @@ def all_to_all(
     )
 
 
+def start_all_to_all(
+    x: Tensor, axis: Axis, send_counts: Sequence[int], recv_counts: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Begin an all-to-all of rows, V -> V; the returned function waits for the rows that arrive.
+
+    What is computed between the two calls hides the messages, in backward too. Autograd runs in the
+    reverse order: gradients leave at the wait, and must have come back at the beginning.
+    """
+    pending = []
+
+    def start(rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        pending.append(
+            collectives.all_to_all(rows, axis, send_counts=send, recv_counts=receive, async_op=True)
+        )
+        return rows.new_zeros(())  # a number that ties the two ends together in the graph
+
+    def wait(_: Tensor) -> Tensor:
+        return pending.pop().wait()
+
+    begun = _transition(x, lambda rows: start(rows, send_counts, recv_counts), wait)
+    return lambda: _transition(begun, wait, lambda grad: start(grad, recv_counts, send_counts))
+
+
 def _check_target(verb: str, to: str) -> None:
     if to not in ("R", "I"):
         raise ValueError(f"{verb}: to={to!r} is no type of its result; use 'R' or 'I'")

@@ -1,12 +1,12 @@
 """Expert parallelism: each rank keeps some of the experts, and tokens travel to theirs and back.
 
-Idea.   Of E experts a token passes k. So the n ranks of an axis keep E/n of them each, and hold
-        different tokens, as under data parallelism: a layer sends each token to the ranks of its
-        experts (*dispatch*), which compute, and send the results back (*combine*).
-Math.   That of moe.py. An expert sees the tokens of all n ranks, and backward brings it the
-        gradients of all of them: its gradient is complete along this axis, and must neither be
-        summed nor averaged there again. A router, like all that is dense, has seen the tokens of
-        its own rank: its gradient is a part of the sum over the data axis, which contains this one.
+Idea.   A token passes k of E experts. So each of the n ranks of an axis keeps E/n experts, and the
+        ranks hold different tokens, as under data parallelism. A layer sends each token to the
+        ranks of its experts (*dispatch*). They compute and send the results back (*combine*).
+Math.   As in moe.py. An expert sees the tokens of all n ranks, and backward brings it the gradients
+        of all of them. So its gradient is complete along this axis, and must neither be summed nor
+        averaged there again. The router and all dense weights have seen the tokens of their own
+        rank: their gradients are summed over the data axis, which contains this axis.
 Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
 
           rank                      0      1      2      3
@@ -14,13 +14,12 @@ Twice.  So the same ranks are seen twice. With dp=2, ep=2 (and cp as dp):
           experts: which            0..3   4..7   0..3   4..7     of 8, along "ep"
           experts: copies on        {0, 2} and {1, 3}: "dp"       over which gradients are summed
 
-        `p.copies` of an expert names these, and ddp, zero and fsdp heed it (`copies_axis`).
-        Which ranks may share experts? All that hold different tokens, in any number that divides
-        E: those of ep, of cp, and with sequence_parallel those of tp; also fewer than cp x tp, as
-        nothing asks for a least one. That is "MoE Parallel Folding", whose dp is our dp x ep. Where
-        ranks of tp do not share experts, they have a part of each of them, or copies.
+        `p.copies` of an expert names these ranks, and ddp, zero and fsdp heed it (`copies_axis`).
+        All ranks that hold different tokens may share experts, in any number that divides E: those
+        of ep, those of cp, and with sequence_parallel those of tp. That is "MoE Parallel Folding".
+        Where ranks of tp do not share experts, they have a part of each expert, or copies.
 Shapes. tokens [N, D] V@ep; slots (token, choice) in the order of their experts [N k, D] V@ep;
-        after dispatch [R, D] V@ep, R as many as the data wants; experts [E/n, ...] V@ep.
+        after dispatch [R, D] V@ep, where R depends on the data; experts [E/n, ...] V@ep.
 Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhere: (n-1)/n of them
         on average. Rows of D numbers of e bytes.
 
@@ -37,20 +36,19 @@ Comms.  Per layer, rank and direction. M of the N k slots have an expert elsewhe
           padded      forward and backward: 2 (n-1) C B E/n D e each, and no counts; B sequences of
                       T tokens have C B = B ceil(c k T / E) seats for each expert
 
-        Balanced, gathering sends fewer bytes where n < k: use it there. Between nodes, hierarchical
-        sends U rows where all-to-all sends one for each slot, and results come back summed.
+        Balanced, gathering sends fewer bytes where n < k. Between nodes, hierarchical sends U rows
+        where all-to-all sends one per slot, and results come back summed.
 Memory. Experts, their gradients and state divided by n. Rows that arrive: R D numbers, at worst n
         times the N k D of a balanced router.
-Costs you. Counts are read by the host once per layer and pass, because sizes of messages are the
-        host's business: on a GPU it waits there for all that was queued before them, and the shared
-        experts compute meanwhile ("overlapped" and "halves" keep these for the rows). Not so when
-        "padded": with a capacity c, sizes are known; empty seats travel, and full experts drop
-        tokens. The slowest rank is the one with the most rows.
+Costs you. The host reads the counts once per layer and pass, because the host sets the sizes of
+        messages. On a GPU it waits there for all that was queued before; the shared experts compute
+        meanwhile ("overlapped" and "halves" keep these for the rows). "padded" knows sizes from the
+        capacity c: nothing is read, empty seats travel, and full experts drop tokens. The slowest
+        rank is the one with the most rows.
 Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandari et al. 2022,
         "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
-        one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv
-        2504.14960), for the two views of the same ranks.
-In torch: none; `torchtitan` has `ExpertParallel`.
+        one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv 2504.14960), for the two
+        views of the same ranks. In torch: none; `torchtitan` has `ExpertParallel`.
 Proved by tests/parallel/test_expert.py and tests/parity/test_expert.py; taught in
 notebooks/11_expert_parallel.ipynb.
 
@@ -68,12 +66,11 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import collectives
-from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter
+from minipar.comm.autograd import all_gather, all_to_all, reduce_scatter, start_all_to_all
 from minipar.comm.mesh import Axis
 from minipar.comm.values import send_to_host, to_device, to_host
 from minipar.model.experts import add_up
 from minipar.model.moe import MoE, MoEConfig, Routing, combine, mixtures, sort_by_expert
-from minipar.parallel.async_all_to_all import AsyncAllToAll
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import axes_of, check_divides, full_shape, is_part, mark
 from minipar.parallel.base.strategy import Strategy, refuse_state, share_counts, sum_over
@@ -100,22 +97,20 @@ def apply(
 
     Args:
         copies: the ranks with the same experts; by default, none.
-        dispatch: how tokens meet experts: "gather", "all_to_all"; "hierarchical", with one copy for
+        dispatch: how tokens meet experts: "gather"; "all_to_all"; "hierarchical", with one copy for
             each node; "overlapped" with the shared experts, which compute while tokens travel; in
             "halves", of which one computes while the other travels; "paired", which is "overlapped"
             for a pipeline that computes another microbatch meanwhile; or "padded" to the capacity,
             so that the host need not wait to know sizes.
-        nodes: on so many nodes the ranks of `axis` are, one node after the other, each with as
-            many; "hierarchical" needs to know.
+        nodes: number of nodes, for "hierarchical"; ranks 0 to n/nodes - 1 of `axis` are on node 0,
+            and so on.
         batch: the ranks that share a batch, over which the bias and the balance of the "batch"
             count; by default those of `axis` and `copies`.
         pieces: the ranks that share each sequence, which the other balances need; by default, none.
 
-    Raises `ValueError` for a model without experts, or with experts that are spread already, or
-    trained by ddp, zero or fsdp; for weights that tensor parallelism has cut along `axis`; for an
-    axis that does not divide them, a bias of another shape, an unknown `dispatch`, "padded" without
-    a capacity, a capacity for sequences in `pieces`, or nodes that do not divide the axis, before
-    the first collective.
+    Raises `ValueError` before the first collective: for a model without experts, or with experts
+    that another strategy has already; for numbers that do not divide; for an unknown `dispatch`;
+    for "padded" without a capacity, and a capacity for sequences in `pieces`.
     """
     found = dict(mixtures(model))
     if not found:
@@ -133,29 +128,13 @@ def apply(
             raise ValueError(
                 f"{name} is cut along {axis.name} already; apply expert before tensor parallelism"
             )
-    for name, moe in found.items():
+    for moe in found.values():
         check_sizes(moe.config, axis.size, axis.name)
         check_capacity(moe.config, dispatch, 1 if pieces is None else pieces.size)
-        bias, num_experts = moe.gate.e_score_correction_bias, moe.config.num_experts
-        if bias is not None and tuple(bias.shape) != (num_experts,):
-            raise ValueError(
-                f"{name}.gate.e_score_correction_bias has shape {tuple(bias.shape)}; a router to "
-                f"num_experts={num_experts} needs ({num_experts},)"
-            )
     replicate(model, axis)
     copies = copies or Axis("copies", 0, 1, (axis.ranks[axis.rank],))
     share = (batch,) if batch is not None else (axis, copies)
     return ExpertParallel(model, axis, copies, dispatch, nodes, share, pieces)
-
-
-def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
-    for name, shape in shapes.items():
-        if (found := state.get(name)) is not None and tuple(found.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} has shape {tuple(found.shape)} in this state, and {tuple(shape)} in the "
-                f"whole model: one rank's experts are no checkpoint; save full_state_dict()"
-            )
 
 
 def check_sizes(config: MoEConfig, n: int, name: str = "ep") -> None:
@@ -179,9 +158,19 @@ def check_nodes(nodes: int, n: int, name: str = "ep") -> None:
     check_divides("nodes", nodes, name, n)
 
 
+def check_whole(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise `ValueError` for a state with weights of other `shapes`, such as one rank's experts."""
+    for name, shape in shapes.items():
+        if (found := state.get(name)) is not None and tuple(found.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {tuple(found.shape)} in this state, and {tuple(shape)} in the "
+                f"whole model: one rank's experts are no checkpoint; save full_state_dict()"
+            )
+
+
 # ---------------------------------------------------------------------- 1. all ranks see all tokens
 def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
-    """The reference: every rank gathers all tokens, computes its experts', and results are added.
+    """Gather all tokens on all ranks, compute this rank's experts, and sum the results.
 
     Tokens [N, D], as many on each rank -> the same.
     """
@@ -200,91 +189,89 @@ def gathered(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
     return moe.add(reduce_scatter(summands, axis), moe.shared(x))  # [N, D] V@ep
 
 
+def experts_of(axis: Axis, num_experts: int) -> slice:
+    """Return the numbers of this rank's experts."""
+    per_rank = num_experts // axis.size
+    return slice(axis.rank * per_rank, (axis.rank + 1) * per_rank)
+
+
 # ---------------------------------------------------------------------- 2. tokens go to theirs
-def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
-    """Each rank has as many seats at each expert, taken or not: tokens [N, D] -> the same."""
-    if routing.seats is None:  # in evaluation, which drops nothing
-        return exchanged(moe, axis, x, routing)
+class DispatchPlan:
+    """Who sends how many rows to whom, and back: from the slots of all ranks by expert, [n, E]."""
 
-    def elsewhere(rows: Tensor) -> Tensor:  # [E, seats, D]: first to last rank
-        arrived = all_to_all(rows, axis, split_dim=0, concat_dim=1)  # [E/n, n seats, D]
-        return all_to_all(moe.experts.padded(arrived), axis, split_dim=1, concat_dim=0)
+    def __init__(self, order: Tensor, counts: Tensor, axis: Axis) -> None:
+        by_rank = counts.view(axis.size, axis.size, -1)  # [from, to, E/n], on the host
+        self.send: list[int] = by_rank[axis.rank].sum(-1).tolist()  # rows to each rank
+        self.receive: list[int] = by_rank[:, axis.rank].sum(-1).tolist()  # rows from each rank
+        self.received = by_rank[:, axis.rank]  # [n, E/n]: rows arrive in this order
+        self.order = order[: sum(self.send)]  # this rank's slots by expert, without dropped ones
 
-    return moe.add(moe.seated(x, routing, elsewhere), moe.shared(x))
+    def compute(self, moe: MoE, rows: Tensor) -> Tensor:
+        """Pass rows [R, D], sorted by rank and then by expert, through the experts; keep the order.
 
-
-def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
-    """Each row goes to the rank of its expert, and back: tokens [N, D] -> the same."""
-    trips = plan_trips(moe, axis, [routing])
-    shared = moe.shared(x)  # while counts travel
-    (trip,) = trips()
-    return moe.add(travel(moe, axis, trip, x, routing), shared)
-
-
-def travel(moe: MoE, axis: Axis, trip: "Trip", x: Tensor, routing: Routing) -> Tensor:
-    """Dispatch, compute, combine: tokens [N, D] -> the weighted sums of their slots in `trip`."""
-    rows = x[trip.order // moe.config.top_k]  # by expert, so by rank
-    arrived = all_to_all(rows, axis, send_counts=trip.there, recv_counts=trip.here)  # [R, D]
-    computed = trip.compute(moe, arrived)
-    back = all_to_all(computed, axis, send_counts=trip.here, recv_counts=trip.there)
-    return combine(back, trip.order, routing, x)
-
-
-class Trip:
-    """Who sends how many rows to whom: from a `table` [n, E], slots of each rank by expert, which
-    is on the host."""
-
-    def __init__(self, order: Tensor, table: Tensor, axis: Axis) -> None:
-        self.order = order  # of the slots of this rank that travel
-        by_rank = table.view(axis.size, axis.size, -1)  # [from, to, E/n]
-        self.there: list[int] = by_rank[axis.rank].sum(-1).tolist()  # rows to each rank
-        self.here: list[int] = by_rank[:, axis.rank].sum(-1).tolist()  # rows from each rank
-        self.parts = by_rank[:, axis.rank]  # [n, E/n]: in this order they arrive
-
-    def compute(self, moe: MoE, arrived: Tensor) -> Tensor:
-        """Rows [R, D], by rank and then by expert -> what the experts make of them, as they lay."""
-        n, num_own = self.parts.shape
-        lengths = to_device(self.parts.flatten(), arrived.device)
-        expert = torch.arange(num_own, device=arrived.device).repeat(n)
-        expert = expert.repeat_interleave(lengths, output_size=len(arrived))
+        An expert has rows of each rank. Sort by expert, compute, undo the sorting.
+        """
+        n, num_own = self.received.shape
+        lengths = to_device(self.received.flatten(), rows.device)
+        expert = torch.arange(num_own, device=rows.device).repeat(n)
+        expert = expert.repeat_interleave(lengths, output_size=len(rows))
         by_expert = expert.argsort(stable=True)
-        out = moe.experts(arrived.index_select(0, by_expert), self.parts.sum(0), moe.how)
+        out = moe.experts(rows.index_select(0, by_expert), self.received.sum(0), moe.how)
         return torch.zeros_like(out).index_copy(0, by_expert, out)
 
 
-def plan_trips(moe: MoE, axis: Axis, routings: list[Routing]) -> Callable[[], list[Trip]]:
-    """Begin to let all ranks know all counts; returns what waits, and plans a trip of each part.
+def exchanged(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Send each row to the rank of its expert, and back: tokens [N, D] -> the same."""
+    wait_for_plans = plan_dispatch(moe, axis, [routing])
+    shared = moe.shared(x)  # while counts travel
+    (plan,) = wait_for_plans()
+    return moe.add(dispatch_and_combine(moe, axis, plan, x, routing), shared)
+
+
+def dispatch_and_combine(
+    moe: MoE, axis: Axis, plan: DispatchPlan, x: Tensor, routing: Routing
+) -> Tensor:
+    """Send, compute, send back, add up: tokens [N, D] -> the weighted sums of their slots."""
+    rows = x[plan.order // moe.config.top_k]  # by expert, so by rank
+    arrived = all_to_all(rows, axis, send_counts=plan.send, recv_counts=plan.receive)  # [R, D]
+    computed = plan.compute(moe, arrived)
+    back = all_to_all(computed, axis, send_counts=plan.receive, recv_counts=plan.send)
+    return combine(back, plan.order, routing, x)
+
+
+def plan_dispatch(
+    moe: MoE, axis: Axis, routings: list[Routing]
+) -> Callable[[], list[DispatchPlan]]:
+    """Begin to gather all counts; the returned function waits, and plans each part of the tokens.
 
     A collective: (n-1) times 8 E bytes for each part.
     """
     config, parts = moe.config, len(routings)
-    orders, counts = zip(
-        *(sort_by_expert(routing.experts, config.num_experts) for routing in routings), strict=True
-    )
-    told = tell(torch.stack(counts), axis)
+    by_expert = [sort_by_expert(routing.experts, config.num_experts) for routing in routings]
+    orders, counts = zip(*by_expert, strict=True)
+    wait_for_counts = gather_counts(torch.stack(counts), axis)
 
-    def trips() -> list[Trip]:
-        table = on_host(told(), [len(order) for order in orders]).view(axis.size, parts, -1)
-        return [
-            Trip(order[: int(theirs[axis.rank].sum())], theirs, axis)  # but for dropped slots
-            for order, theirs in zip(orders, table.unbind(1), strict=True)
-        ]
+    def wait() -> list[DispatchPlan]:
+        table = on_host(wait_for_counts(), [len(order) for order in orders])
+        tables = table.view(axis.size, parts, -1).unbind(1)  # [n, E] for each part
+        return [DispatchPlan(o, t, axis) for o, t in zip(orders, tables, strict=True)]
 
-    return trips
+    return wait
 
 
-def tell(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin to gather `counts` [parts, E]; returns what waits for all of them, [n parts, E]."""
+def gather_counts(counts: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin to gather `counts` [parts, E]; the returned function waits for [n parts, E]."""
     gathering = collectives.all_gather(counts, axis, async_op=True)
-    told = send_to_host(gathering.wait, counts.device)
-    # NCCL lets go of `counts` as soon as a stream waits, maybe before it has read them: we do not.
-    return lambda: (told(), counts)[0]
+    arrived = send_to_host(gathering.wait, counts.device)
+    # The closure keeps `counts`: NCCL may read them late, and their memory must have no new owner.
+    return lambda: (arrived(), counts)[0]
 
 
 def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
-    """Counts where sizes of messages are decided: the one place here that waits for values.
+    """Return counts on the host, which sets the sizes of messages; the only wait for values here.
 
-    On "meta" there are none: all experts are used alike, by `num_slots` in each part of a rank.
+    On "meta" there are no values: all experts are used alike, by `num_slots` in each part of a
+    rank.
     """
     if not table.is_meta:
         return to_host(table)
@@ -293,84 +280,91 @@ def on_host(table: Tensor, num_slots: list[int]) -> Tensor:
 
 
 def evenly(num: int, parts: int) -> list[int]:
-    """7 in 3 parts is 3, 2, 2."""
+    """Divide a number into parts: 7 in 3 parts is 3, 2, 2."""
     return [num // parts + (part < num % parts) for part in range(parts)]
 
 
-def experts_of(axis: Axis, num_experts: int) -> slice:
-    """The experts of this rank."""
-    per_rank = num_experts // axis.size
-    return slice(axis.rank * per_rank, (axis.rank + 1) * per_rank)
+# ---------------------------------------------------------------------- 3. sizes that are known
+def padded(moe: MoE, axis: Axis, x: Tensor, routing: Routing) -> Tensor:
+    """Send as many rows to each expert, from seats taken or not: tokens [N, D] -> the same."""
+    if routing.seats is None:  # in evaluation, which drops nothing
+        return exchanged(moe, axis, x, routing)
+
+    def compute(rows: Tensor) -> Tensor:  # [E, seats, D]: experts of the first to the last rank
+        arrived = all_to_all(rows, axis, split_dim=0, concat_dim=1)  # [E/n, n seats, D]
+        return all_to_all(moe.experts.padded(arrived), axis, split_dim=1, concat_dim=0)
+
+    return moe.add(moe.seated(x, routing, compute), moe.shared(x))
 
 
-# ---------------------------------------------------------------------- 3. one copy for each node
+# ---------------------------------------------------------------------- 4. one copy for each node
 def hierarchical(moe: MoE, axis: Axis, x: Tensor, routing: Routing, nodes: int) -> Tensor:
-    """A token goes once to each node with experts of it, and there on to their ranks.
+    """Send a token once to each node with experts of it, and from there on to their ranks.
 
-    Between nodes, ranks talk to those in the same place on theirs, which add up what the experts of
-    a node say before it goes back. Tokens [N, D] -> the same.
+    Between nodes, a rank talks to the ranks in its place on other nodes. They add up the results of
+    their node's experts before these go back. Tokens [N, D] -> the same.
     """
     num_experts, per_node = moe.config.num_experts, moe.config.num_experts // nodes
     node, place = divmod(axis.rank, axis.size // nodes)
+    peers = slice(place, None, axis.size // nodes)  # ranks in this place, one on each node
     touched = torch.zeros(len(x), nodes + 1, dtype=torch.bool, device=x.device)
     touched = touched.scatter(1, routing.experts // per_node, True)[:, :nodes]
     order, counts = sort_by_expert(routing.experts, num_experts)
-    told = tell(torch.cat([counts, touched.sum(0)])[None], axis)
-    shared, told = moe.shared(x), told()  # computed while counts travel
-    table = on_host(told[:, :num_experts], [len(order)])  # [n, E] slots
+    wait_for_counts = gather_counts(torch.cat([counts, touched.sum(0)])[None], axis)
+    shared, gathered_counts = moe.shared(x), wait_for_counts()  # computed while counts travel
+    slots = on_host(gathered_counts[:, :num_experts], [len(order)])  # [n, E]
     share = nodes_touched(num_experts, moe.config.top_k, nodes)
-    copies = on_host(told[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
+    copies = on_host(gathered_counts[:, num_experts:], [round(len(x) * share)])  # [n, nodes]
 
-    # 1. Between nodes: tokens with their choices and weights, to ranks in this place.
-    there, here = [0] * axis.size, [0] * axis.size
-    there[place :: axis.size // nodes] = copies[axis.rank].tolist()
-    here[place :: axis.size // nodes] = copies[place :: axis.size // nodes, node].tolist()
-    token = torch.nonzero_static(touched.T, size=sum(there))[:, 1]  # its size is not waited for
-    across = dict(send_counts=there, recv_counts=here)
+    # 1. Between nodes: tokens with their choices and weights, to the peers.
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[peers], receive[peers] = copies[axis.rank].tolist(), copies[peers, node].tolist()
+    token = torch.nonzero_static(touched.T, size=sum(send))[:, 1]  # its size is not waited for
+    across = dict(send_counts=send, recv_counts=receive)
     arrived, weights = (all_to_all(t[token], axis, **across) for t in (x, routing.weights))
     chosen = collectives.all_to_all(routing.experts[token], axis, **across)
     chosen = torch.where(chosen // per_node == node, chosen, num_experts)
 
-    # 2. Inside each: those that came are tokens like any others, with fewer choices.
-    met = table.view(nodes, -1, nodes, per_node).sum(0)  # [ranks of a node, nodes, E / nodes]
+    # 2. Inside each node: the copies are tokens like any others, with fewer choices.
+    met = slots.view(nodes, -1, nodes, per_node).sum(0)  # [ranks of a node, nodes, E / nodes]
     inside = torch.block_diag(*met.unbind(1))  # [n, E]
-    order, _ = sort_by_expert(chosen, num_experts)
-    trip = Trip(order[: int(inside[axis.rank].sum())], inside, axis)
-    sums = travel(moe, axis, trip, arrived, Routing(chosen, weights))
+    plan = DispatchPlan(sort_by_expert(chosen, num_experts)[0], inside, axis)
+    sums = dispatch_and_combine(moe, axis, plan, arrived, Routing(chosen, weights))
 
-    # 3. And back: a row for each copy.
-    home = all_to_all(sums, axis, send_counts=here, recv_counts=there)
+    # 3. And back: one row for each copy.
+    home = all_to_all(sums, axis, send_counts=receive, recv_counts=send)
     return moe.add(add_up(home, token, len(x), nodes), shared)
 
 
 def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
-    """On how many nodes a token's experts are, on average, if all are as likely."""
+    """Return on how many nodes a token's experts are, on average, if all are as likely."""
     elsewhere = math.comb(num_experts - num_experts // nodes, top_k)
     return nodes * (1 - elsewhere / math.comb(num_experts, top_k))
 
 
-# ---------------------------------------------------------------------- 4. while others compute
+# ---------------------------------------------------------------------- 5. while others compute
 def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1) -> Tensor:
-    """As `exchanged`; what does not wait for rows computes while they travel.
+    """Do as `exchanged`, and compute what does not wait for rows while they travel.
 
-    The shared experts do so. With two `parts` of the tokens, the experts do so too: for one part
-    while the other is on its way. Backward runs all of it in reverse, with the same overlap.
+    With one part, the shared experts compute meanwhile. With two `parts` of the tokens, experts
+    compute one part while the other travels. Backward runs all of it in reverse, with the same
+    overlap.
     """
-    cut = zip(*(t.tensor_split(parts) for t in (routing.experts, routing.weights)), strict=True)
-    cut = [Routing(*pair) for pair in cut]
-    trips, tokens = plan_trips(moe, axis, cut)(), x.tensor_split(parts)
+    tokens, *cut = (t.tensor_split(parts) for t in (x, routing.experts, routing.weights))
+    routings = [Routing(*pair) for pair in zip(*cut, strict=True)]
+    plans = plan_dispatch(moe, axis, routings)()
     there = [
-        AsyncAllToAll(axis, part[trip.order // moe.config.top_k], trip.there, trip.here)
-        for trip, part in zip(trips, tokens, strict=True)
+        start_all_to_all(part[plan.order // moe.config.top_k], axis, plan.send, plan.receive)
+        for plan, part in zip(plans, tokens, strict=True)
     ]
     shared = moe.shared(x)
     back = [
-        AsyncAllToAll(axis, trip.compute(moe, flight.land()), trip.here, trip.there)
-        for trip, flight in zip(trips, there, strict=True)
+        start_all_to_all(plan.compute(moe, wait()), axis, plan.receive, plan.send)
+        for plan, wait in zip(plans, there, strict=True)
     ]
     outs = [
-        combine(flight.land(), trip.order, own, part)
-        for flight, trip, own, part in zip(back, trips, cut, tokens, strict=True)
+        combine(wait(), plan.order, own, part)
+        for wait, plan, own, part in zip(back, plans, routings, tokens, strict=True)
     ]
     return moe.add(torch.cat(outs), shared)
 
@@ -386,7 +380,7 @@ CORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------- 5. the model
+# ---------------------------------------------------------------------- 6. the model
 class ExpertParallel(Strategy):
     """A model whose experts are spread over an axis; made by `apply`."""
 
@@ -402,14 +396,14 @@ class ExpertParallel(Strategy):
     ) -> None:
         super().__init__(model, axis)
         self.shard_axes, self.copies = (axis,), copies
-        self.names: dict[str, slice] = {}  # of the parameters that are cut
+        self.names: dict[str, slice] = {}  # of the parameters that are cut: this rank's experts
         share_counts(model, *batch, anew=True)
+        options = dict(nodes=nodes) if dispatch == "hierarchical" else {}
         for path, moe in mixtures(model):
             if pieces is not None:
                 moe.gate.sum_pieces = sum_over(pieces)
             if axis.size == 1:
                 continue
-            options = dict(nodes=nodes) if dispatch == "hierarchical" else {}
             moe.core = partial(CORES[dispatch], moe, axis, **options)
             for name, p in moe.experts.named_parameters():
                 own = self.names[f"{path}.experts.{name}".lstrip(".")] = experts_of(axis, len(p))

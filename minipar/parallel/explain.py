@@ -134,7 +134,7 @@ def _cut_without_values(
     if plan.tp > 1:
         border = matrices.Border(plan.axis("tp"), plan.sequence_parallel)
         by_tensor = tensor.TensorParallel(
-            model, border, plan.tp_overlap, 0.0, plan.expert_tensor_parallel
+            model, border, plan.tp_overlap, plan.expert_tensor_parallel
         )
     if plan.pp > 1:
         axis = replace(plan.axis("pp"), rank=stage_rank)
@@ -163,8 +163,8 @@ def _row(
         sent[data] = times * num_bytes * (n - 1) // n
         if plan.zero == 3:
             cut.append(data)
-    if by_tensor is not None and name in (*by_tensor.whole, *by_tensor.shared):
-        rows = by_tensor.num_kv_heads if name in by_tensor.shared else 1
+    if by_tensor is not None and name in (*by_tensor.summed, *by_tensor.copied):
+        rows = by_tensor.model.config.num_kv_heads if name in by_tensor.copied else 1
         summed["tp"] = "all-reduce"
         sent["tp"] = 2 * rows * num_bytes * (t - 1) // t // (n if plan.zero else 1)
     if len(stage_ranks) > 1:

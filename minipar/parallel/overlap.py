@@ -1,7 +1,12 @@
-"""Matrix products that travel in pieces while others are computed: tensor parallelism's overlap.
+"""Matmuls in pieces that travel while others are computed: tensor parallelism's overlap.
+
+With ``sequence=True`` an all-gather comes before the first matmuls of a region, and a
+reduce-scatter after the last. Both are rings of n - 1 messages here. Step by step, one piece of the
+tokens travels while the matmul of another piece runs.
 
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition"
-(ASPLOS 2023). A part of tensor.py."""
+(ASPLOS 2023). tensor.py puts `fuse` around attention and MLP.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +19,6 @@ from minipar.comm import collectives
 from minipar.comm.autograd import outside_of_graphs
 from minipar.comm.mesh import Axis
 from minipar.model import casts
-from minipar.parallel.matrices import RowLinear
 
 
 def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -34,10 +38,10 @@ def ring_gather(x: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
 
 
 def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
-    """A reduce-scatter of ``part(0) ... part(n-1)`` that asks for each when it is needed.
+    """Return this rank's sum of ``part(0) ... part(n-1)``, each computed when it is needed.
 
-    The sum for rank r starts at rank r+1 and goes around the ring; while it travels, every rank
-    computes its own part of the next one. The last is its own.
+    The sum for rank r starts at rank r+1 and goes around the ring, and ends at rank r. While it
+    travels, every rank computes its own part of the next sum.
     """
     n, rank = axis.size, axis.rank
     total = part((rank - 1) % n).contiguous()
@@ -53,7 +57,7 @@ def ring_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
 class _GatherLinears(torch.autograd.Function):
     """all_gather(x) Wᵀ for x [B, T/n, D] V and each of several W [F, D]: [B, T, F] V.
 
-    All of them use a piece of x when it passes by. Of x, only the own piece is kept.
+    Every W multiplies a piece of x when it passes by. Of x, backward keeps the own piece alone.
     """
 
     @staticmethod
@@ -75,9 +79,7 @@ class _GatherLinears(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
 
             def part(target: int) -> Tensor:
-                first, *rest = (
-                    grad[:, target] @ weight for grad, weight in zip(grads, weights, strict=True)
-                )
+                first, *rest = (g[:, target] @ w for g, w in zip(grads, weights, strict=True))
                 return sum(rest, start=first)
 
             grad_x = ring_reduce_scatter(part, axis)
@@ -110,33 +112,33 @@ class _LinearScatter(torch.autograd.Function):
         return grad_x.flatten(1, 2), grad_weight, None
 
 
-class OverlappedRowLinear(RowLinear):
-    """The second of two matrices, whose products are sent while the next are computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, F/n] V -> [B, T/n, D] V."""
-        args = *_as_computed(x, self.weight), self.border.axis
-        out = outside_of_graphs(_LinearScatter.apply, *args)
-        return out if self.bias is None else out + self.bias
-
-
-class Product(nn.Module):
-    """A first matrix whose product comes computed, together with those of its neighbours."""
+class _Multiplied(nn.Module):
+    """Stands for first matrix number `index` of a region, and hands out its finished product."""
 
     def __init__(self, linear: nn.Linear, index: int) -> None:
         super().__init__()
-        self.weight, self.bias, self.index = linear.weight, linear.bias, index
+        self.weight, self.index = linear.weight, index
 
     def forward(self, products: tuple[Tensor, ...]) -> Tensor:
-        """Products [B, T, F/n] V of all first matrices -> that of this one."""
-        own = products[self.index]
-        return own if self.bias is None else own + self.bias
+        return products[self.index]  # [B, T, F/n] V
 
 
-def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
-    """Compute the products of the linear layers `firsts` in one ring, where `region` begins."""
+class _Scattered(nn.Module):
+    """The last matrix of a region: [B, T, F/n] V -> [B, T/n, D] V."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.axis = linear.weight, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return outside_of_graphs(_LinearScatter.apply, *_as_computed(x, self.weight), self.axis)
+
+
+def fuse(region: nn.Module, firsts: Sequence[str], last: str, axis: Axis) -> None:
+    """Multiply by the linear layers `firsts` of `region` in one ring, by its `last` in another."""
     for i, name in enumerate(firsts):
-        setattr(region, name, Product(getattr(region, name), i))
+        setattr(region, name, _Multiplied(getattr(region, name), i))
+    setattr(region, last, _Scattered(getattr(region, last), axis))
 
     def multiply(_: nn.Module, args: tuple) -> tuple:
         weights = [getattr(region, name).weight for name in firsts]
@@ -147,6 +149,6 @@ def fuse(region: nn.Module, firsts: Sequence[str], axis: Axis) -> None:
 
 
 def _as_computed(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast as autocast would for a product: it does not look inside of our functions."""
+    """Cast as autocast casts for a matmul: autocast does not look into our functions."""
     dtype = casts.product_dtype(tensors[0].device.type)
     return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]

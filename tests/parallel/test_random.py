@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.comm.mesh import Axis, Mesh
 from minipar.parallel.base.random import fork_rng, seed
-from minipar.parallel.matrices import Border, RowLinear
+from minipar.parallel.matrices import Border
 from tests.parallel.layers import on_paper, random
 
 B, T, D, HIDDEN = 2, 8, 6, 12
@@ -40,16 +40,14 @@ class Block(nn.Module):
         self.axis, self.border = axis, Border(axis, sequence)
         first, second = (w.chunk(axis.size, dim)[axis.rank] for dim, w in enumerate(weights()))
         self.first = nn.Parameter(first.clone())
-        linear = nn.Linear(len(first), D, bias=False)
-        linear.weight = nn.Parameter(second.clone())
-        self.second = RowLinear(linear, self.border)
+        self.second = nn.Parameter(second.clone())
         self.inside, self.outside = Dropout(), Dropout()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.linear(self.border.enter(x), self.first)  # [B, T, F/n] V
         with fork_rng(self.axis):
             hidden = self.inside(hidden)
-        out = self.second(hidden)  # [B, T, D] I, or [B, T/n, D] V
+        out = self.border.leave(F.linear(hidden, self.second))  # [B, T, D] I, or [B, T/n, D] V
         with fork_rng(self.axis) if self.border.sequence else nullcontext():
             return x + self.outside(out)
 

@@ -27,14 +27,13 @@ import pytest
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minipar.comm import collectives
 from minipar.comm.mesh import Axis, Mesh
-from minipar.model.llama import Llama, loss_of
+from minipar.model.llama import loss_of
 from minipar.parallel import context, matrices, overlap, tensor
 from tests.parity import models
 
@@ -125,19 +124,10 @@ def rank_of(rank: int = 0, **sizes: int) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def llama() -> Llama:
-    """With a bias in every projection and in the head."""
-    model = models.llama(0)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.bias = nn.Parameter(torch.zeros(module.out_features))
-    return model
-
-
 def parameter_types(strategy: tensor.TensorParallel) -> dict[str, str]:
     """By what is done to the gradient: V, nothing; R, `finish_backward` sums it; I, it is whole."""
     return {
-        name: "V" if name in strategy.pieces else "R" if name in strategy.whole else "I"
+        name: "V" if name in strategy.pieces else "R" if name in strategy.summed else "I"
         for name, _ in strategy.model.named_parameters()
     }
 
@@ -160,7 +150,7 @@ def typed_step(size: int, mode: str, rank: int = 0) -> dict[str, str]:
     """Forward and backward; returns the types met on the way. Raises what the checker raises."""
     with rank_of(rank, tp=size) as mesh:
         axis, found = mesh.tp, {}
-        strategy = tensor.apply(model := llama(), axis, z_loss=1e-4, **MODES[mode])
+        strategy = tensor.apply(model := models.llama(0), axis, **MODES[mode])
 
         def note(name: str) -> None:
             def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -170,7 +160,7 @@ def typed_step(size: int, mode: str, rank: int = 0) -> dict[str, str]:
 
             model.get_submodule(name).register_forward_hook(hook)
 
-        for name in ("embed_tokens", "layers.1", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"):
+        for name in ("embed_tokens", "layers.1", "layers.1.mlp.up_proj", "layers.1.mlp"):
             note(f"model.{name}")
 
         inputs, targets = batch()
@@ -195,16 +185,15 @@ def test_a_step_has_the_types_that_the_docstring_promises(mode, rank, size):
     outside = "I" if mode == "plain" else "V"
     found = typed_step(size, mode, rank)
     # with overlap, no module ever sees the joined input: only its products
-    assert found.pop("into model.layers.1.mlp.up_proj", None) == (
-        None if mode == "overlap" else "R"
-    )
+    for name in ("mlp", "mlp.up_proj"):
+        into = found.pop(f"into model.layers.1.{name}", None)
+        assert into == (None if mode == "overlap" else "R")
     assert found == {
         "into model.embed_tokens": "I",
         "out of model.embed_tokens": outside,
         "into model.layers.1": outside,
         "out of model.layers.1.mlp.up_proj": "V",
-        "into model.layers.1.mlp.down_proj": "V",
-        "out of model.layers.1.mlp.down_proj": outside,
+        "out of model.layers.1.mlp": outside,
         "out of model.layers.1": outside,
         "logits": "V",
         "loss": "I",
@@ -236,16 +225,7 @@ def _gather_to_invariant(patch):
 def _norms_left_out(patch):
     """Nobody sums the gradients of norm weights that each see some of the tokens (T12)."""
     nothing = property(lambda self: [], lambda self, names: None)
-    patch.setattr(tensor.TensorParallel, "whole", nothing, raising=False)
-
-
-def _bias_in_every_summand(patch):
-    """The bias of a second matrix is added before the sum: n times (T14)."""
-
-    def forward(self: matrices.RowLinear, x: Tensor) -> Tensor:
-        return self.border.leave(F.linear(x, self.weight, self.bias))
-
-    patch.setattr(matrices.RowLinear, "forward", forward)
+    patch.setattr(tensor.TensorParallel, "summed", nothing, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +240,6 @@ def _bias_in_every_summand(patch):
         (_gather_to_invariant, "sequence", r"Invariant type .* \[I, V"),
         (_norms_left_out, "sequence", r"Invariant type .* \[V, I"),
         (_norms_left_out, "overlap", r"Invariant type .* \[V, I"),
-        (_bias_in_every_summand, "plain", r"Invariant type .* \[V, V, I"),
     ],
 )
 def test_trap_14_a_model_that_is_wrong_has_no_type(monkeypatch, mutant, mode, complaint):
@@ -282,7 +261,7 @@ def two_axes(exchange: str, parameters_along_cp: str) -> dict[str, str]:
     """Tensor and context parallelism on one Llama, typed along both axes."""
     with rank_of(cp=2, tp=2) as mesh:
         cp, tp = mesh.cp, mesh.tp
-        strategy = tensor.apply(model := llama(), tp)
+        strategy = tensor.apply(model := models.llama(0), tp)
         context.apply(model, cp, exchange=exchange)
         inputs, targets = context.shard_batch(batch(), cp)
         with checked(mesh):

@@ -34,7 +34,7 @@ from minipar.parallel import compose, fsdp, local_sgd, offload, vectors, zero
 from minipar.parallel.base import optimizer_state, strategy
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS
-from minipar.parallel.expert import Trip
+from minipar.parallel.expert import DispatchPlan
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.sim import trace as sim_trace
@@ -297,7 +297,7 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
     pinned = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda own: pinned.append(own) or own)
     table = torch.full((2 * 4,), 3)
-    trip = Trip(torch.arange(24), table, SimpleNamespace(rank=0, size=2))
+    plan = DispatchPlan(torch.arange(24), table, SimpleNamespace(rank=0, size=2))
     sent = {}
     # Autograd would call a driver that is not there.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -309,7 +309,7 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
             weights = [nn.Parameter(torch.empty(8)) for _ in range(2)]
         monkeypatch.setattr(vectors, "all_reduce", lambda flat, *_, **__: Pending(None, flat))
         for name, send in {
-            "trip": lambda: trip.compute(moe, rows),
+            "experts": lambda: plan.compute(moe, rows),
             "gradients": lambda: vectors.Gradients.send(weights, None, "sum"),
             "flags": lambda: strategy.flags([True, 3], rows.device),
         }.items():
@@ -318,7 +318,7 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
             sent[name] = copies.seen
         with Copies() as copies:
             torch.tensor([1, 2]).to(rows.device)
-    assert sent == {"trip": [False, False], "gradients": [False], "flags": [False]}
+    assert sent == {"experts": [False, False], "gradients": [False], "flags": [False]}
     assert len(pinned) == 4 and copies.seen == [True]
 
 
@@ -328,9 +328,8 @@ REDUCTIONS = {"any", "all", "max", "min", "sum", "mean"}  # of which a truth or 
 ELSEWHERE = {
     "model/experts.py Experts.forward": "the loop needs the counts; over ep they are on the host",
     "model/hf.py Folder.__init__": "a checkpoint, on the host",
-    "parallel/expert.py Trip.__init__": "a table on the host",
+    "parallel/expert.py DispatchPlan.__init__": "a table on the host",
     "parallel/expert.py hierarchical": "a table on the host",
-    "parallel/expert.py plan_trips.trips": "a table on the host",
     "parallel/base/random.py fork_rng": "a number of the host's generator",
     "parallel/ulysses.py check_heads": "a list",
     "parallel/vectors.py trainable": "a list",

@@ -139,7 +139,7 @@ def heads(config: LlamaConfig, sizes: Sequence[int], *, title: str = "") -> Figu
         for row, (name, count) in enumerate(rows.items()):
             y = top - 0.17 - 0.48 * (row + 1) + 0.06
             pen.text(ax, left - 0.12, y + 0.18, name, color=MUTED, ha="right")
-            spans = by_heads(0, count, 1, size).spans
+            spans = by_heads(count, 1, size)
             wide = cell * config.num_heads / count
             for head in range(count):
                 owners = [r for r, (start, stop) in enumerate(spans) if start <= head < stop]

@@ -143,6 +143,7 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
         if getattr(module, "multiply", None) is F.linear:
             module.multiply = linear
         elif type(module) is nn.Linear:
+            module.forward = partial(_forward, linear, module)
         elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
             module.forward = partial(_forward, embedding, module)
 
