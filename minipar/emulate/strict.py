@@ -220,7 +220,6 @@ def _call_site() -> str:
 
 
 _CELL = re.compile(r"<ipython-input-(\d+)-\w+>")  # how IPython calls the code of one
-_CARRIERS = tuple(
-    f"comm/{name}.py"
-    for name in ("strict", "link_group", "calls", "collectives", "autograd", "background")
+_CARRIERS = ("emulate/strict.py", "emulate/link_group.py") + tuple(
+    f"comm/{name}.py" for name in ("calls", "collectives", "autograd", "background")
 )
