@@ -63,7 +63,6 @@ from minipar.comm.collectives import (
 )
 from minipar.comm.mesh import Axis
 from minipar.comm.values import look
-from minipar.model.llama import Head
 from minipar.observe import memory
 from minipar.observe.recorder import in_backward
 from minipar.parallel.base.replicate import broadcast_all
@@ -551,7 +550,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Modul
     least = max(map(numel, members), default=float("inf"))
     inside = {module for member in members for module in member.modules()}
     # No other classes: weights of a subclass may be used without its forward, as in attention.
-    tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear, Head))
+    tables = (m for m in model.modules() if type(m) in (nn.Embedding, nn.Linear))
     return members + [m for m in tables if m not in inside and numel(m) >= least]
 
 

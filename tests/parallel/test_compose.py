@@ -19,7 +19,7 @@ from minipar.train.step import train_step
 from tests.on_ranks import on_ranks
 from tests.parity import models
 from tests.parity.harness import Task, make_optimizer
-from tests.parity.tasks import Case
+from tests.parity.plans import Case
 
 TIED = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 UNTIED = replace(TIED, tie_embeddings=False)

@@ -13,6 +13,7 @@ and parity must then be violated.
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,10 @@ from torch import Tensor, nn
 from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
+from minipar.parallel import compose
 from minipar.parallel.base.strategy import Strategy
+from minipar.parallel.compose import Composed
+from minipar.parallel.plan import Plan
 from minipar.tools.prove.compare import RTOL, Record, differences
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch, train_step
@@ -80,6 +84,7 @@ class Outcome(Record):
 
     num_tokens: list[int] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # bytes along each axis in the last step
+    state: int = 0  # numbers of optimizer state on this rank, such as moments
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -164,6 +169,12 @@ def _train(
             else:
                 outcome.gradients.append(strategies[-1].full_gradients())
     outcome.sent = recorded.bytes_by_axis()
+    outcome.state = sum(
+        value.numel()
+        for p, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if key != "step"
+    )
     outcome.after = weights()
     return outcome
 
@@ -198,3 +209,17 @@ def assert_parity(found: Outcome, expected: Outcome, rtol: float = RTOL) -> None
     assert len(found.gradients) == len(expected.gradients) > 0
     for difference in differences(found, expected, rtol):
         raise AssertionError(str(difference))
+
+
+# ---------------------------------------------------------------------- plans
+def attach_plan(model: nn.Module, mesh: Mesh, plan: Plan) -> list[Composed]:
+    """Attach all strategies of a plan."""
+    model.composed = compose.apply(model, mesh, plan, make_optimizer, bucket_mb=0.004)
+    return [model.composed]
+
+
+def gradients_of_plan(model: nn.Module) -> dict[str, Tensor | None]:
+    """Of all ranks together, by their names in the serial model; a collective."""
+    whole = model.composed.full_gradients()
+    named = dict.fromkeys(itertools.chain(*model.composed.names))  # a tied head, buffers are not
+    return {name: gradient for name, gradient in whole.items() if name in named}

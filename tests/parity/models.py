@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.recompute import checkpoint_activations
@@ -88,6 +89,44 @@ class SometimesUsed(nn.Module):
         for row, first in zip(x, tokens[:, 0].tolist(), strict=True):
             rows.append(self.odd(row) if first % 2 else self.even(row))
         return self.head(torch.stack(rows))
+
+
+class Encoder(nn.Module):
+    """torch's own layers: dropout off, norms with biases, fused projections."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(61, 8)
+            layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            for p in self.encoder.parameters():  # copies of one layer would start equal
+                p.data = torch.randn_like(p) / 3
+            self.head = nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints around whole blocks, as foreign models have them; one block runs twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(61, 8)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8)) for _ in range(3)
+            )
+            self.head = nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in [*self.layers, self.layers[1]]:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
 
 
 def frozen_embedding(model: nn.Module) -> None:

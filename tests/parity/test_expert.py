@@ -1,12 +1,10 @@
-"""Experts that are spread over ranks train as on one device, alone and with all else."""
+"""Mistakes that spread experts invite, each refused: traps 24 to 34, and pairs of a pipeline."""
 
-import itertools
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
-from typing import get_args
 from unittest import mock
 
 import pytest
@@ -14,39 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import calls
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig, Router, mixtures, routers
 from minipar.parallel import ddp, expert, fsdp, zero
-from minipar.parallel.base import shards
 from minipar.parallel.compose import apply
 from minipar.parallel.pipeline import pairs, runtime
 from minipar.parallel.pipeline.actions import slots
-from minipar.parallel.plan import Plan, meshes
+from minipar.parallel.plan import Plan
 from minipar.train.step import forward_backward, train_step
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
-from tests.parity.tasks import attach_plan, gradients_of_plan
-
-SIX = MoEConfig(6, 2, 12, balance="batch", balance_weight=0.1)
-FOUR = MoEConfig(
-    4,
-    2,
-    12,
-    num_shared=1,
-    score="sigmoid",
-    balance="sequence",
-    balance_weight=0.1,
-    bias_speed=0.02,
+from tests.parity.harness import (
+    Outcome,
+    Task,
+    assert_parity,
+    attach_plan,
+    gradients_of_plan,
+    make_optimizer,
+    parallel,
+    serial,
 )
-
-
-def uneven(model: nn.Module) -> None:
-    """Most tokens lean to the first expert, and none to the last."""
-    with torch.no_grad():
-        for _, router in routers(model):
-            router.weight.mul_(20)
-            router.weight[0] += 1
-            router.weight[-1] = -router.weight[0]
+from tests.parity.plans import FOUR, SIX, uneven
 
 
 def nobody_but_two(model: nn.Module) -> None:
@@ -86,33 +71,6 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["gather", "all_to_all", "overlapped", "halves"])
-def test_experts_alone(ranks, dispatch):
-    """Two ranks and three, each with several experts; balance over the batch of all ranks."""
-    for ep in (2, 3):
-        run(ranks, f"ep={ep},dispatch={dispatch}", SIX)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2,ep=2,dispatch=padded,microbatches=2",
-        "ep=4,zero=3",
-        "dp=4",
-        "ep=2,tp=2,expert_tensor_parallel,dispatch=padded",
-        "pp=2,ep=2,dispatch=halves,microbatches=2",
-        # Weights that are gathered, in a backward that leaves their gradients for later:
-        "dp=2,pp=2,zero=3,schedule=zb_h1,microbatches=4",
-        "pp=2,ep=2,zero=3,schedule=zb_h1,dispatch=padded,checkpointing=full,microbatches=2",
-    ],
-)
-def test_a_capacity_drops_what_one_device_drops(ranks, text):
-    """Each sequence has seats of its own, wherever it is. Mutant: seats for all that a rank has."""
-    run(ranks, text, replace(FOUR, capacity_factor=0.75))
-
-
-@pytest.mark.slow
 def test_the_balance_of_a_batch_does_not_hang_on_the_schedule(ranks):
     """A pipeline begins microbatches before others end: each is balanced by itself, over all ranks.
 
@@ -128,80 +86,7 @@ def test_the_balance_of_a_batch_does_not_hang_on_the_schedule(ranks):
         assert_parity(outcome, plain[0])
 
 
-FOLDED = [
-    "dp=2,ep=2",
-    "ep=4,dispatch=hierarchical,expert_nodes=2",
-    "ep=4,zero=1,dispatch=halves",
-    "dp=2,ep=2,zero=2,microbatches=3",
-    "dp=2,ep=2,zero=3,dispatch=overlapped",
-    "cp=2,ep=2,experts_over_cp,zero=1",
-    "cp=2,ep=2,context=ulysses",
-    "ep=2,tp=2",
-    "ep=2,tp=2,sequence_parallel,zero=1",
-    "ep=2,tp=2,expert_tensor_parallel",
-    "ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=2",
-    "ep=2,tp=2,sequence_parallel,experts_over_tp",
-    "tp=4,sequence_parallel,experts_over_tp,dispatch=hierarchical,expert_nodes=2",
-    "dp=2,tp=2,sequence_parallel,experts_over_tp,zero=3,dispatch=overlapped",
-    "cp=2,tp=2,sequence_parallel,tp_overlap,experts_over_cp,experts_over_tp,zero=2",
-    "pp=2,tp=2,sequence_parallel,experts_over_tp,schedule=zb_v,dispatch=halves,microbatches=2",
-    "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
-    "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
-]
 PAIRED = "pp=2,ep=2,schedule=dualpipe_v,dispatch=paired"
-FOLDED += [
-    f"{PAIRED},zero=1,microbatches=4",
-    # A forward again, with journeys of its own, inside of the backward of a pair:
-    f"{PAIRED},zero=2,checkpointing=full,microbatches=3",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", FOLDED)
-def test_experts_folded_with_all_else(ranks, text):
-    """The balance is of each sequence, so neither cuts nor microbatches may change it."""
-    run(ranks, text)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
-def test_every_legal_plan_of_four_ranks(ranks):
-    flags = "experts_over_cp", "experts_over_tp", "sequence_parallel", "expert_tensor_parallel"
-    for moe in (FOUR, replace(FOUR, capacity_factor=0.75)):
-        config, plans = task_of(moe, num_layers=4).build(0).config, []
-        for sizes, context, *options in itertools.product(
-            meshes(4),
-            ("ring", "ulysses"),
-            range(4),
-            get_args(expert.Dispatch),
-            *[(False, True)] * len(flags),
-        ):
-            words = dict(zip(("zero", "dispatch", *flags), options, strict=True))
-            words["expert_nodes"] = 2 if words["dispatch"] == "hierarchical" else 1
-            if words["dispatch"] == "paired":
-                words["schedule"] = "dualpipe_v"
-            plan = Plan(**sizes, **words, context=context, microbatches=4 if sizes["pp"] > 1 else 1)
-            if plan.problem(config) is None:
-                plans.append(str(plan))
-        assert len(plans) > 100
-        for plan in plans:
-            run(ranks, plan, moe, num_layers=4)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cp=2,ep=2,tp=2",
-        "cp=2,ep=2,tp=2,experts_over_cp,expert_tensor_parallel,zero=1",
-        "dp=2,ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=3",
-        f"{PAIRED},tp=2,sequence_parallel,microbatches=7",
-        f"{PAIRED},cp=2,context=ulysses,zero=1,microbatches=4",
-    ],
-)
-def test_experts_may_be_spread_over_any_axes_whose_ranks_hold_other_tokens(ranks, text):
-    """Over fewer ranks than share a sequence, too: cp*tp = 4 is more than ep = 2."""
-    run(ranks, text)
 
 
 def test_without_communication_nothing_is_equal(ranks):
@@ -425,12 +310,3 @@ def test_trap_34_a_state_has_all_experts_and_any_plan_goes_on_from_it(ranks, one
         for key, value in entries.items():
             other_value = ends[1]["optimizer"]["state"][number][key]
             torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-14)
-
-
-def test_strategy_words_are_all_there():
-    """`copies_axis` is the one word that data parallelism needs of experts."""
-    p, axis = nn.Parameter(torch.zeros(1)), Axis("dp+ep", 0, 4, (0, 1, 2, 3))
-    assert shards.copies_axis(p, axis) is axis
-    shards.mark(p, Axis("ep", 0, 2, (0, 1)))
-    p.copies = Axis("dp", 0, 2, (0, 2))
-    assert shards.copies_axis(p, axis).name == "dp"

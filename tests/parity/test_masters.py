@@ -24,8 +24,16 @@ from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
-from tests.parity.harness import Outcome, assert_parity, muted, parallel, serial
-from tests.parity.tasks import Case, attach_plan, gradients_of_plan
+from tests.parity.harness import (
+    Outcome,
+    assert_parity,
+    attach_plan,
+    gradients_of_plan,
+    muted,
+    parallel,
+    serial,
+)
+from tests.parity.plans import Case
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2)
 MIXTURE = replace(SHAPE, moe=MoEConfig(4, 2, 32, balance="microbatch"))

@@ -1,150 +1,45 @@
-"""All strategies together equal one device, on the meshes of four and of eight ranks.
-
-`legal_plans` lists what may be trained: `make test` takes a sample of it in which every two
-features meet, `make test-all` all of it.
-"""
+"""Plans equal one device: all strategies together, every schedule, experts, from plan to plan."""
 
 import copy
 import itertools
-import random
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from typing import get_args
 from unittest import mock
 
 import pytest
 import torch
 
 from minipar.comm.mesh import Mesh
+from minipar.emulate import strict
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.parallel import compose, tensor
+from minipar.parallel import compose, expert, tensor
 from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
-from minipar.parallel.pipeline.schedules import SCHEDULES
+from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.optim import make_optimizer as train_optimizer
 from minipar.train.step import train_step
 from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer, parallel, serial
-from tests.parity.tasks import Case, attach_plan, gradients_of_plan, no_copies, own_alone
-
-# ---------------------------------------------------------------------- what there is
-
-
-def legal_plans(num_ranks: int, seed: int = 0) -> Iterator[Case]:
-    """Every mesh of `num_ranks` with every zero, schedule, context and use of tp, tied and untied.
-
-    What is left (accumulation, checkpointing, vocabulary, order of axes) is drawn by lot for each.
-    """
-    lot = random.Random(seed)
-    modes = [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_overlap": True}]
-    for sizes in meshes(num_ranks):
-        for stage, mode, where, schedule, tied in itertools.product(
-            range(4),
-            modes if sizes["tp"] > 1 else modes[:1],
-            ("ring", "gather", "ulysses") if sizes["cp"] > 1 else ("ring",),
-            SCHEDULES if sizes["pp"] > 1 else ("1f1b",),
-            (True, False),
-        ):
-            plan = Plan(**sizes, **mode, zero=stage, context=where, schedule=schedule)
-            plan = replace(
-                plan,
-                microbatches=lot.choice((1, 3)),
-                checkpointing=lot.choice(("none", "none", "full", "selective")),
-            )
-            case = Case(plan, tied, lot.choice((61, 64)), lot.choice((True, False)))
-            if plan.problem(case.config) is None:
-                yield case
-
-
-def sample(cases: list[Case], seed: int = 0) -> list[Case]:
-    """Few of `cases`, in which all pairs of features meet that meet in any."""
-    pairs = {case: case.pairs() for case in random.Random(seed).sample(cases, len(cases))}
-    missing = set().union(*pairs.values())
-    chosen: list[Case] = []
-    while missing:
-        chosen.append(max(pairs, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
-    return chosen
-
-
-# ---------------------------------------------------------------------- training by a plan
-@cache
-def reference(case: Case) -> Outcome:
-    return serial(case.task)
-
-
-def expected_of(case: Case) -> Outcome:
-    """That of one device, for which the plan does not matter."""
-    return reference(Case(Plan(), case.tied, case.vocab_size))
-
-
-def one(case: Case, copies: bool = True) -> Outcome:
-    """Train by `case`; `copies`: every rank's must be what the whole model has."""
-    held: list[Llama] = []
-
-    def plug(model: Llama, mesh: Mesh) -> list[Composed]:
-        held.append(model)
-        return attach_plan(model, mesh, case.plan)
-
-    outcome = parallel(case.task, case.mesh_sizes(), plug, gradients=gradients_of_plan)
-    composed = held[0].composed
-    mine = composed.parts.data.full_state_dict()
-    for name, theirs in composed.own(outcome.after).items():
-        difference = (mine[name] - theirs).abs().max().item()
-        assert not copies or difference < 1e-12, (
-            f"this rank's copy of {name} is off by {difference:g}"
-        )
-    return outcome
-
-
-def many(cases: list[Case], expected: list[Outcome]) -> list[tuple]:
-    """For each of them: what was wrong, what this rank reports, and the seconds; on each rank."""
-    found = []
-    for case, truth in zip(cases, expected, strict=True):
-        start, wrong, reported = time.perf_counter(), None, None
-        try:
-            outcome = one(case)
-            reported = outcome.losses, outcome.num_tokens, outcome.norms
-            assert_parity(outcome, truth)
-        except AssertionError as error:
-            wrong = str(error)
-        found.append((wrong, reported, time.perf_counter() - start))
-    return found
-
-
-def check(ranks, cases: list[Case]) -> list[str]:
-    """Train by all of `cases`, and return a table of them; raise `AssertionError` if any is wrong.
-
-    What ranks report (loss, tokens, norm, and so the factor that clips) is the same to the bit.
-    """
-    lines, failures = [], []
-    found = ranks(cases[0].plan.num_ranks).run(many, cases, [expected_of(c) for c in cases])
-    for case, results in zip(cases, zip(*found, strict=True), strict=True):
-        wrongs = sorted({wrong for wrong, _, _ in results if wrong})
-        if len({str(reported) for _, reported, _ in results}) > 1:
-            wrongs.append(f"ranks report {[reported for _, reported, _ in results]}")
-        lines.append(f"{'wrong' if wrongs else 'equal'}  {results[0][2]:5.2f} s  {case}")
-        failures += [f"{case}: {wrong}" for wrong in wrongs]
-    assert not failures, "\n".join(failures)
-    return lines
-
-
-def case(text: str, tied: bool = True, vocab_size: int = 64) -> Case:
-    found = Case(Plan.parse(text), tied, vocab_size)
-    found.plan.check(found.config)
-    return found
+from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer
+from tests.parity.plans import (
+    FOUR,
+    SIX,
+    Case,
+    case,
+    check,
+    expected_of,
+    legal_plans,
+    mixture,
+    no_copies,
+    own_alone,
+    sample,
+    train,
+)
 
 
 # ---------------------------------------------------------------------- equal to one device
-@pytest.mark.slow
-def test_trap_12_norms_are_summed_over_tp_wherever_their_gradients_lie(ranks):
-    """In pieces of the optimizer, and in shards. Mutant: a sum over what is not there."""
-    check(ranks, [case(f"dp=2,tp=2,sequence_parallel,zero={stage}") for stage in (1, 3)])
-
-
 @cache
 def sampled() -> list[Case]:
     return sample(list(legal_plans(4)))
@@ -160,6 +55,18 @@ def test_every_two_features_together_equal_one_device(ranks, chunk):
     check(ranks, sampled()[chunk::CHUNKS])
 
 
+@pytest.mark.slow
+def test_the_sample_has_all_that_there_is():
+    """Mutants: a rule that refuses too much; a sample without a schedule, or a mesh."""
+    seen = set().union(*(found.pairs() for found in sampled()))
+    assert {name for kind, name in (p for p in seen if p[0] == "schedule")} == set(SCHEDULES)
+    for axis in ("dp", "tp", "pp", "cp"):
+        for stage in range(4):
+            assert ((axis, 4), ("zero", stage)) in seen and ((axis, 2), ("zero", stage)) in seen
+    assert (("sequence_parallel", True), ("tied", True)) in seen
+    assert len(sampled()) <= 60
+
+
 EIGHT = [
     case("dp=2,tp=2,pp=2,zero=1,sequence_parallel,microbatches=3"),
     case("pp=2,cp=2,tp=2,sequence_parallel,schedule=zb_v", tied=False),
@@ -173,32 +80,161 @@ def test_eight_ranks_equal_one_device(ranks):
     check(ranks, EIGHT)
 
 
-ALL_CHUNKS = 12
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [4, 8])
-@pytest.mark.parametrize("chunk", range(ALL_CHUNKS))
-def test_all_legal_plans_equal_one_device(ranks, num_ranks, chunk, capsys):
-    cases = list(legal_plans(num_ranks))[chunk::ALL_CHUNKS]
+@pytest.mark.parametrize("chunk", range(12))
+def test_all_legal_plans_equal_one_device(ranks, num_ranks, chunk):
+    cases = list(legal_plans(num_ranks))[chunk::12]
     for start in range(0, len(cases), 10):
-        table = check(ranks, cases[start : start + 10])
-        with capsys.disabled():
-            print("", *table, sep="\n", end="", flush=True)
+        check(ranks, cases[start : start + 10])
+
+
+def by_every_schedule(pp: int, microbatches: int, **model) -> list[Case]:
+    """All schedules that `pp` ranks can run; looped ones with two stages per rank."""
+    names = [name for name in SCHEDULES if name != "dualpipe" or pp % 2 == 0]
+    plans = [Plan(pp=pp, schedule=name, microbatches=microbatches) for name in names]
+    plans = [replace(p, stages_per_rank=2 * (p.schedule in LOOPED)) for p in plans]
+    return [Case(plan, **model) for plan in plans]
 
 
 @pytest.mark.slow
-def test_the_sample_has_all_that_there_is():
-    """Mutants: a rule that refuses too much; a sample without a schedule, or a mesh."""
-    seen = set().union(*(found.pairs() for found in sampled()))
-    assert {name for kind, name in (p for p in seen if p[0] == "schedule")} == set(SCHEDULES)
-    for axis in ("dp", "tp", "pp", "cp"):
-        for stage in range(4):
-            assert ((axis, 4), ("zero", stage)) in seen and ((axis, 2), ("zero", stage)) in seen
-    assert (("sequence_parallel", True), ("tied", True)) in seen
-    assert len(sampled()) <= 60
+@pytest.mark.parametrize("pp, microbatches, num_layers", [(2, 1, 4), (2, 3, 4), (3, 5, 8)])
+def test_every_schedule_equals_one_device(ranks, pp, microbatches, num_layers):
+    """More microbatches than sequences, too: some are padding only."""
+    check(ranks, by_every_schedule(pp, microbatches, num_layers=num_layers))
+
+
+@pytest.mark.slow
+def test_four_stages_equal_one_device(ranks):
+    check(ranks, by_every_schedule(4, 5, num_layers=8))
+
+
+def test_a_plan_without_communication_is_not_equal(ranks):
+    """The mutant of all tests here."""
+    for text in ("pp=2,microbatches=2", "dp=2,zero=1"):
+        chosen = case(text, tied=False)
+        for found in ranks(2).run(train, chosen, False, True):
+            with pytest.raises(AssertionError, match="of step 0"):
+                assert_parity(found, expected_of(chosen))
+
+
+# ---------------------------------------------------------------------- experts
+PAIRED = "pp=2,ep=2,schedule=dualpipe_v,dispatch=paired"
+FOLDED = [
+    "dp=2,ep=2",
+    "ep=4,dispatch=hierarchical,expert_nodes=2",
+    "ep=4,zero=1,dispatch=halves",
+    "dp=2,ep=2,zero=2,microbatches=3",
+    "dp=2,ep=2,zero=3,dispatch=overlapped",
+    "cp=2,ep=2,experts_over_cp,zero=1",
+    "cp=2,ep=2,context=ulysses",
+    "ep=2,tp=2",
+    "ep=2,tp=2,sequence_parallel,zero=1",
+    "ep=2,tp=2,expert_tensor_parallel",
+    "ep=2,tp=2,expert_tensor_parallel,sequence_parallel,zero=2",
+    "ep=2,tp=2,sequence_parallel,experts_over_tp",
+    "tp=4,sequence_parallel,experts_over_tp,dispatch=hierarchical,expert_nodes=2",
+    "dp=2,tp=2,sequence_parallel,experts_over_tp,zero=3,dispatch=overlapped",
+    "cp=2,tp=2,sequence_parallel,tp_overlap,experts_over_cp,experts_over_tp,zero=2",
+    "pp=2,tp=2,sequence_parallel,experts_over_tp,schedule=zb_v,dispatch=halves,microbatches=2",
+    "pp=2,ep=2,schedule=zb_v,zero=2,microbatches=2",
+    "pp=2,ep=2,zero=3,checkpointing=full,dispatch=halves,microbatches=2",
+    f"{PAIRED},zero=1,microbatches=4",
+    # A forward again, with dispatches of its own, inside of the backward of a pair:
+    f"{PAIRED},zero=2,checkpointing=full,microbatches=3",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(5))
+def test_experts_folded_with_all_else(ranks, chunk):
+    """The balance is of each sequence, so neither cuts nor microbatches may change it."""
+    check(ranks, [mixture(text, moe=FOUR) for text in FOLDED[chunk::5]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 3])
+def test_experts_alone(ranks, ep):
+    """Several experts on each rank; balance over the batch of all ranks."""
+    kinds = "gather", "all_to_all", "overlapped", "halves"
+    check(ranks, [mixture(f"ep={ep},dispatch={kind}", moe=SIX, num_layers=3) for kind in kinds])
+
+
+WITH_CAPACITY = [
+    "dp=2,ep=2,dispatch=padded,microbatches=2",
+    "ep=4,zero=3",
+    "dp=4",
+    "ep=2,tp=2,expert_tensor_parallel,dispatch=padded",
+    "pp=2,ep=2,dispatch=halves,microbatches=2",
+    # Weights that are gathered, in a backward that leaves their gradients for later:
+    "dp=2,pp=2,zero=3,schedule=zb_h1,microbatches=4",
+    "pp=2,ep=2,zero=3,schedule=zb_h1,dispatch=padded,checkpointing=full,microbatches=2",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(2))
+def test_a_capacity_drops_what_one_device_drops(ranks, chunk):
+    """Each sequence has room of its own, wherever it is. Mutant: room for all that a rank has."""
+    moe = replace(FOUR, capacity_factor=0.75)
+    check(ranks, [mixture(text, moe=moe) for text in WITH_CAPACITY[chunk::2]])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_every_legal_plan_of_experts_on_four_ranks(ranks):
+    flags = "experts_over_cp", "experts_over_tp", "sequence_parallel", "expert_tensor_parallel"
+    for moe in (FOUR, replace(FOUR, capacity_factor=0.75)):
+        config, plans = Case(Plan(), tied=False, vocab_size=62, moe=moe).config, []
+        for sizes, context, *options in itertools.product(
+            meshes(4),
+            ("ring", "ulysses"),
+            range(4),
+            get_args(expert.Dispatch),
+            *[(False, True)] * len(flags),
+        ):
+            words = dict(zip(("zero", "dispatch", *flags), options, strict=True))
+            words["expert_nodes"] = 2 if words["dispatch"] == "hierarchical" else 1
+            if words["dispatch"] == "paired":
+                words["schedule"] = "dualpipe_v"
+            plan = Plan(**sizes, **words, context=context, microbatches=4 if sizes["pp"] > 1 else 1)
+            if plan.problem(config) is None:
+                plans.append(Case(plan, tied=False, vocab_size=62, moe=moe))
+        assert len(plans) > 100
+        for start in range(0, len(plans), 10):
+            check(ranks, plans[start : start + 10])
+
+
+# ---------------------------------------------------------------------- no race
+STRICT = [
+    case("dp=4,zero=3"),
+    case("tp=4,sequence_parallel,tp_overlap"),
+    case("cp=4,context=ulysses"),
+    case("pp=4,microbatches=4"),
+    case("pp=2,dp=2,zero=1,microbatches=4,schedule=zb_h1"),
+    mixture("dp=2,ep=2,dispatch=overlapped", moe=FOUR),
+]
+
+
+def watched(case: Case) -> Outcome:
+    with strict.watching():
+        return train(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STRICT, ids=str)
+def test_has_no_race(ranks, case):
+    """On the strict link a result that is used early, or a buffer that is touched, raises."""
+    for found in ranks(4, "link").run(watched, case):
+        assert_parity(found, expected_of(case))
+
+
+@pytest.mark.slow
+def test_trap_12_norms_are_summed_over_tp_wherever_their_gradients_lie(ranks):
+    """In pieces of the optimizer, and in shards. Mutant: a sum over what is not there."""
+    check(ranks, [case(f"dp=2,tp=2,sequence_parallel,zero={stage}") for stage in (1, 3)])
 
 
 # ---------------------------------------------------------------------- mutants
@@ -278,7 +314,7 @@ IN_A_HURRY = "test_trap_09_copies_over_tp", "test_trap_12_a_sum_too_early"
 
 def _mutant(case: Case, target, attribute: str, replacement) -> Outcome:
     with mock.patch.object(target, attribute, replacement):
-        return one(case, copies=False)
+        return train(case, copies=False)
 
 
 @pytest.mark.slow
@@ -386,8 +422,8 @@ def test_a_run_goes_on_under_any_other_plan(ranks, tied):
     Mutants: moments of one stage only; a piece that another rank cut; moments of tied embeddings
     under two names; a count of steps that starts anew, which Adam's bias correction shows.
     """
-    cases = [case(text, tied) for text in JOURNEY]
-    travel(ranks, Case(Plan(), tied).task, [(case.plan, case.task) for case in cases])
+    cases = [case(text, tied=tied) for text in JOURNEY]
+    travel(ranks, Case(Plan(), tied=tied).task, [(case.plan, case.task) for case in cases])
 
 
 @pytest.mark.slow
