@@ -1,9 +1,9 @@
 """Local SGD: let every rank train alone for a while, and agree on one model now and then.
 
-Idea.   Data parallelism sends all gradients in every step. Ranks that start from the same model and
-        read alike data drift apart slowly, though: it is enough to agree every H steps, which is H
-        times less to send (1 and 2). Or agree in every step, but a step late: the link has the time
-        of a whole step to bring the gradient (3).
+Idea.   Data parallelism sends all gradients in every step. But ranks that start from one model and
+        read similar data drift apart slowly. So they may train alone for H steps and then agree,
+        which sends H times less (1 and 2). Or they agree in every step, one step late: the link has
+        a whole step to bring the gradient (3).
 Math.   Rank r, n ranks, u_r its optimizer (state included, which is its own and never sent):
         1. local SGD      w_r <- u_r(w_r, g_r) H times; then w_r <- (1/n) sum_s w_s.
            post-local SGD   the same after a number of synchronous steps.
@@ -17,24 +17,21 @@ Shapes. w_r V@dp, as the model has them; D, m, w flat vectors R@dp, in float32 a
 Comms.  Bytes that a rank sends per token, if it has K tokens in a step, n ranks, P = 4 bytes (8 in
         float64) for each parameter that learns:
 
-          synchronous          2 (n-1)/n (P + e N) / K   N parameters of e bytes an element
+          synchronous          2 (n-1)/n (P + N) / K     N parameters: a byte each says who used it
           local SGD            2 (n-1)/n P / (H K)       post-local: at first as synchronous
           DiLoCo               2 (n-1)/n P / (H K)
             delayed            the same, behind d forwards and backwards
             streaming          the same, of which P/F at once: an even flow and no flood
-          delayed gradients    2 (n-1)/n (P + e N) / K   behind a whole forward and backward
+          delayed gradients    2 (n-1)/n (P + 4 N) / K   behind a whole forward and backward
 
 Memory. DiLoCo: w and m, 2 P. While something is under way P more, or P/F.
-Costs you. Another result than one device: less to send is paid for in loss per token, the more the
-        larger H, the more ranks and the less alike their data. Between agreements a rank has a
-        model of its own, and with it a gradient norm (by which it clips) and an optimizer state of
-        its own. A checkpoint is needed from every rank. The training step still adds up two
-        numbers over all ranks (tokens and loss), and waits for the latency of that.
+Costs you. Another result than one device. The loss per token is higher, the more so with a large H,
+        many ranks and different data. Between agreements each rank has its own model, gradient
+        norm and optimizer state, so a checkpoint needs all of them.
 Tokens. A loss that is divided by the tokens of *all* ranks (``average=False``, see train/) has
-        gradients that are parts of a sum. A rank that steps alone multiplies its part by n: the
-        mean over its own tokens where all have equally many. Where not, it steps the further the
-        more it has, and that is right: with H = 1 and SGD the average of the ranks is exactly the
-        synchronous step.
+        gradients that are parts of a sum. A rank that steps alone multiplies its part by n. With
+        H = 1 and SGD the average of the ranks is then exactly the synchronous step, also where
+        ranks have different numbers of tokens.
 Source. 1. Stich 2019 (arXiv 1805.09767); Lin et al. 2020 (1808.07217), post-local. 2. Douillard et
         al. 2023 (2311.08105), algorithm 1; streaming with delay and mix: Douillard et al. 2025
         (2501.18512), algorithm 2. 3. Li et al. 2018, Pipe-SGD (1811.03619), with a width of two.
@@ -46,6 +43,7 @@ Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts af
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +54,7 @@ from torch.optim import Optimizer
 from minipar.comm.calls import Pending
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis, with_own_group
-from minipar.comm.values import look
+from minipar.comm.values import look, to_device
 from minipar.model.moe import routers
 from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.strategy import (
@@ -67,27 +65,16 @@ from minipar.parallel.base.strategy import (
     mark_summed,
     stepped_by,
 )
-from minipar.parallel.vectors import (
-    Gradients,
-    as_pending,
-    check,
-    check_every,
-    flatten,
-    trainable,
-    unflatten,
-)
 
 
 def apply(
     model: nn.Module, axis: Axis, optimizer: Optimizer, *, method: str = "local sgd", **options: Any
-) -> "LocalSGD | DiLoCo | DelayedGradients":
+) -> "LocalSGD | DelayedGradients":
     """Train `model` (any `nn.Module`) along `axis` by one of `METHODS`, in place.
 
-    `optimizer` steps the model's parameters, by any rule; made anew, so that it has no state yet.
-    `options` are those of the class that `METHODS` names, all with defaults.
-
-    Where a loss scale may make ranks leave out a step, leave it out on all of them: with
-    ``Precision("fp16", axes=(axis,))``, an overflow on one rank counts for all.
+    `optimizer` steps the model's parameters, by any rule; it has no state yet. `options` are those
+    of the class that `METHODS` names, all with defaults. A loss scale that makes one rank skip a
+    step must make all ranks skip it: ``Precision("fp16", axes=(axis,))`` does.
 
     Raises `ValueError` for an unknown method and for options that do not fit.
     """
@@ -96,13 +83,68 @@ def apply(
     return METHODS[method](model, axis, optimizer, **options)
 
 
-# ---------------------------------------------------------------------- 1. averaging parameters
-class _Local(Strategy):
-    """Every rank steps along its own gradient. `_synchronise` is called after each such step.
+# ---------------------------------------------------------------------- tensors as one vector
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy `tensors` into one vector, in float32 at least: [...], ... -> [N]."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
-    `every`: steps from one agreement to the next. `average`: whether losses are means over the
-    tokens of a rank; if not, of all ranks, see "Tokens" above. Raises `ValueError` for numbers that
-    are too small, or an optimizer of another model.
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of `flat` in the shapes of `like`: [N] -> [...], ..."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+@dataclass
+class Gradients:
+    """The gradients of one step, while they are averaged (or summed) over all ranks."""
+
+    parameters: list[nn.Parameter]
+    used: list[bool]  # by this rank
+    pending: Pending  # the gradients one after the other, then the number of users of each
+
+    @staticmethod
+    def send(parameters: list[nn.Parameter], axis: Axis, op: Op) -> "Gradients":
+        """Start the all-reduce of one vector."""
+        used = [p.grad is not None for p in parameters]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        users = to_device(torch.tensor(used, dtype=torch.float32), own[0].device)
+        flat = flatten([*own, users])
+        pending = all_reduce(flat, axis, op, out=flat, async_op=True)  # P@dp -> R@dp
+        return Gradients(parameters, used, pending)
+
+    def receive(self) -> None:
+        """Put the gradients of all ranks in place; None where no rank used a parameter."""
+        gradients, users = self.pending.wait().tensor_split([-len(self.used)])
+        pieces = unflatten(gradients, self.parameters)
+        for p, piece, used, count in zip(self.parameters, pieces, self.used, users, strict=True):
+            # The value is read only where this rank had no gradient of its own.
+            exists = used or bool(look(count, on_meta=0))
+            # Strides as the parameter's: fused optimizers do not look at strides.
+            p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(piece) if exists else None
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that learn; raise `ValueError` if there are none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    check(bool(parameters), "the model has no trainable parameter: there is nothing to agree on")
+    return parameters
+
+
+def check(is_good: bool, message: str) -> None:
+    if not is_good:
+        raise ValueError(message)
+
+
+# ---------------------------------------------------------------------- 1. averaging parameters
+class LocalSGD(Strategy):
+    """Average the parameters of all ranks after every `every` steps.
+
+    Post-local SGD: the first `synchronous_steps` share all gradients, while the model changes fast.
+
+    `average`: losses are means over the tokens of a rank; if not, of all ranks, see "Tokens".
+    Raises `ValueError` for numbers that are too small, and for an optimizer of another model.
     """
 
     def __init__(
@@ -112,12 +154,14 @@ class _Local(Strategy):
         optimizer: Optimizer,
         every: int = 16,
         *,
+        synchronous_steps: int = 0,
         average: bool = True,
     ) -> None:
+        check(every >= 1, f"every={every} must be 1 or more steps; 8 to 500 is usual")
+        check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
         super().__init__(model, axis)
-        self.every, self.average, self.steps = every, average, 0
-        self.parameters = trainable(model)
-        check_every(every)
+        self.every, self.synchronous_steps, self.average = every, synchronous_steps, average
+        self.steps, self.parameters = 0, trainable(model)
         check(
             set(self.parameters) <= set(stepped_by(optimizer)),
             "the optimizer does not hold all trainable parameters of the model; make it of "
@@ -136,88 +180,37 @@ class _Local(Strategy):
         claim(model, "local_sgd", axis)
         replicate(model, axis)
         self.watch(self.parameters)
-        if not average:
+        if not average or synchronous_steps:
             self.hook_gradients(self.parameters)
         optimizer.register_step_post_hook(self._after_step)
 
     def finish_backward(self) -> None:
-        """Make the gradients those of this rank's own tokens; nothing is sent."""
+        """Make gradients those of the batch at first; later, those of this rank's own tokens."""
         super().finish_backward()
-        if not self.average:
+        for p in () if self.average else self.parameters:
+            check_not_summed(p, self.axis)
+        if self.steps < self.synchronous_steps:
+            op = "avg" if self.average else "sum"
+            Gradients.send(self.parameters, self.axis, op).receive()
+        elif not self.average:
             for p in self.parameters:
-                check_not_summed(p, self.axis)
                 if p.grad is not None:
                     p.grad *= self.axis.size
-            mark_summed(self.parameters, self.axis)
+        mark_summed(() if self.average else self.parameters, self.axis)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         self.steps += 1
-        self._synchronise()
+        self.synchronise()
 
-    def _synchronise(self) -> None:
-        raise NotImplementedError
-
-    def _agreed(self) -> dict[nn.Parameter, Tensor]:
-        """What the ranks agree on in place of each of `parameters`."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model that the ranks agree on, the one to evaluate; buffers are this rank's.
-
-        Local SGD: the average of all ranks at this moment, the point that its theory speaks of; a
-        collective. DiLoCo: the outer parameters, as of the last outer step: they are what is
-        trained, and a rank's own model a probe sent out from there. To resume use `state_dict`.
-        """
-        state, agreed = self.model.state_dict(keep_vars=True), self._agreed()
-        return copied(state, lambda t: agreed.get(t, t).detach().to(t.dtype, copy=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that this rank needs to go on exactly, its own model included.
-
-        Every rank saves its own, and that of its optimizer with it.
-        """
-        return {"steps": self.steps, "model": super().full_state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
-        self.steps = state["steps"]
-        self.model.load_state_dict(state["model"])
-
-
-class LocalSGD(_Local):
-    """Average the parameters of all ranks after every `every` steps.
-
-    Post-local SGD: the first `synchronous_steps` share all gradients, as long as the model changes
-    fast. Arguments besides, and errors, as of `_Local`.
-    """
-
-    def __init__(self, *common: Any, synchronous_steps: int = 0, **options: Any) -> None:
-        check(synchronous_steps >= 0, f"synchronous_steps={synchronous_steps} must be 0 or more")
-        super().__init__(*common, **options)
-        self.synchronous_steps = synchronous_steps
-        if synchronous_steps and self.average:
-            self.hook_gradients(self.parameters)
-
-    def finish_backward(self) -> None:
-        """At first, gradients of the whole batch; later, this rank's own."""
-        if self.steps < self.synchronous_steps:
-            Strategy.finish_backward(self)
-            op = "avg" if self.average else "sum"
-            for p in self.parameters:
-                check_not_summed(p, self.axis)
-            Gradients.send(self.parameters, self.axis, op).receive()
-            mark_summed(() if self.average else self.parameters, self.axis)
-        else:
-            super().finish_backward()
-
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
+        """Agree on one model where it is time; called after each step of the optimizer."""
         alone = self.steps - self.synchronous_steps
         if alone > 0 and alone % self.every == 0:
             self.finish()
 
-    def _agreed(self) -> dict[nn.Parameter, Tensor]:
+    def agreed(self) -> dict[nn.Parameter, Tensor]:
+        """Return the agreed value of each parameter: the average at this moment; a collective."""
         flat = flatten(self.parameters)  # V@dp -> R@dp
         average = all_reduce(flat, self.axis, "avg", out=flat)
         return dict(zip(self.parameters, unflatten(average, self.parameters), strict=True))
@@ -225,13 +218,35 @@ class LocalSGD(_Local):
     @torch.no_grad()
     def finish(self) -> None:
         """Bring all ranks to one model, their average; a collective."""
-        for p, average in self._agreed().items():
+        for p, average in self.agreed().items():
             p.copy_(average)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the agreed model, the one to evaluate; buffers are this rank's.
+
+        Under local SGD the average of all ranks at this moment; a collective. Under DiLoCo the
+        outer parameters, as of the last outer step. To resume, use `state_dict`.
+        """
+        state, agreed = self.model.state_dict(keep_vars=True), self.agreed()
+        return copied(state, lambda t: agreed.get(t, t).detach().to(t.dtype, copy=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that this rank needs to resume exactly, its own model included.
+
+        Every rank saves its own, and the state of its optimizer with it.
+        """
+        return {"steps": self.steps, "model": super().full_state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from what `state_dict` returned on this rank."""
+        self.steps = state["steps"]
+        self.model.load_state_dict(state["model"])
 
 
 # ---------------------------------------------------------------------- 2. an outer optimizer
 class Fragment:
-    """Parameters that are synchronised together, and the outer optimizer's view of them."""
+    """Parameters that are synchronised together, with the state of their outer optimizer."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -240,43 +255,32 @@ class Fragment:
         self.pending: Pending | None = None
 
     def send(self, axis: Axis) -> None:
-        """Start to average the outer gradient, the way that the ranks went from the agreement."""
+        """Start to average the outer gradient: the way of each rank since the agreement."""
         gradient = self.outer - flatten(self.parameters)  # V@dp -> R@dp
         self.pending = all_reduce(gradient, axis, "avg", out=gradient, async_op=True)
 
     def receive(self, lr: float, momentum: float, mix: float = 0.0) -> None:
-        """Wait for it, take the outer step and move this rank's parameters there."""
+        """Wait for the outer gradient, take the outer step, and move this rank's parameters."""
         gradient, self.pending = self.pending.wait(), None
         self.momentum.mul_(momentum).add_(gradient)
         self.outer.sub_(gradient + momentum * self.momentum, alpha=lr)
         self.adopt(mix)
 
     def adopt(self, mix: float = 0.0) -> None:
-        """Set this rank's parameters to the outer ones, but for a share `mix` of what they were."""
+        """Set this rank's parameters to the outer ones, but for a share `mix` of their own."""
         for p, outer in self.pairs():
             p.lerp_(outer.to(p.dtype), 1 - mix)
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter, and its place in `outer`."""
+        """Yield each parameter and its part of `outer`."""
         return zip(self.parameters, unflatten(self.outer, self.parameters), strict=True)
 
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Return copies; what is under way is waited for, and saved as having arrived."""
-        arrived = None if self.pending is None else self.pending.wait().clone()
-        return {"outer": self.outer.clone(), "momentum": self.momentum.clone(), "arrived": arrived}
 
-    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Go on from there."""
-        self.outer.copy_(state["outer"])
-        self.momentum.copy_(state["momentum"])
-        self.pending = as_pending(state["arrived"])
+class DiLoCo(LocalSGD):
+    """After `every` inner steps, one step of an outer optimizer along the way of all ranks.
 
-
-class DiLoCo(_Local):
-    """After `every` inner steps, one step of an outer optimizer along the way that all ranks went.
-
-    The optimizer handed in is the inner one, usually AdamW. `lr` and `momentum` are the outer ones;
-    lr=1 and momentum=0 are local SGD. Arguments besides, and errors, as of `_Local`.
+    `optimizer` is the inner one, usually AdamW. `lr` and `momentum` are the outer ones; lr=1 and
+    momentum=0 are local SGD. Other arguments and errors as of `LocalSGD`.
     """
 
     def __init__(
@@ -288,21 +292,21 @@ class DiLoCo(_Local):
         self.lr, self.momentum = lr, momentum
         self.fragments = [Fragment(self.parameters)]
 
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
         if self.steps % self.every == 0:
             for fragment in self.fragments:
                 fragment.send(self.axis)
                 fragment.receive(self.lr, self.momentum)
 
-    def _agreed(self) -> dict[nn.Parameter, Tensor]:
+    def agreed(self) -> dict[nn.Parameter, Tensor]:
+        """Return the outer parameters."""
         return {p: outer for fragment in self.fragments for p, outer in fragment.pairs()}
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Bring all ranks to one model, theirs and the outer one; a collective.
+        """Bring all ranks, and the outer model, to the average of the ranks; a collective.
 
-        What was learnt since the last agreement is averaged without momentum, which is made for
-        whole rounds.
+        The last steps are averaged without momentum, which is made for whole rounds.
         """
         for fragment in self.fragments:
             flat = flatten(fragment.parameters)
@@ -310,37 +314,47 @@ class DiLoCo(_Local):
             fragment.adopt()
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Begin anew from this model: as the outer one, and that of every rank."""
+        """Start from this model: as the outer one, and as that of every rank."""
         super().load_full_state_dict(state)
         for fragment in self.fragments:
             if fragment.pending is not None:
-                fragment.pending.wait()  # in vain, but its buffer is in use until then
+                fragment.pending.wait()  # its buffer is in use until then
         self.fragments = [Fragment(fragment.parameters) for fragment in self.fragments]
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every local strategy, and the outer optimizer."""
-        return super().state_dict() | {"outer": [f.state_dict() for f in self.fragments]}
+        """As `LocalSGD.state_dict`, and the outer optimizer; waits for messages under way."""
+        outer = [
+            {
+                "outer": fragment.outer.clone(),
+                "momentum": fragment.momentum.clone(),
+                "arrived": fragment.pending and fragment.pending.wait().clone(),
+            }
+            for fragment in self.fragments
+        ]
+        return super().state_dict() | {"outer": outer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
+        """Resume from what `state_dict` returned on this rank."""
         super().load_state_dict(state)
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
-            fragment.load_state_dict(saved)
+            fragment.outer.copy_(saved["outer"])
+            fragment.momentum.copy_(saved["momentum"])
+            arrived = saved["arrived"]
+            fragment.pending = None if arrived is None else Pending(None, arrived.clone())
 
 
 class StreamingDiLoCo(DiLoCo):
-    """DiLoCo that never stops to talk: the outer gradient arrives `delay` steps after it was sent.
+    """DiLoCo that talks while it trains: the outer gradient arrives `delay` steps after sending.
 
-    The ranks learn something in these steps that the outer model does not know of. A rank that
-    moved there all the way would forget it, one that stayed would never agree with the others: it
-    keeps a share `mix`.
+    Meanwhile the ranks learn something that the outer model does not know. A rank that moved to
+    the outer model would forget it; a rank that stayed would never agree. So it keeps a share `mix`
+    of its own.
 
-    With ``fragments`` above 1 each fragment of the model has its turn `every` steps after its last,
-    at even distances between: the link carries little at a time, but most of the time. A fragment
-    is a number of whole parameters, so the largest of these is the least that is sent at once.
+    With ``fragments`` above 1 the fragments of the model take turns, at even distances. The link
+    then carries little at a time, but most of the time. A fragment is a number of whole parameters.
 
     Raises `ValueError` as `DiLoCo`; for more fragments than steps or parameters; for a delay longer
-    than `every`; for a mix that is no share.
+    than `every`; for a mix outside of [0, 1).
     """
 
     def __init__(
@@ -355,16 +369,16 @@ class StreamingDiLoCo(DiLoCo):
         mix: float = 0.5,
         **options: Any,
     ) -> None:
-        check_every(every)
         count = len(trainable(model))
         most = min(every, count)
         check(
-            1 <= fragments <= most,
+            every < 1 or 1 <= fragments <= most,  # DiLoCo says what `every` must be
             f"fragments={fragments} does not fit every={every} steps and {count} parameters; "
             f"use 1 to {most}",
         )
         check(
-            0 <= delay <= every, f"delay={delay} does not fit every={every}; use 0 to {every} steps"
+            every < 1 or 0 <= delay <= every,
+            f"delay={delay} does not fit every={every}; use 0 to {every} steps",
         )
         check(0 <= mix < 1, f"mix={mix} is not in [0, 1); 0.5 is usual")
         super().__init__(model, axis, optimizer, every, **options)
@@ -372,7 +386,7 @@ class StreamingDiLoCo(DiLoCo):
         self.delay, self.mix = delay, mix if delay else 0.0
         self.fragments = [Fragment(p) for p in divide(self.parameters, fragments)]
 
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
         for i, fragment in enumerate(self.fragments, start=1):
             since = self.steps - i * self.every // len(self.fragments)  # its first turn
             if fragment.pending and (since - self.delay) % self.every == 0:
@@ -382,17 +396,17 @@ class StreamingDiLoCo(DiLoCo):
                 if self.delay == 0:
                     fragment.receive(self.lr, self.momentum)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Take the outer steps that are under way; then as `DiLoCo`."""
-        with torch.no_grad():
-            for fragment in self.fragments:
-                if fragment.pending:
-                    fragment.receive(self.lr, self.momentum, self.mix)
+        for fragment in self.fragments:
+            if fragment.pending:
+                fragment.receive(self.lr, self.momentum, self.mix)
         super().finish()
 
 
 def divide(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Cut into `count` lists about equally long in numbers: the largest first, to the shortest."""
+    """Split into `count` lists of about equal size: the largest first, to the shortest list."""
     lists: list[list[nn.Parameter]] = [[] for _ in range(count)]
     for p in sorted(parameters, key=lambda p: -p.numel()):  # stable: the same on all ranks
         min(lists, key=lambda some: sum(q.numel() for q in some)).append(p)
@@ -403,12 +417,10 @@ def divide(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Param
 class DelayedGradients(Strategy):
     """Data parallelism in which step t uses the gradient of step t-1.
 
-    Its all-reduce has a whole forward and backward to hide behind, where overlapped data
-    parallelism has what is left of one backward. All ranks have the same model at all times. The
-    first step finds no gradient and changes nothing. Wants a lower learning rate, as the gradient
-    is that of a point just left. A late gradient carries the loss scale of its own step: use this
-    with bf16, which needs none, rather than fp16. Raises `ValueError` for a model that has nothing
-    to train.
+    The all-reduce has a whole forward and backward to hide behind. All ranks have the same model at
+    all times. The first step finds no gradient and changes nothing. Use a lower learning rate, and
+    bf16 rather than fp16: a late gradient carries the loss scale of its own step. Raises
+    `ValueError` for a model that has nothing to train.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, *, average: bool = True) -> None:
@@ -445,7 +457,7 @@ class DelayedGradients(Strategy):
         mark_summed(self.parameters if self.op == "sum" else (), self.axis)
 
     def late_norm(self) -> float:
-        """The norm of the gradient under way, which is waited for: the same on all ranks."""
+        """Return the norm of the gradient under way, which is waited for; equal on all ranks."""
         if (late := self.under_way) is None:
             return 0.0
         gradients, _ = late.pending.wait().tensor_split([-len(late.used)])
@@ -458,15 +470,15 @@ class DelayedGradients(Strategy):
         return {"model": self.full_state_dict(), "late": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
+        """Resume from what `state_dict` returned on this rank."""
         self.model.load_state_dict(state["model"])
         self.under_way = None
         if state["late"] is not None:
             used, arrived = state["late"]
-            self.under_way = Gradients(self.parameters, used, as_pending(arrived))
+            self.under_way = Gradients(self.parameters, used, Pending(None, arrived.clone()))
 
 
-METHODS: dict[str, Callable[..., LocalSGD | DiLoCo | DelayedGradients]] = {
+METHODS: dict[str, Callable[..., LocalSGD | DelayedGradients]] = {
     "local sgd": LocalSGD,
     "post-local sgd": partial(LocalSGD, synchronous_steps=32),
     "diloco": DiLoCo,

@@ -115,7 +115,9 @@ def test_each_method_sends_less_than_data_parallelism_or_as_much(ranks):
     """The table of the docstring beside what ddp.py sends."""
     sent = {method: sum(ranks(2).run(_sent, method)[0][0]) for method in BYTES}
     synchronous = ranks(2).run(_synchronous)[0]
-    assert sent["delayed gradients"] == pytest.approx(synchronous, rel=4e-3)
+    # A number of four bytes says who used a parameter, and under ddp one byte.
+    more = 3 * sizes_of(models.llama(0))[1] * 8
+    assert sent["delayed gradients"] == pytest.approx(synchronous + more, rel=1e-3)
     for method in ("local sgd", "diloco", "diloco delayed", "diloco streaming"):
         assert sent[method] < synchronous / 4
 

@@ -332,7 +332,7 @@ ELSEWHERE = {
     "parallel/expert.py hierarchical": "a table on the host",
     "parallel/base/random.py fork_rng": "a number of the host's generator",
     "parallel/ulysses.py check_heads": "a list",
-    "parallel/vectors.py trainable": "a list",
+    "parallel/local_sgd.py trainable": "a list",
     "train/balance.py rank_loads": "lengths of documents, on the host",
     "train/data.py Batches._rows": "indices of samples, on the host",
     "train/data.py Sequences.fingerprint": "tokens of the text, on the host",
