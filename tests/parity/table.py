@@ -312,7 +312,8 @@ def data_rows() -> Iterator[Row]:
         yield Row(f"compression {codec}, {name}", ANY[name], {"dp": 3}, attach)
     for codec in LOSSLESS:
         attach = partial(attach_compressed, codec=codec)
-        yield Row(f"compression {codec}", ANY["llama"], {"dp": 4}, attach, mute="gradient",
+        mute = "gradient" if codec == "verbatim" else ""  # others fail at once
+        yield Row(f"compression {codec}", ANY["llama"], {"dp": 4}, attach, mute=mute,
                   strict=codec == "verbatim")  # fmt: skip
     attach = partial(attach_compressed, codec="verbatim", version="bucketed")
     yield Row("compression, bucketed", ANY["llama"], {"dp": 3}, attach)
