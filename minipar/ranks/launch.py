@@ -276,7 +276,7 @@ class Ranks:
         self.remade += 1
         self._supervise([("join", self.remade)] * self.size, limit=time.monotonic() + 60)
 
-    def _recover(self, call: "Call") -> None:
+    def _mend(self, call: "Call") -> None:
         """Make the ranks usable again after `call`, if it has left them otherwise."""
         try:
             if not call.dead and call.has_broken_group:
@@ -315,7 +315,7 @@ class Ranks:
             if self.closed:
                 raise RuntimeError("these ranks were ended during the call")
             if limit is None:
-                self._recover(call)
+                self._mend(call)
         if isinstance(call.interrupted, TimeoutError):
             for rank, report in sorted(call.stacks.items()):
                 call.interrupted.add_note(f"rank {rank} was stopped here:\n{report}")

@@ -45,7 +45,8 @@ def test_restarts_are_counted(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_behind_the_emulated_link_leave_gpus_alone(tmp_path, monkeypatch):
+def test_ranks_behind_the_emulated_link_leave_gpus_alone(ranks, tmp_path, monkeypatch):
+    ranks(1)  # so that the fork server runs, and only the ranks of this test import the spy
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
