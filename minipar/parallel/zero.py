@@ -243,9 +243,9 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
         check_elementwise(optimizer_class)
         groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
-        self.axis, self.names = axis, {}
         for group in groups:
-            self.names |= dict(zip(group["params"], group.pop("param_names", ()), strict=False))
+            group.pop("param_names", None)  # the names in the model count
+        self.axis, self.names = axis, {}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
         if not any(trainable):
@@ -256,7 +256,6 @@ class ShardedOptimizer(Optimizer):
             Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.is_attached = False  # to a strategy, which brings the gradients
         self.has_stepped = False  # with the gradients that are here
         cut = [
             {**group, "params": [p.piece for p in own]}
@@ -283,7 +282,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, those of the first layer first."""
-        if not self.is_attached:
+        if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for bucket in self.buckets:
@@ -345,7 +344,6 @@ class Naive(Strategy):
         self.buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.parameters))
         self.next = 0  # index of the bucket that is sent next
         self.in_flight: deque[Bucket] = deque()
-        optimizer.is_attached = True
         optimizer.names = {p: name for name, p in model.named_parameters()}
         let_modules_wait(model, optimizer)
         self.hook_gradients(self.bucket_of)
