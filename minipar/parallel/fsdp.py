@@ -679,8 +679,9 @@ class Options:
         if self.init is not None and not any(p.is_meta for p in model.parameters()):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
         for name, p in model.named_parameters():
-            hooks = p._backward_hooks or p._post_accumulate_grad_hooks
-            if hooks and not hasattr(p, "claimed_by"):  # else they are those of another strategy
+            own, added = p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
+            hooks = [*own.values(), *added.values()]  # minipar's own look at gradients alone
+            if not all((hook.__module__ or "").startswith("minipar.") for hook in hooks):
                 raise ValueError(
                     f"{name} has a hook on its gradient, which fsdp would not call: the gradient "
                     f"comes in shards; change gradients after finish_backward()"
