@@ -344,7 +344,7 @@ def nodes_touched(num_experts: int, top_k: int, nodes: int) -> float:
 
 # ---------------------------------------------------------------------- 5. while others compute
 def overlapped(moe: MoE, axis: Axis, x: Tensor, routing: Routing, parts: int = 1) -> Tensor:
-    """Do as `exchanged`, and compute what does not wait for rows while they travel.
+    """Exchange rows as `exchanged` does, and compute other things while they travel.
 
     With one part, the shared experts compute meanwhile. With two `parts` of the tokens, experts
     compute one part while the other travels. Backward runs all of it in reverse, with the same

@@ -217,13 +217,13 @@ class TensorParallel(Strategy):
         return self.border.leave(summand[None])[0]
 
     def _cut_valid(self, _: nn.Module, args: tuple) -> tuple:
-        """Keep which of this rank's tokens count: valid [B, T] -> [B, T/n]."""
+        """Cut the mask of tokens that count as the tokens are cut: [B, T] -> [B, T/n]."""
         x, *valid = args
         return x, *(v.chunk(self.axis.size, 1)[self.axis.rank] for v in valid)
 
     # ------------------------------------------------------------------ gradients
     def _find_partial_gradients(self) -> None:
-        """List the parameters of which each rank computes a part of the gradient."""
+        """List the parameters with partial gradients: each rank computes a part of the sum."""
         names, n = [name for name, _ in self.model.named_parameters()], self.axis.size
         self.spread = {  # experts that ranks of this axis share: they have seen all tokens
             name for name, p in self.model.named_parameters() if is_spread_over(p, self.axis)
@@ -241,7 +241,7 @@ class TensorParallel(Strategy):
         self.hook_gradients(partial_sums)
 
     def finish_backward(self) -> None:
-        """Sum the gradients that are P: of whole parameters, and of heads with several copies."""
+        """Sum partial gradients: of whole parameters, and of heads that several ranks have."""
         super().finish_backward()
         self._sum(self.summed, 1)
         self._sum(self.copied, self.model.config.num_kv_heads)
@@ -289,7 +289,7 @@ class TensorParallel(Strategy):
 
     # ------------------------------------------------------------------ whole again
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return the ranks that have the same of a parameter as this one."""
+        """Return the ranks with the same piece of a parameter as this rank."""
         if name in self.spread:
             return (self.axis.rank,)
         if name not in self.pieces:
