@@ -30,12 +30,15 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from minipar.comm import collectives
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link, link_group
 from minipar.ranks import backends, launch, worker
 from minipar.ranks.worker import Stopped
 
-PLUMBING = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, launch))
+PLUMBING = tuple(
+    os.path.dirname(module.__file__) + os.sep for module in (dist, launch, link, collectives)
+)
 """Folders whose frames at the end of a traceback tell a learner nothing: the line above does."""
 PASSING = (
     os.path.join(os.path.dirname(torch.__file__), "nn", "modules", ""),

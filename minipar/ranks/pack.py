@@ -80,8 +80,7 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
-        name = getattr(fn, "__name__", type(fn).__name__)
         raise CannotTravel(
-            f"`{name}`, something that it mentions, or an argument cannot be sent to the ranks: "
+            "the function, something that it mentions, or an argument cannot be sent to the ranks: "
             f"{error}"
         ) from None

@@ -321,6 +321,7 @@ def rank_main(setup: Setup, work: Connection, control: Connection, *streams: Con
     try:
         gc.freeze()  # no collection shall go through all that was imported, and copy each page
         os.setpgid(0, 0)  # with all that it will start, so that they end together
+        multiprocessing.set_start_method(None, force=True)  # DataLoader's: not the fork server's
         for number in (signal.SIGTERM, signal.SIGUSR1):  # which the fork server ignores
             signal.signal(number, signal.SIG_DFL)
         for fd, stream in enumerate(streams, start=1):

@@ -201,7 +201,7 @@ def test_slips_are_answered_in_a_line(nb):
     for name, why in (("ranks", "did you mean `rank`?"), ("quit", "pickle")):
         nb.run(f"def slip():\n    return {name}")
         shown = nb.run("ranks.run(slip)").error
-        assert shown.startswith("`slip`, something that it mentions, or an argument cannot be sent")
+        assert shown.startswith("the function, something that it mentions, or an argument cannot")
         assert why in shown and len(shown.splitlines()) == 1
 
 

@@ -50,8 +50,8 @@ def test_ranks_behind_the_emulated_link_leave_gpus_alone(ranks, tmp_path, monkey
     spy = "import torch\ndef no(*_): raise SystemExit('touched')\ntorch.cuda.is_available = no"
     (tmp_path / "no_gpu_please.py").write_text(spy, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with Ranks(2, backend="link", preload=("no_gpu_please",)) as ranks:
-        assert ranks.run(lambda: 1) == [1, 1]
+    with Ranks(2, backend="link", preload=("no_gpu_please",)) as pair:
+        assert pair.run(lambda: 1) == [1, 1]
 
 
 def test_nccl_needs_a_gpu_per_rank(four_gpus):

@@ -5,6 +5,7 @@ collective that the failing rank never joins.
 """
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -119,6 +120,8 @@ def test_dataloader_workers_inside_a_rank(pool):
             total()
         return batches
 
+    usual = multiprocessing.get_start_method()  # not the fork server, which imports torch anew
+    assert pool.run(multiprocessing.get_start_method) == [usual] * 4
     assert pool.run(load, False) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 4
     with within(RECOVERY), pytest.raises(RankError, match="SIGKILL"):
         pool.run(load, True)

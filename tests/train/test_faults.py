@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from minipar.ranks import processes
 from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
@@ -302,6 +303,7 @@ def survive(faults: Sequence[Fault], text: Path, folder: Path, **changes) -> Run
         fault.after + (20 if fault.kind == "launcher killed" else 2) for fault in faults
     )
     config = replace(CONFIG, data=str(text), steps=steps, **changes)
+    processes.warm_up()  # the fork server outlives the pool
     mine = set(psutil.Process().children(recursive=True))
     preload = ("minipar.train.trainer", "tests.train.test_faults")
     with Ranks(2, timeout=TIMEOUT, grace=0.3, preload=preload) as pool:
@@ -403,10 +405,9 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None
 def a_rank_of(process: subprocess.Popen) -> psutil.Process:
     """One of the processes that train, once there are six lines of metrics."""
     children = psutil.Process(process.pid).children(recursive=True)
-    parents = {child.ppid() for child in children}
-    leaves = [child for child in children if child.pid not in parents]
-    assert len(leaves) == 2
-    return leaves[1]
+    ranks = [child for child in children if child.ppid() != process.pid]  # but the fork server's
+    assert len(ranks) == 2
+    return ranks[1]
 
 
 def says_who_was_stopped(text: str, pid: int) -> bool:
