@@ -244,9 +244,9 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"bucket_mb={bucket_mb} must be above 0; 1 to 25 is usual")
         check_elementwise(optimizer_class)
         groups = Optimizer(params, {}).param_groups  # torch knows all that `params` may be
-        self.axis, self.names = axis, {}
         for group in groups:
-            self.names |= dict(zip(group["params"], group.pop("param_names", ()), strict=False))
+            group.pop("param_names", None)  # the names in the model count
+        self.axis, self.names = axis, {}
         self.wholes = [group["params"] for group in groups]  # as the user gave them
         trainable = [[p for p in own if p.requires_grad and p.numel()] for own in self.wholes]
         if not any(trainable):
@@ -257,7 +257,6 @@ class ShardedOptimizer(Optimizer):
             Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.is_attached = False  # to a strategy, which brings the gradients
         self.has_stepped = False  # with the gradients that are here
         cut = [
             {**group, "params": [p.piece for p in own]}
@@ -284,7 +283,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's slices, and start to hand them out, those of the first layer first."""
-        if not self.is_attached:
+        if not self.names:
             raise RuntimeError("no gradients come here before zero.apply(..., optimizer=...)")
         self.synchronize()
         for bucket in self.buckets:
@@ -346,7 +345,6 @@ class Naive(Strategy):
         self.buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.parameters))
         self.next = 0  # index of the bucket that is sent next
         self.in_flight: deque[Bucket] = deque()
-        optimizer.is_attached = True
         optimizer.names = {p: name for name, p in model.named_parameters()}
         let_modules_wait(model, optimizer)
         self.hook_gradients(self.bucket_of)
@@ -495,18 +493,20 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
     `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever
     called waits for it. The first forward, when all weights are there, shows which are called.
     """
-    bucket_of, called = optimizer.bucket_of, set()
-    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of a module
+    named = model.named_parameters(remove_duplicate=False)
+    weights = [(name, optimizer.bucket_of[p]) for name, p in named if p in optimizer.bucket_of]
+    called: set[str] = set()  # paths of modules
+    needs: dict[str, set[Bucket]] = defaultdict(set)  # by the path of the module that waits
 
     def wait(path: str) -> None:
         if path not in called:
             called.add(path)
             needs.clear()
-            for name, p in model.named_parameters(remove_duplicate=False):
+            for name, bucket in weights:
                 around = name.rpartition(".")[0]
                 while around and around not in called:
                     around = around.rpartition(".")[0]
-                needs[around] |= {bucket_of[p]} if p in bucket_of else set()
+                needs[around].add(bucket)
         for bucket in needs[""] | needs[path]:
             bucket.arrive()
 

@@ -83,9 +83,9 @@ def train_step(
     """Run forward, backward, clipping and the optimizer on this rank's share of one batch.
 
     Ranks may have different numbers of microbatches; one without any takes part all the same. But
-    where forward talks (fsdp, experts over ep, a balance of the "batch"), the ranks of that axis
-    need as many: one with fewer would be waited for until the timeout. The `run` of a strategy,
-    such as a pipeline, takes the place of `forward_backward`.
+    where ranks talk in each microbatch (ZeRO 2, fsdp, experts over ep, a balance of the "batch"),
+    the ranks of that axis need as many: the others would wait for one with fewer until the timeout.
+    The `run` of a strategy, such as a pipeline, takes the place of `forward_backward`.
 
     The loss is the sum over targets divided by their number *in the whole batch*, over all
     microbatches and all ranks of `data_axis`: a mean of the ranks' means would weigh the tokens of
