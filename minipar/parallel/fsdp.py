@@ -88,11 +88,11 @@ def apply(
     weights come out of `full_state_dict`, and go in by `load_full_state_dict`.
 
     Args:
-        blocks: modules that are gathered one by one, or their classes. By default the
-            members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top
-            down; and each `nn.Embedding` and `nn.Linear` beside them that is as large. A block
-            returns a tensor, or tensors and None in tuples and lists. Weights outside of blocks
-            are gathered for the whole forward and backward.
+        blocks: modules that are gathered one by one, or their classes. By default the members of
+            every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top down; and each
+            `nn.Embedding` and `nn.Linear` beside them that is as large. A block returns a tensor,
+            or tensors and None in tuples and lists. Weights outside of blocks are gathered for the
+            whole forward and backward.
         forward_methods: methods of `model` that run blocks, beside `forward`: ("encode",).
         options: fields of `Options`.
 
