@@ -138,7 +138,7 @@ def _spoilt(plan: Plan, task: Task, spoil: str) -> Outcome:
         if spoil == "dense group":
             wrong = mock.patch.object(ddp, "copies_axis", lambda p, axis: axis)
         else:
-            wrong = mock.patch.object(Router, "_attach_losses", lambda self, w, *_: w.detach())
+            wrong = mock.patch.object(Router, "_attach_loss", lambda self, w, *_: w.detach())
         stack.enter_context(wrong)
         return train(plan, task)
 
