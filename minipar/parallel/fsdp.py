@@ -102,6 +102,7 @@ def apply(
     how = Options(axis, **options)
     how.check(model)
     assigned = assign(model, find_blocks(model, blocks))
+    check_hooks(model)
     claim(model, "fsdp", axis)
     before, units = list(model.parameters()), make_units(model, assigned, how)
     replicate_buffers(model, how)
@@ -678,14 +679,19 @@ class Options:
             raise ValueError(f"{type(model).__name__} has no parameter: there is nothing to shard")
         if self.init is not None and not any(p.is_meta for p in model.parameters()):
             raise ValueError("init= is for models on the 'meta' device; this one has its weights")
-        for name, p in model.named_parameters():
-            own, added = p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
-            hooks = [*own.values(), *added.values()]  # minipar's own look at gradients alone
-            if not all((hook.__module__ or "").startswith("minipar.") for hook in hooks):
-                raise ValueError(
-                    f"{name} has a hook on its gradient, which fsdp would not call: the gradient "
-                    f"comes in shards; change gradients after finish_backward()"
-                )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise `ValueError` for a hook on a gradient: the gradients of weights come in shards."""
+    for name, p in model.named_parameters():
+        own, added = p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
+        hooks = [*own.values(), *added.values()]  # minipar's own only read gradients
+        is_claimed = hasattr(p, "claimed_by")  # which `claim` refuses
+        if not is_claimed and not all(h.__module__.startswith("minipar.") for h in hooks):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which fsdp would not call: the gradient "
+                f"comes in shards; change gradients after finish_backward()"
+            )
 
 
 @torch.no_grad()

@@ -118,17 +118,17 @@ class TensorParallel(Strategy):
             if layer is None:
                 continue  # another stage of a pipeline has it
             name = f"model.layers.{i}"
-            self.columns(f"{name}.self_attn.q_proj", queries)  # [H K, D] -> [H K/n, D]
-            self.columns(f"{name}.self_attn.k_proj", keys)
-            self.columns(f"{name}.self_attn.v_proj", keys)
-            self.rows(f"{name}.self_attn.o_proj", queries)  # [D, H K] -> [D, H K/n]
+            self.by_columns(f"{name}.self_attn.q_proj", queries)  # [H K, D] -> [H K/n, D]
+            self.by_columns(f"{name}.self_attn.k_proj", keys)
+            self.by_columns(f"{name}.self_attn.v_proj", keys)
+            self.by_rows(f"{name}.self_attn.o_proj", queries)  # [D, H K] -> [D, H K/n]
             self.between_borders(layer.self_attn, ("q_proj", "k_proj", "v_proj"), "o_proj")
             if isinstance(layer.mlp, MoE):
                 self._cut_mixture(layer.mlp, f"{name}.mlp", experts)
                 continue
-            self.columns(f"{name}.mlp.gate_proj", hidden)
-            self.columns(f"{name}.mlp.up_proj", hidden)
-            self.rows(f"{name}.mlp.down_proj", hidden)
+            self.by_columns(f"{name}.mlp.gate_proj", hidden)
+            self.by_columns(f"{name}.mlp.up_proj", hidden)
+            self.by_rows(f"{name}.mlp.down_proj", hidden)
             self.between_borders(layer.mlp, ("gate_proj", "up_proj"), "down_proj")
         self._cut_vocabulary(evenly(config.vocab_size, n))
         self._find_partial_gradients()
@@ -138,11 +138,11 @@ class TensorParallel(Strategy):
         if n > 1:
             refuse_state(model)
 
-    def columns(self, name: str, spans: Spans) -> None:
+    def by_columns(self, name: str, spans: Spans) -> None:
         """Cut the first of two matrices, [F, D] -> [F/n, D]: x R -> x Wᵀ V, nothing to send."""
         self._cut(f"{name}.weight", Pieces(0, spans))
 
-    def rows(self, name: str, spans: Spans) -> None:
+    def by_rows(self, name: str, spans: Spans) -> None:
         """Cut the second of two matrices, [D, F] -> [D, F/n]: x V -> x Wᵀ P, a partial sum."""
         self._cut(f"{name}.weight", Pieces(1, spans))
 
@@ -172,7 +172,7 @@ class TensorParallel(Strategy):
             self._cut("model.embed_tokens.weight", Pieces(0, words))
             inner.embed_tokens = VocabEmbedding(inner.embed_tokens, self.first_word, self.border)
         if head is not None:
-            self.columns("lm_head", words)
+            self.by_columns("lm_head", words)
             logits = Pieces(-1, words)
             head.register_forward_pre_hook(lambda _, args: self.border.enter(args[0]))
             head.register_forward_hook(
@@ -202,9 +202,9 @@ class TensorParallel(Strategy):
         self._cut(f"{name}.experts.down_proj", Pieces(2, evenly(hidden, n)))
         if moe.shared_experts is not None:
             shared = evenly(moe.config.num_shared * hidden, n)
-            self.columns(f"{name}.shared_experts.gate_proj", shared)
-            self.columns(f"{name}.shared_experts.up_proj", shared)
-            self.rows(f"{name}.shared_experts.down_proj", shared)
+            self.by_columns(f"{name}.shared_experts.gate_proj", shared)
+            self.by_columns(f"{name}.shared_experts.up_proj", shared)
+            self.by_rows(f"{name}.shared_experts.down_proj", shared)
         moe.core = partial(self._compute_experts, moe.core)
 
     def _compute_experts(self, core: Any, x: Tensor, routing: Routing) -> Tensor:

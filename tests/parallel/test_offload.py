@@ -183,7 +183,7 @@ class Pinned(HostCopy):
     """Knows the memory that it gave out, which would be pinned on a GPU, and who waits for what."""
 
     def __init__(self):
-        super().__init__(pcie="none")
+        super().__init__()
         self.given, self.sources, self.waited = [], [], []
 
     def empty_like(self, tensor):

@@ -204,12 +204,6 @@ def _changed():
     return model
 
 
-def _chunked():
-    model = models.llama(0)
-    model.loss_chunk = 4
-    return model
-
-
 ONE = make("1f1b", 2, 3)
 ERRORS = [
     (lambda: _apply(drop(make("zb_h1", 2, 3), "1W2")), "1W2 is missing"),  # T25
@@ -221,7 +215,6 @@ ERRORS = [
     (lambda: _apply(make("1f1b", 3, 3), 3, cut=(3, 0, 0)), "all above 0 between the first"),
     (lambda: _apply(ONE, model=models.Foreign(0)), "a pipeline cuts a Llama by its names"),
     (lambda: _apply(ONE, model=_changed()), "a pipeline cuts a Llama by its names"),
-    (lambda: _apply(ONE, model=_chunked()), "loss_chunk=4"),
     (
         lambda: _apply(make("1f1b", 1, 4), 1).run(models.llama(0), [], microbatches(3)),
         "3 microbatches, but the schedule 1f1b is for 4",

@@ -113,7 +113,7 @@ def _trained(sizes: dict[str, int], sequence: bool, recompute: bool):
     outs = [run(x) for x in inputs]
     for out in outs:
         out.sin().sum().backward()
-    grads = [x.grad for x in inputs], block.first.grad, block.second.weight.grad
+    grads = [x.grad for x in inputs], block.first.grad, block.second.grad
     return {
         "inside": block.inside.masks,
         "outside": block.outside.masks,

@@ -30,7 +30,7 @@ from minipar.model.experts import Experts
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
-from minipar.parallel import compose, fsdp, local_sgd, offload, vectors, zero
+from minipar.parallel import compose, fsdp, local_sgd, offload, zero
 from minipar.parallel.base import optimizer_state, strategy
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compression.feedback import COMPRESSORS
@@ -307,10 +307,10 @@ def test_few_numbers_leave_for_a_gpu_unwaited(monkeypatch):
                 setattr(moe.experts, name, nn.Parameter(torch.empty_like(p, dtype=torch.bfloat16)))
             rows = torch.empty(12, 64, dtype=torch.bfloat16)
             weights = [nn.Parameter(torch.empty(8)) for _ in range(2)]
-        monkeypatch.setattr(vectors, "all_reduce", lambda flat, *_, **__: Pending(None, flat))
+        monkeypatch.setattr(local_sgd, "all_reduce", lambda flat, *_, **__: Pending(None, flat))
         for name, send in {
             "experts": lambda: plan.compute(moe, rows),
-            "gradients": lambda: vectors.Gradients.send(weights, None, "sum"),
+            "gradients": lambda: local_sgd.Gradients.send(weights, None, "sum"),
             "flags": lambda: strategy.flags([True, 3], rows.device),
         }.items():
             with Copies() as copies:
