@@ -16,7 +16,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,40 +217,6 @@ def test_ranks_join_again_after_destroy_process_group(pool):
 
 
 # ---------------------------------------------------------------------- output
-@pytest.fixture
-def brief(pool, monkeypatch):
-    """The pool, with five lines a call."""
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "_setup", replace(pool._setup, max_lines=5))
-        pool.restart()
-        yield pool
-    pool.restart()
-
-
-def test_a_flood_is_cut_off_and_the_time_limit_comes_through(brief, monkeypatch):
-    """Catches: a pipe so full of `hello` that nothing else is heard (90 s later: no end)."""
-
-    def flood() -> None:
-        print("an error", file=sys.stderr)
-        while True:
-            print("hello")
-
-    heard = []
-    monkeypatch.setattr(brief, "sink", lambda *what: heard.append(what))
-    monkeypatch.setattr(brief, "time_limit", 0.5)
-    with within(0.5 + 1), pytest.raises(TimeoutError, match="not done after 0.5 s"):
-        brief.run(flood)
-    for r in range(4):
-        said = [text for who, stream, text in heard if who == r and stream == "stdout"]
-        lines = "".join(said).splitlines()
-        assert lines[:-1] == ["hello"] * 4  # and one to stderr
-        assert re.fullmatch(rf"\.\.\. [\d,]+ more lines of rank {r}", lines[-1])
-    assert len(heard) < 40
-    heard.clear()
-    brief.run(lambda: print("next"))  # every call has its five lines
-    assert sorted(heard) == [(r, "stdout", "next\n") for r in range(4)]
-
-
 def test_output_goes_through_the_sink(pool, monkeypatch):
     heard = []
     monkeypatch.setattr(pool, "sink", lambda *what: heard.append((*what, time.monotonic())))
@@ -621,24 +586,6 @@ def test_a_function_that_says_torch_and_config_travels(pool):
     model = type("Model", (), {"config": 3})()
     assert isinstance(sys.modules["torch.compiler.config"], type(sys)), "no such module any more"
     assert pool.run(both, model) == [(False, 3)] * 4
-
-
-def test_a_failure_told_late_is_told(pool):
-    """Rank 0 takes longer than the others' patience to put into words what it found itself."""
-
-    class Wordy(ValueError):
-        def __str__(self) -> str:
-            worker.shield()
-            time.sleep(0.6 * (rank() == 0))
-            return "found by itself"
-
-    def find() -> None:
-        raise Wordy
-
-    with pytest.raises(RankError) as error:
-        pool.run(find)
-    assert sorted(error.value.failures) == [0, 1, 2, 3]
-    assert_works(pool)
 
 
 def test_what_all_ranks_will_find_is_waited_for(pool):
