@@ -23,6 +23,7 @@ from minipar.comm.collectives import all_reduce
 from minipar.comm.mesh import Mesh
 from minipar.model.moe import MoEConfig
 from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
+from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import check_elementwise
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
@@ -290,12 +291,12 @@ def test_torchs_norm_where_nothing_but_the_model_is_cut(cuts):
 @on_ranks(SIZE)
 def test_a_step_without_clipping_where_the_model_is_cut():
     """Mutant: what ddp itself writes, after the first look, is taken for a change by others."""
-    mesh, model = Mesh(dp=1, tp=SIZE), models.llama(0, vocab_size=64)
-    tensor.apply(model, mesh.tp)
-    strategy = ddp.apply(model, mesh.tp, average=False, version="bucketed")
+    mesh, model = Mesh(dp=SIZE, pp=1), Net()
+    for p in model.parameters():
+        mark(p, mesh.pp)  # as a pipeline does
+    strategy = ddp.apply(model, mesh.dp, version="bucketed")
     optimizer = adamw(model.parameters())
-    model(torch.arange(8)[None]).square().sum().backward()
-    strategy.finish_backward()
+    finished(model, strategy)
     optimizer.step()
 
 
