@@ -124,7 +124,7 @@ def test_a_whole_state_is_on_the_cpu_to_the_last_number(kind):
 def test_pieces_of_a_state_are_not_taken_for_the_whole():
     model = models.llama(0)
     strategy = tensor.apply(model, Mesh().tp)
-    with pytest.raises(RuntimeError, match="pieces along tp"):
+    with pytest.raises(RuntimeError, match="shards along tp"):
         strategy.full_optimizer_state(torch.optim.SGD(model.parameters()))
 
 
