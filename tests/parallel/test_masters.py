@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
@@ -129,17 +128,6 @@ def test_a_llama_learns_as_in_float32():
         assert (p.master != first.get_parameter(name)).float().mean() > 0.95, name
     assert losses != wide and losses[-1] == pytest.approx(wide[-1], rel=0.002)
     assert losses[0] - losses[-1] == pytest.approx(wide[0] - wide[-1], rel=0.1)
-
-
-def test_if_both_have_the_same_dtype_nothing_changes():
-    """To the bit: masters in float32 of weights in float32."""
-    model, losses = learn(torch.float32, lr=1e-2, steps=4)
-    plain, expected = learn(None, lr=1e-2, steps=4)
-    assert losses == expected
-    for name, p in plain.named_parameters():
-        assert torch.equal(model.get_parameter(name).master, p), name
-        assert torch.equal(model.get_parameter(name), p), name
-        assert model.get_parameter(name).data_ptr() != model.get_parameter(name).master.data_ptr()
 
 
 def test_gradients_of_microbatches_add_up_in_float32():
@@ -282,25 +270,6 @@ def test_a_model_that_is_all_frozen_takes_steps():
     optimizer = torch.optim.SGD([{"params": []}], lr=0.1)
     masters.keep(model, optimizer, torch.bfloat16)
     optimizer.step()
-
-
-def test_all_weights_are_rounded_by_one_call():
-    """To a GPU, that is one kernel. Mutant: one for each parameter."""
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            called.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
-    model, called = Llama(SHAPE, seed=0), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters.keep(model, optimizer, torch.bfloat16)
-    token_loss(model(batch(0)[0]), batch(0)[1]).backward()
-    with Calls():
-        optimizer.step()
-    assert called.count("_foreach_copy_") == 1 and "copy_" not in called
-    for name, p in model.named_parameters():
-        assert torch.equal(p, p.master.bfloat16()), name
 
 
 def test_a_closure_is_refused():
