@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm import collectives
+from minipar.comm import collectives, gloo
 from minipar.comm.mesh import Mesh
 from minipar.observe import timeline
 from minipar.ranks import backends
@@ -120,13 +120,13 @@ def test_after_an_error_nccl_is_aborted_and_gloo_carries_the_host(alone):
 
 
 def _messages(staged: bool) -> list[float]:
-    axis, usual, seen = Mesh(ring=4).ring, collectives._staged, []
+    axis, usual, seen = Mesh(ring=4).ring, gloo.staged, []
 
     def stand_in(tensor, axis):
         seen.append(tensor.numel())
         return tensor.clone() if staged else usual(tensor, axis)
 
-    with mock.patch.object(collectives, "_staged", stand_in):
+    with mock.patch.object(gloo, "staged", stand_in):
         mine, way = torch.full((3,), float(axis.rank)), (1 + axis.rank) % 4
         ring = collectives.exchange(
             [(mine, way)], [(torch.empty(3), axis.rank - 1 & 3)], axis, async_op=True
