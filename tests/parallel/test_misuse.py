@@ -178,6 +178,13 @@ def torchs_clip(model, strategy, optimizer):
     optimizer.step()
 
 
+def torchs_scaler(model, strategy, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    strategy.finish_backward()
+    scaler.step(optimizer)
+
+
 class Normed(torch.optim.Optimizer):
     """Looks at all of a group."""
 
@@ -205,6 +212,7 @@ AT_STEP = [
     (only_no_sync, KINDS, RuntimeError, "came before finish_backward"),
     (unfrozen, KINDS, RuntimeError, "was frozen when .* was applied along dp"),
     (torchs_clip, SHARDED, RuntimeError, "use strategy.clip_grad_norm_"),
+    (torchs_scaler, SHARDED, RuntimeError, r"without strategy.unscale_\(scaler, optimizer\)"),
     (
         whole_matrices,
         SHARDED,

@@ -13,6 +13,7 @@ a strategy is applied. `_before_step` looks at each step of an optimizer. Both u
 torch; no function of torch is replaced.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ class Strategy:
         for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
+        _unscaled.add(optimizer)
         self.note_reduced()
 
     def release(self) -> None:
@@ -299,6 +301,7 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
 
 # ---------------------------------------------------------------------- when an optimizer steps
 _watching: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
+_unscaled: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # by `Strategy.unscale_`, in this step
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
@@ -339,6 +342,20 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
     check_unchanged(shards)
+    if shards and optimizer not in _unscaled and _called_by_scaler():
+        raise RuntimeError(
+            "GradScaler.step() without strategy.unscale_(scaler, optimizer): it has looked for an "
+            "overflow in the shards of this rank alone, and ranks would skip different steps"
+        )
+    _unscaled.discard(optimizer)
+
+
+def _called_by_scaler() -> bool:
+    """True if the step comes out of ``GradScaler.step(optimizer)``."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
+        frame = frame.f_back
+    return frame is not None
 
 
 register_optimizer_step_pre_hook(_before_step)
