@@ -95,7 +95,9 @@ class Strategy:
         for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
-        _unscaled.add(optimizer)
+        for p in self.with_gradients():
+            if p.grad is not None:
+                p.grad.unscaled = True
         self.note_reduced()
 
     def release(self) -> None:
@@ -301,7 +303,6 @@ def check_not_summed(p: nn.Parameter, axis: Axis | None = None) -> None:
 
 # ---------------------------------------------------------------------- when an optimizer steps
 _watching: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
-_unscaled: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # by `Strategy.unscale_`, in this step
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
@@ -342,12 +343,12 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if any(p.shape != full_shape(p) for p in shards):
         check_elementwise(optimizer)
     check_unchanged(shards)
-    if shards and optimizer not in _unscaled and _called_by_scaler():
+    gradients = [p.grad for p in shards if p.grad is not None]
+    if not all(hasattr(g, "unscaled") for g in gradients) and _called_by_scaler():
         raise RuntimeError(
             "GradScaler.step() without strategy.unscale_(scaler, optimizer): it has looked for an "
             "overflow in the shards of this rank alone, and ranks would skip different steps"
         )
-    _unscaled.discard(optimizer)
 
 
 def _called_by_scaler() -> bool:
