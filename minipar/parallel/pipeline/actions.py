@@ -110,10 +110,11 @@ class Schedule:
         return self._message("S", action)
 
     def _message(self, way: str, action: Action) -> Action | None:
-        kind = way + ("F" if action.kind == "F" else "B")
-        message = Action(action.stage, kind, action.microbatch)
-        exists = action.kind != "W" and message.twin.stage in self.path(action.microbatch)
-        return message if exists else None
+        is_forward = action.kind == "F"
+        other = action.stage + (1 if is_forward == (way == "S") else -1)
+        if action.kind == "W" or other not in self.path(action.microbatch):
+            return None
+        return Action(action.stage, way + ("F" if is_forward else "B"), action.microbatch)
 
     def peer(self, message: Action) -> int:
         """The rank at the other end of a message."""

@@ -59,8 +59,9 @@ class Mail:
         """Keep the result of an action: to be sent at its turn, or taken by an action here."""
         message = self.schedule.makes(action)
         if message is not None:
-            travels = self.schedule.travels(message)
-            self._here[message if travels else message.twin] = result
+            twin = message.twin
+            is_here = self.schedule.rank_of[twin.stage] == self.axis.rank
+            self._here[twin if is_here else message] = result
 
     def take(self, action: Action) -> Tensor | None:
         """Return the tensor that an action needs, and wait for it; None if it needs none."""
