@@ -29,7 +29,7 @@ test-fast: $(READY) ## the tests without the slow ones and the notebooks; some m
 
 test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
 	$(BIN)/python -m tests.side_by_side -m "" --hypothesis-profile default $(ARGS)
-	MINIPAR_TESTS_STRICT=1 $(BIN)/python -m pytest -q tests/parity  # parity without a race
+	MINIPAR_TESTS_STRICT=1 $(BIN)/python -m pytest -q tests/law  # parity without a race
 
 test-elsewhere: $(READY) ## what trains, rounded as other processors would; ARGS="--settings avx2"; hours
 	$(BIN)/python -m tests.elsewhere $(ARGS)

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items):
             if item.function in in_a_hurry:
                 item.add_marker(pytest.mark.slow)
             in_a_hurry.add(item.function)
-        if item.path.parent.name in ("parity", "parallel", "tools", "train"):
+        if item.path.parent.name in ("law", "parallel", "tools", "train"):
             item.add_marker(pytest.mark.trains)
         if item.get_closest_marker("timed"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS, reruns_delay=2))
@@ -75,7 +75,7 @@ def pytest_collection_finish():
 
 # All pools are forked from one server, which imports before the fork what most ranks would import
 # after it: torch's own parallelism, which the gallery uses, takes long.
-processes.PRELOAD += "minipar.train.trainer", "minipar.parallel.compose", "tests.parity.harness"
+processes.PRELOAD += "minipar.train.trainer", "minipar.parallel.compose", "tests.law.harness"
 processes.PRELOAD += "pytest", "tests.tools.gallery"
 
 

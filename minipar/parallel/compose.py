@@ -23,7 +23,7 @@ Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
 Proved by tests/parallel/test_compose.py and, over all meshes of 4 and 8 ranks,
-tests/parity/test_compose.py.
+tests/law/test_plans.py.
 
 Use::
 

@@ -28,7 +28,7 @@ Source. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 231
         "gather": Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783), section
         3.3.2.
 In torch: `torch.distributed.tensor.experimental.context_parallel`.
-Proved by tests/parallel/test_context.py and tests/parity/test_context.py.
+Proved by tests/parallel/test_context.py and tests/law/test_law.py.
 
 Use. Ranks of `cp` hold different tokens, as those of `dp` do, so to the loss and to gradients both
 are one axis. One all-reduce over it, hidden behind backward as ever; zero and fsdp work as well::

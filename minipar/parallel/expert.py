@@ -49,7 +49,7 @@ Source. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3; Rajbhandar
         "DeepSpeed-MoE" (arXiv 2201.05596); DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, for
         one copy per node; Liu et al. 2025, "MoE Parallel Folding" (arXiv 2504.14960), for the two
         views of the same ranks. In torch: none; `torchtitan` has `ExpertParallel`.
-Proved by tests/parallel/test_expert.py and tests/parity/test_expert.py; taught in
+Proved by tests/parallel/test_expert.py and tests/law/test_expert.py; taught in
 notebooks/11_expert_parallel.ipynb.
 
 Use, before ddp, zero or fsdp over ``mesh.joint("dp", "ep")``::

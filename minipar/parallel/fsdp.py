@@ -35,7 +35,7 @@ Costs you. Half as many bytes again as `ddp`, in many more calls. All ranks must
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
         FSDP" (arXiv 2304.11277), sections 3 and 4 (with hybrid sharding in 3.2.2).
 In torch: `torch.distributed.fsdp.fully_shard`, whose names for the phases are used here.
-Proved by tests/parallel/test_fsdp.py and tests/parity/test_fsdp.py.
+Proved by tests/parallel/test_fsdp.py and tests/law/test_law.py.
 
 Two versions say *when* weights come and go: `FullySharded` gathers and frees, `Prefetching` gathers
 ahead. A `Unit` is a block and its weights. A `Flat` is a flat buffer and its collectives.

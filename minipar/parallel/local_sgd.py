@@ -36,7 +36,7 @@ Source. 1. Stich 2019 (arXiv 1805.09767); Lin et al. 2020 (1808.07217), post-loc
         al. 2023 (2311.08105), algorithm 1; streaming with delay and mix: Douillard et al. 2025
         (2501.18512), algorithm 2. 3. Li et al. 2018, Pipe-SGD (1811.03619), with a width of two.
 In torch: `torch.distributed.algorithms.model_averaging`, `PostLocalSGDOptimizer`; torchft.
-Proved by tests/parity/test_local_sgd.py and tests/parallel/test_local_sgd.py.
+Proved by tests/law/test_local_sgd.py and tests/parallel/test_local_sgd.py.
 
 Use: ``apply(model, mesh.dp, optimizer, method="diloco", every=50)``. It acts after each
 ``optimizer.step()``, so the training step is that of all other strategies. At the end, `finish`.

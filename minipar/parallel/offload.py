@@ -15,7 +15,7 @@ Source. Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840), sections 4 and 5.1, 
         delayed update, which computes something else; Rajbhandari et al. 2021, "ZeRO-Infinity"
         (arXiv 2104.07857).
 In torch: `fully_shard(..., offload_policy=CPUOffloadPolicy())`.
-Proved by tests/parallel/test_offload.py and tests/parity/test_offload.py.
+Proved by tests/parallel/test_offload.py and tests/law/test_law.py.
 
 Two versions: `step_on_host` moves everything when the optimizer steps, and fits around any
 strategy. `shards_on_host` spreads the copies over forward and backward of fsdp, and leaves no

@@ -33,7 +33,7 @@ Source. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; Korthi
         (arXiv 2205.05198), section 4.2.2, for ``sequence``; Wang et al. 2022 (ASPLOS 2023), for
         ``overlap``. In torch: `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`,
         `SequenceParallel`, `loss_parallel`; ``overlap`` is its async tensor parallelism.
-Proved by tests/parallel/test_tensor.py and tests/parity/test_tensor.py.
+Proved by tests/parallel/test_tensor.py and tests/law/test_law.py.
 """
 
 from collections.abc import Mapping

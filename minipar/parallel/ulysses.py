@@ -16,7 +16,7 @@ Costs you. n divides H (and T). Nothing hides the calls: attention needs all of 
         are whole on every rank, [B, 1, T, T].
 Source. Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 In torch: none by name; `torch.distributed.tensor` redistributes from tokens to heads.
-Proved by tests/parallel/test_ulysses.py and tests/parity/test_context.py.
+Proved by tests/parallel/test_ulysses.py and tests/law/test_law.py.
 
 Loss and gradients are those of context.py: over the joint axis of dp and cp::
 

@@ -27,7 +27,7 @@ Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS
 Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
         Models" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
-Proved by tests/parallel/test_zero.py and tests/parity/test_zero.py.
+Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
 
 A `Bucket` lives through a step, a `ShardedOptimizer` steps all buckets, and three strategies bring
 the gradients, each one idea further: `Naive`, `Stage1`, `Stage2`. Use::

@@ -4,7 +4,7 @@ A step lasts as long as its slowest rank computes. Two causes, two remedies.
 
 **Ranks of different speed.** Give each a number of microbatches that fits its speed. Nothing else
 changes: a gradient divided by the number of tokens of *all* ranks is a sum over tokens, whichever
-rank computes them (a mean of the ranks' means would not be; tests/parity/test_uneven_shares.py).
+rank computes them (a mean of the ranks' means would not be; tests/law/test_tokens.py).
 
 **Documents of different length.** A row per document is mostly padding, and a rank with the long
 ones has more to do. `pack` lays several documents into each row of T tokens; a mask keeps them
@@ -13,7 +13,7 @@ Graham's rule, whose fullest row has at most 4/3 as many tokens as that of the b
 
 Source. Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 5 (longest first). Krell
 et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027).
-Proved by tests/train/test_balance.py and tests/parity/test_uneven_shares.py.
+Proved by tests/train/test_balance.py and tests/law/test_tokens.py.
 """
 
 import heapq

@@ -22,7 +22,7 @@ from minipar.ranks.worker import Failure
 from minipar.train import trainer
 from minipar.train.metrics import read
 from minipar.train.step import train_step
-from tests.parity.harness import muted
+from tests.law.harness import muted
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Plans: read, refused with the nearest that works, explained; parity is in tests/parity/."""
+"""Plans: read, refused with the nearest that works, explained; parity is in tests/law/."""
 
 import gc
 import math
@@ -16,10 +16,10 @@ from minipar.observe import timeline
 from minipar.parallel import compose
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
+from tests.law import models
+from tests.law.harness import Task, make_optimizer
+from tests.law.plans import Case
 from tests.on_ranks import on_ranks
-from tests.parity import models
-from tests.parity.harness import Task, make_optimizer
-from tests.parity.plans import Case
 
 TIED = LlamaConfig(64, 16, 24, num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=True)
 UNTIED = replace(TIED, tie_embeddings=False)

@@ -1,6 +1,6 @@
 """Compression: what is sent, what is kept back, how many bytes go, and whether a Llama learns.
 
-That sums are right when nothing is left out is proved by tests/parity/test_compression.py.
+That sums are right when nothing is left out is proved by tests/law/test_law.py.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Context parallelism piece by piece: who holds what, the merge of blocks, precision, overlap.
 
-That training equals one device is proved by tests/parity/test_context.py.
+That training equals one device is proved by tests/law/test_law.py.
 """
 
 import copy
@@ -23,9 +23,9 @@ from minipar.parallel import blockwise, context
 from minipar.parallel.blockwise import KERNELS, best_kernel
 from minipar.train.data import Sequences
 from tests.comm.same import launched_over
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper, random
-from tests.parity import models
 
 ORDERS = list(context.ORDERS)
 SIZES = [1, 2, 3, 4, 8]

@@ -1,6 +1,6 @@
 """Data parallelism in its corners: accumulation, unused weights, order, overlap, failures.
 
-That training equals one device is proved by tests/parity/test_ddp.py. Here every rank computes the
+That training equals one device is proved by tests/law/test_law.py. Here every rank computes the
 gradients of *all* ranks on a plain copy of the model (`expected`), and compares.
 """
 
@@ -24,6 +24,7 @@ from minipar.parallel import ddp
 from minipar.parallel.base.replicate import TOGETHER, broadcast_all
 from minipar.parallel.plan import Plan
 from minipar.sim.trace import pretend
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import (
     ALL,
@@ -39,7 +40,6 @@ from tests.parallel.layers import (
     loss_of,
 )
 from tests.parallel.timed import SlowLayer, fastest, slow_model
-from tests.parity import models
 
 VERSIONS = list(ddp.VERSIONS)
 

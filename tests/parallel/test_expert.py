@@ -20,10 +20,10 @@ from minipar.ranks.launch import RankError
 from minipar.train import checkpoint
 from minipar.train.data import Batches, Sequences
 from minipar.train.step import evaluate
+from tests.law import models
+from tests.law.harness import make_optimizer
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
-from tests.parity import models
-from tests.parity.harness import make_optimizer
 
 SIX = MoEConfig(6, 2, 8)
 CONFIG = models.llama(0, moe=SIX).config

@@ -1,6 +1,6 @@
 """Sharding in its corners: traffic, memory, ties, accumulation, precision, failures, overlap.
 
-That training equals one device is proved by tests/parity/test_fsdp.py.
+That training equals one device is proved by tests/law/test_law.py.
 """
 
 import copy
@@ -26,9 +26,9 @@ from minipar.parallel import fsdp
 from minipar.parallel.plan import Plan
 from minipar.sim.trace import pretend
 from minipar.train.optim import make_optimizer
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.timed import SlowLayer, fastest, slow_model
-from tests.parity import models
 
 pytestmark = pytest.mark.trains
 

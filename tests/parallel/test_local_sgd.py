@@ -1,6 +1,6 @@
 """Local SGD and its kin: bytes, resuming, agreement at the end, overlap, refusals, learning.
 
-What they compute is proved by tests/parity/test_local_sgd.py.
+What they compute is proved by tests/law/test_local_sgd.py.
 """
 
 import io
@@ -29,9 +29,9 @@ from minipar.sim.trace import pretend
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import VOCABULARY, text
-from tests.parity import models
 
 pytestmark = pytest.mark.trains
 

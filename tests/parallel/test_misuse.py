@@ -27,8 +27,8 @@ from minipar.parallel.base.shards import mark
 from minipar.parallel.base.strategy import check_elementwise
 from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
+from tests.law import models
 from tests.on_ranks import on_ranks
-from tests.parity import models
 
 README = Path(__file__).parents[2] / "README.md"
 SIZE = 2

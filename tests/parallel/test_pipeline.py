@@ -27,9 +27,9 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import lower, simulate
 from minipar.ranks.launch import RankError
 from tests.comm.same import launched_over
+from tests.law import models
+from tests.law.harness import Task
 from tests.parallel.layers import on_paper
-from tests.parity import models
-from tests.parity.harness import Task
 
 TASK = Task(partial(models.llama, num_layers=4))
 

@@ -11,9 +11,9 @@ from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.base.shards import Layout, Row, axes_of, full_shape, is_copy, mark
 from minipar.parallel.base.strategy import Strategy
 from minipar.train.step import computing_on
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper
-from tests.parity import models
 
 
 def test_the_layout_of_the_drawing():

@@ -1,6 +1,6 @@
 """Tensor parallelism in its corners: pieces, traps, loss, memory, overlap, refusals.
 
-That training equals one device is proved by tests/parity/test_tensor.py.
+That training equals one device is proved by tests/law/test_law.py.
 """
 
 import copy
@@ -25,8 +25,8 @@ from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.base.norm import clip_grad_norm
 from minipar.parallel.pipeline import split_backward
 from minipar.train.optim import make_optimizer
+from tests.law import models
 from tests.parallel.layers import on_paper
-from tests.parity import models
 
 pytestmark = pytest.mark.trains
 

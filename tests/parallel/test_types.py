@@ -35,7 +35,7 @@ from minipar.comm import collectives
 from minipar.comm.mesh import Axis, Mesh
 from minipar.model.llama import loss_of
 from minipar.parallel import context, matrices, overlap, tensor
-from tests.parity import models
+from tests.law import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives:FutureWarning")
 

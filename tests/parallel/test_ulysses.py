@@ -1,6 +1,6 @@
 """Ulysses piece by piece: tokens to heads and back, repeated heads, what is sent, what is refused.
 
-That training equals one device is proved by tests/parity/test_context.py.
+That training equals one device is proved by tests/law/test_law.py.
 """
 
 import copy
@@ -14,9 +14,9 @@ from minipar.model.masks import document_mask
 from minipar.observe import timeline
 from minipar.parallel import ulysses
 from minipar.train.data import Sequences
+from tests.law import models
 from tests.on_ranks import on_ranks
 from tests.parallel.layers import on_paper, random
-from tests.parity import models
 
 
 # ---------------------------------------------------------------------- tokens <-> heads

@@ -1,6 +1,6 @@
 """ZeRO in its corners: optimizers, saved states, accumulation, memory, overlap, failures.
 
-That training equals one device is proved by tests/parity/test_zero.py. Here a plain copy of the
+That training equals one device is proved by tests/law/test_law.py. Here a plain copy of the
 model and of the optimizer computes on every rank what all ranks together should, and is compared.
 """
 

@@ -25,7 +25,7 @@ from minipar.model.llama import loss_of
 from minipar.parallel import ddp, fsdp, tensor, zero
 from minipar.parallel.base.replicate import replicate
 from minipar.tools.prove.job import Job
-from tests.parity import models
+from tests.law import models
 
 WORDS, WIDTH, HIDDEN = 12, 8, 16
 

@@ -11,7 +11,7 @@ Costs you. Activations in bf16, the residual stream too, which autocast keeps in
 Source. Micikevicius et al. 1710.03740, section 3.1; float32 sums of gradients as Megatron-LM's
         `main_grad`.
 In torch: a mixed precision policy of `fully_shard`, which holds masters as shards.
-Proved by tests/parallel/test_masters.py and tests/parity/test_masters.py.
+Proved by tests/parallel/test_masters.py and tests/law/test_masters.py.
 
 `keep` is for whole masters: one device, ddp, and what tensor and pipeline parallelism cut. Under
 ZeRO 1 and 2 a rank has the masters of its slices alone: ``zero.apply(working_dtype=)``. Under ZeRO

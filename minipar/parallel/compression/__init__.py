@@ -32,7 +32,7 @@ Source. Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv 1901.0
         QSGD: 1610.02132. Sign: 1802.04434. Top-k: 1712.01887 (without its momentum correction).
         fp8: 2209.05433. PowerSGD: 1905.13727, algorithm 1. Feedback after the sum: 1905.05957.
 In torch: `torch.distributed.algorithms.ddp_comm_hooks`.
-Proved by tests/parallel/test_compression.py and tests/parity/test_compression.py.
+Proved by tests/parallel/test_compression.py and tests/law/test_law.py.
 
 Files: compressor.py, what a compressor is; codecs.py, vectors as bytes; linear.py, what a link can
 add up; feedback.py, plugged into ddp.

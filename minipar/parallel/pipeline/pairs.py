@@ -20,7 +20,7 @@ GPU.    There a wait is one of the stream, and the host goes on; the baton decid
         the host wait for all that is queued. Measured on CPUs and emulated devices only.
 Errors. An error in one of the two reaches the caller; the other ends at its next turn.
 Source. DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.1, figure 4. In torch: none.
-Proved by tests/parallel/test_pairs.py, and with experts and without by tests/parity.
+Proved by tests/parallel/test_pairs.py, and with experts and without by tests/law.
 """
 
 import contextvars

@@ -15,7 +15,7 @@ Memory. 1/p of parameters, gradients and optimizer state; activations as `checks
 Costs you. The bubble; microbatches, which are small; layers that can be cut evenly.
 Source. Huang et al. 2019 (1811.06965), Narayanan et al. 2021 (2104.04473); others by schedule.
 In torch: `torch.distributed.pipelining`.
-Proved by tests/parallel/test_pipeline.py and tests/parity/test_pipeline.py.
+Proved by tests/parallel/test_pipeline.py and tests/law/test_pipeline.py.
 
 Use::
 

@@ -10,8 +10,8 @@
 import pytest
 
 from minipar.emulate import strict
-from tests.parity.harness import Outcome, assert_parity, parallel, reference
-from tests.parity.table import ROWS, Row, numbers_of
+from tests.law.harness import Outcome, assert_parity, parallel, reference
+from tests.law.table import ROWS, Row, numbers_of
 
 
 def train(row: str, mute: bool = False, watch: bool = False) -> Outcome:

@@ -15,8 +15,8 @@ from minipar.model.llama import token_loss
 from minipar.train.balance import pack, packed_batch, rank_loads
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch, train_step
-from tests.parity import models
-from tests.parity.harness import (
+from tests.law import models
+from tests.law.harness import (
     Outcome,
     Task,
     assert_parity,
@@ -25,7 +25,7 @@ from tests.parity.harness import (
     reference,
     serial,
 )
-from tests.parity.table import Silent, Uneven, attach_context, attach_ddp, cut_sequences
+from tests.law.table import Silent, Uneven, attach_context, attach_ddp, cut_sequences
 
 
 @dataclass(frozen=True)

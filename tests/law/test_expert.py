@@ -20,8 +20,8 @@ from minipar.parallel.pipeline import pairs, runtime
 from minipar.parallel.pipeline.actions import slots
 from minipar.parallel.plan import Plan
 from minipar.train.step import forward_backward, train_step
-from tests.parity import models
-from tests.parity.harness import (
+from tests.law import models
+from tests.law.harness import (
     Outcome,
     Task,
     assert_parity,
@@ -31,7 +31,7 @@ from tests.parity.harness import (
     parallel,
     serial,
 )
-from tests.parity.plans import FOUR, SIX, uneven
+from tests.law.plans import FOUR, SIX, uneven
 
 
 def nobody_but_two(model: nn.Module) -> None:

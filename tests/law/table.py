@@ -23,8 +23,8 @@ from minipar.parallel.compression.feedback import Compressed
 from minipar.parallel.compression.linear import PowerSGD
 from minipar.train.data import IGNORE
 from minipar.train.step import Microbatch
-from tests.parity import models
-from tests.parity.harness import Attach, Cut, Task, make_optimizer
+from tests.law import models
+from tests.law.harness import Attach, Cut, Task, make_optimizer
 
 
 # ---------------------------------------------------------------------- tasks

@@ -20,8 +20,8 @@ from minipar.parallel.compose import Composed
 from minipar.parallel.pipeline import runtime
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.plan import Plan, meshes
-from tests.parity import models
-from tests.parity.harness import (
+from tests.law import models
+from tests.law.harness import (
     Outcome,
     Task,
     assert_parity,

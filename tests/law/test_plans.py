@@ -21,9 +21,9 @@ from minipar.parallel.pipeline.schedules import LOOPED, SCHEDULES
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.optim import make_optimizer as train_optimizer
 from minipar.train.step import train_step
-from tests.parity import models
-from tests.parity.harness import Outcome, Task, assert_parity, make_optimizer
-from tests.parity.plans import (
+from tests.law import models
+from tests.law.harness import Outcome, Task, assert_parity, make_optimizer
+from tests.law.plans import (
     FOUR,
     SIX,
     Case,

@@ -20,8 +20,8 @@ from minipar.parallel.pipeline.schedules import make
 from minipar.ranks.launch import RankError
 from minipar.train.data import IGNORE
 from minipar.train.step import evaluate
-from tests.parity import models
-from tests.parity.harness import (
+from tests.law import models
+from tests.law.harness import (
     Outcome,
     Task,
     assert_parity,
@@ -29,7 +29,7 @@ from tests.parity.harness import (
     parallel,
     reference,
 )
-from tests.parity.plans import no_copies, own_alone
+from tests.law.plans import no_copies, own_alone
 
 
 def deep(seed: int, num_layers: int = 4, **changes):

@@ -19,8 +19,8 @@ from minipar.model.llama import token_loss
 from minipar.parallel import local_sgd
 from minipar.train.data import IGNORE
 from minipar.train.step import train_step
-from tests.parity import models
-from tests.parity.harness import Task, muted
+from tests.law import models
+from tests.law.harness import Task, muted
 
 TASKS = {
     "llama": Task(models.llama),

@@ -24,7 +24,7 @@ from minipar.parallel.plan import Plan
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import Precision
 from minipar.train.step import train_step
-from tests.parity.harness import (
+from tests.law.harness import (
     Outcome,
     assert_parity,
     attach_plan,
@@ -33,7 +33,7 @@ from tests.parity.harness import (
     parallel,
     serial,
 )
-from tests.parity.plans import Case
+from tests.law.plans import Case
 
 SHAPE = LlamaConfig(64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2)
 MIXTURE = replace(SHAPE, moe=MoEConfig(4, 2, 32, balance="microbatch"))

@@ -21,8 +21,8 @@ from minipar.emulate import strict
 from minipar.parallel import compose, fsdp, offload
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
-from tests.parity import models
-from tests.parity.harness import Outcome, Task, make_optimizer, parallel
+from tests.law import models
+from tests.law.harness import Outcome, Task, make_optimizer, parallel
 
 PLANS = {
     "ddp": Plan(dp=4),
