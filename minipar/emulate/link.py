@@ -67,9 +67,17 @@ class Link:
             slowdown=self.slowdown * factor,
         )
 
+    def between(self, ranks: Sequence[int]) -> "Link":
+        """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
+        return self
+
+    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return nothing: ranks share network cards only on a `Topology`."""
+        return {}
+
     @property
     def label(self) -> str:
-        """What a figure must say: "emulated NVLink 4, slowed 2000x"."""
+        """Return the words for a figure: "emulated NVLink 4, slowed 2000x"."""
         return "no emulated link" if self.bandwidth == math.inf else f"emulated {self}"
 
     def __str__(self) -> str:
@@ -169,7 +177,7 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """What a figure must say."""
+        """Return the words for a figure."""
         return f"emulated {self}"
 
     def __str__(self) -> str:
@@ -255,19 +263,14 @@ def check_calls(enabled: bool = True) -> None:
     checks = enabled
 
 
-def among(ranks: Sequence[int]) -> Link:
-    """Return the link that bounds a group of these global ranks now."""
-    return _link.between(ranks) if isinstance(_link, Topology) else _link
+def in_use() -> Link | Topology:
+    """Return the link that `use` has set, slowed as much as an emulated device beside it."""
+    slowdown = device.slowed(1.0)
+    return _link if slowdown == 1 else _link.scaled(slowdown)
 
 
-def cost(verb: str, num_bytes: int, ranks: Sequence[int]) -> tuple[float, dict[int, float]]:
-    """Return the seconds that an operation of these global ranks takes now if it is alone, and for
-    how long it keeps the lanes of network cards: see `Topology.lanes`, empty on a `Link`.
-
-    Beside an emulated device, everything takes as many times longer as there.
-    """
-    if isinstance(_link, Topology):
-        call = verb, num_bytes, ranks
-        lanes = {lane: device.slowed(s) for lane, s in _link.lanes(*call).items()}
-        return device.slowed(_link.seconds(call)), lanes
-    return device.slowed(seconds(verb, num_bytes, len(ranks), _link)), {}
+def alone(wires: Link | Topology, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
+    """Return the seconds of one operation of these global ranks, with nothing beside it."""
+    if isinstance(wires, Topology):
+        return wires.seconds((verb, num_bytes, ranks))
+    return seconds(verb, num_bytes, len(ranks), wires)
