@@ -10,7 +10,6 @@ import math
 import queue
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -84,7 +83,7 @@ class LinkWork(dist.Work):
 
     @property
     def times(self) -> tuple[float, float]:
-        """Start and end on the wire, once done."""
+        """Return start and end on the wire, once done."""
         return (self.t_issue if self.t_start is None else self.t_start), self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -135,8 +134,8 @@ def _method(
 ) -> Callable[..., LinkWork]:
     """Return the method of a process group that does `verb` by the method `gloo` of gloo.
 
-    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, gloo is
-    called once per pair of tensors, as one transfer.
+    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
+    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
     """
 
     def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
@@ -146,10 +145,10 @@ def _method(
         if gloo in ("_allgather_base", "_reduce_scatter_base"):
             _check_sizes(verb, group.size(), args[piece], args[1 - piece])
 
-        def launch(args: Sequence[Any]) -> list[dist.Work]:
-            call = getattr(group.inner, gloo)
-            pairs = zip(*args, strict=True) if each else [args]
-            return [call(*pair, opts) for pair in pairs]
+        def launch(args: Sequence[Any]) -> None:
+            calls = zip(*args, strict=True) if each else [args]
+            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
+                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
 
         return group._collective(verb, launch, args, opts, args[piece : piece + 1])
 
@@ -202,7 +201,7 @@ class LinkGroup(dist.ProcessGroup):
 
     @property
     def moving(self) -> bool:
-        """Whether an operation has started on the wire that has not ended yet."""
+        """True if an operation has started on the wire and has not ended yet."""
         with self._lock:
             return any(work.t_start is not None for work in self._pending)
 
@@ -285,7 +284,7 @@ class LinkGroup(dist.ProcessGroup):
     def _collective(
         self,
         verb: str,
-        launch: Callable[[Sequence[Any]], list[dist.Work]],
+        launch: Callable[[Sequence[Any]], None],
         args: Sequence[Any],
         opts: Any,
         pieces: Sequence[Any],
@@ -314,8 +313,7 @@ class LinkGroup(dist.ProcessGroup):
             self._num_collectives += 1
             number, transfer = self._num_collectives, Transfer(ready, seconds, whole)
             self._calls.post(mine, number, transfer)
-            for inner in launch(args):
-                inner.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+            launch(args)
             transfer = self._calls.latest(everyone, number, transfer)
             # As long as the busiest rank needs, whichever asks first.
             lanes = wires.lanes(verb, int(transfer.num_bytes), self.ranks)
@@ -331,7 +329,7 @@ class LinkGroup(dist.ProcessGroup):
         return [tensors_in(args[1:2]), tensors_in(args[:1])]
 
     def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
-        """This call in words, the same on all ranks if they agree."""
+        """Return this call in words: the same on all ranks if they agree."""
         kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
         if verb == "all_to_all":  # shapes may differ
             kinds = [kind.split()[0] for kind in kinds[:1]]
@@ -341,28 +339,26 @@ class LinkGroup(dist.ProcessGroup):
         return verb + operation + tensors + root
 
     def _compare(self, call: str, flows: list[int]) -> None:
-        """Tell each other what we are about to call; raise `Mismatch` unless all say the same.
+        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same.
 
         `flows`: the bytes that this rank sends to each rank, then those it expects from each.
         """
-        text = call.encode()
-        if len(text) > 240:
-            text = text[:230] + b"~%08x" % zlib.crc32(text)
-        mine = torch.tensor([*text.ljust(240)], dtype=torch.uint8).view(torch.int64)
+        text = call.encode()[:240].ljust(240)
+        mine = torch.tensor([*text], dtype=torch.uint8).view(torch.int64)
         mine = torch.cat([mine, torch.tensor(flows)])
         said = torch.empty(self.size() * len(mine), dtype=torch.int64)
         self.inner._allgather_base(said, mine, c10d.AllgatherOptions()).wait()
         rows = said.view(self.size(), -1)
-        called: dict[str, list[str]] = {}  # what was called: by which ranks
+        called: dict[str, list[int]] = {}  # what was called: by which ranks
         for rank, row in zip(self.ranks, rows, strict=True):
             text = bytes(row[:30].view(torch.uint8).tolist()).decode(errors="replace").rstrip()
-            called.setdefault(text, []).append(str(rank))
+            called.setdefault(text, []).append(rank)
         if len(called) > 1:
             who = [
-                f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} called {text}"
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {text}"
                 for text, ranks in called.items()
             ]
-            raise Mismatch("the ranks do not agree: " + "; ".join(who))
+            raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
         sent, expected = rows[:, 30:].view(-1, 2, self.size()).unbind(1)
         for src, dst in (sent != expected.T).nonzero().tolist():
             raise self._wrong_size(src, dst, sent[src, dst].item(), expected[dst, src].item())
@@ -396,13 +392,12 @@ class LinkGroup(dist.ProcessGroup):
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
-            sizes = (mine.num_bytes, int(other.num_bytes))
-            raise self._wrong_size(src, dst, *(sizes[::-1] if end else sizes))
+            sizes = num_bytes, int(other.num_bytes)
+            raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
         hold, moved = None, tensors
         if strict.is_on():
-            hold = strict.Handle(
-                verb, tensors, *([tensors, []] if verb == "send" else [[], tensors])
-            )
+            read, written = (tensors, []) if verb == "send" else ([], tensors)
+            hold = strict.Handle(verb, tensors, read, written)
             moved = hold.travelling
         inner = getattr(self.inner, verb)(moved, peer, tag)
 
@@ -418,7 +413,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._enqueue((verb, peer), work)
 
     def _number(self, verb: str, peer: int, tag: int) -> int:
-        """The next message with this peer and tag: those of one tag arrive in order."""
+        """Return the number of the next message: messages of one peer and tag arrive in order."""
         self._num_messages[verb, peer, tag] += 1
         return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
 
@@ -428,7 +423,7 @@ def _num_bytes(values: Sequence[Any]) -> int:
 
 
 def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int]:
-    """The bytes that an all-to-all sends to each rank, then those it expects from each."""
+    """Return the bytes that an all-to-all sends to each rank, then those it expects from each."""
     flows = []
     for tensor, counts in zip((inputs, outputs), splits[::-1] or ((), ()), strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -442,6 +437,6 @@ def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int
 
 
 def _busiest(flows: list[int], rank: int, size: int) -> int:
-    """The bytes that `rank` sends to others or gets from them, whichever is more."""
+    """Return the bytes that `rank` sends to others or gets from them, whichever is more."""
     sent, expected = flows[:size], flows[size:]
     return max(sum(sent) - sent[rank], sum(expected) - expected[rank])

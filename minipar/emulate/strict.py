@@ -1,23 +1,23 @@
 """A race detector for collectives: the emulated link, as unforgiving as a GPU.
 
-On a GPU a collective has only *begun* when its call returns: its result is there after `wait`, and
-until then what it was handed must be neither written to nor freed. Gloo forgives most such slips,
-so code that is right on a laptop computes nonsense on a cluster, now and then. In here it cannot:
+On a GPU a collective has only *begun* when its call returns. The result is there after `wait`, and
+until then nobody may write to its tensors or free them. Gloo forgives most such slips, so code that
+is right on a laptop sometimes computes nonsense on a cluster. This module forgives none:
 
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
     Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
 
-*   What travels are copies. The caller's outputs are full of NaN until `wait` puts the result in.
-*   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
-    meanwhile is a race, even if its bytes had left long before.
-*   Every operation ends later than it should, by a random time, so that groups overtake each other.
-*   An operation whose handle is gone before it was waited for is reported at the end of the body,
-    and so is work in a thread (`comm.background`), even if that thread waits for all it launches.
+*   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
+*   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
+    a race, even if its bytes had left long before.
+*   Every operation ends late, by a random time, so that groups overtake each other.
+*   An operation that nobody waited for is reported at the end of the body. So is work in a thread
+    (`comm.background`), even if that thread waits for all that it launches.
 
-Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
-what is computed from it, and where a value is written that was there before, nothing is seen.
+Limits: `wait` compares values. A caller that reads an output too early computes NaN from it; a
+caller that writes the value that was there before is not seen.
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 Proved by: tests/emulate/test_strict.py.
 """
@@ -64,10 +64,10 @@ class Race(RuntimeError):
 
 @contextmanager
 def watching(*, alone: bool = False) -> Iterator[None]:
-    """Find races of this rank's link groups in the body; raises `Race` where one is seen.
+    """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    With `alone`, operations that began before the body, such as in one that failed, do not count.
-    Raises `ValueError` where there is no link group: over other backends nothing would be seen.
+    With `alone`, operations that began before the body do not count, such as those of a cell that
+    failed. Raises `ValueError` if there is no link group: over other backends it sees nothing.
     """
     global _flying, _alone
     backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
@@ -147,10 +147,8 @@ class Handle:
         for tensor in written:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().fill_(_poison(tensor.dtype))
-        self.what, self._tensors = (
-            f"{what}{_call_site()}",
-            dict.fromkeys(map(_kind, [*read, *written])),
-        )
+        self.what = f"{what}{_call_site()}"
+        self._tensors = dict.fromkeys(map(_kind, [*read, *written]))
         self.ended = threading.Event()  # of an operation, replaced by that of its work
         self._is_settled, self._watch = False, _flying
         _flying.add(self)

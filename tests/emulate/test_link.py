@@ -337,18 +337,6 @@ def every_verb(group):
     return out
 
 
-def gathers_coalesced(group):
-    n, gathered = group.size(), [torch.empty(2 * group.size()), torch.empty(3 * group.size())]
-    scattered = [torch.empty(2), torch.empty(3)]
-    with dist._coalescing_manager(group):
-        for whole in gathered:
-            dist.all_gather_single(whole, data(len(whole) // n), group=group)
-    with dist._coalescing_manager(group):
-        for piece in scattered:
-            dist.reduce_scatter_single(piece, data(n * len(piece)), group=group)
-    return gathered, scattered
-
-
 def equal(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
@@ -362,22 +350,23 @@ def equal(a, b):
 def test_every_verb_gives_the_bits_of_gloo(checks):
     """With the checks on it also catches a check that refuses a correct call."""
     gloo = dist.new_group(backend="gloo")
-    n = dist.get_world_size()
     with a_link_group("none", checks=checks) as group:
         ours, truth = every_verb(group), every_verb(gloo)
-        assert ours.keys() == truth.keys() and len(truth) > 25
-        wrong = [name for name in truth if not equal(ours[name], truth[name])]
-        gathered, scattered = gathers_coalesced(group)
+    dist.destroy_process_group(gloo)
     one, another, *_ = ours["all_gather"]
     assert not torch.equal(one, another)  # the ranks did hold different data
-    for whole, piece in zip(gathered, scattered, strict=True):
-        single = torch.empty_like(whole)
-        dist.all_gather_single(single, data(len(whole) // n))
-        assert torch.equal(whole, single)
-        dist.reduce_scatter_single(single[: len(piece)], data(n * len(piece)))
-        assert torch.equal(piece, single[: len(piece)])
-    dist.destroy_process_group(gloo)
-    assert wrong == []
+    assert ours.keys() == truth.keys() and len(truth) > 25
+    assert [name for name in truth if not equal(ours[name], truth[name])] == []
+
+
+@on_ranks(2)
+def test_sizes_that_do_not_fit_are_refused():
+    """Gloo would end the process."""
+    with (
+        a_link_group() as group,
+        pytest.raises(ValueError, match=r"2 pieces of \(3,\) are not \(5"),
+    ):
+        dist.all_gather_single(torch.ones(5), torch.ones(3), group=group)
 
 
 def train(wrap, group, steps=3):
@@ -451,13 +440,11 @@ def test_two_operations_queue_on_the_link():
     slack = SLACK * busy()
     with a_link_group(Link("test", 0, 40e6)) as group:
         tensors = [torch.ones(1_000_000) for _ in range(2)]  # 4 MB: 0.1 s each
-        works, issue = clock(
-            lambda: [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
-        )
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        assert not any(work.is_completed() for work in works)  # the calls did not wait
         for work in works:
             work.wait()
         (start_1, end_1), (start_2, end_2) = (work.times for work in works)
-    assert issue < 0.02
     assert 0.0999 <= end_1 - start_1 < 0.1 + slack
     assert 0.0999 <= start_2 - start_1 < 0.1 + slack
     assert 0.1999 <= end_2 - start_1 < 0.2 + slack
@@ -530,20 +517,6 @@ def test_time_runs_from_the_last_call(ranks, verb, duration, checks):
     for start, end in ((start_0, end_0), (start_1, end_1)):
         assert start == pytest.approx(issued, abs=1e-6)
         assert duration <= end - issued < duration + SLACK
-
-
-@pytest.mark.timed
-@on_ranks(2)
-def test_use_takes_effect_between_calls():
-    seen = []
-    with a_link_group("none") as group:
-        for latency in (0.0, 0.05, 0.1, 0.0):
-            link.use(Link("test", latency, math.inf))
-            seen.append(clock(lambda: dist.all_reduce(torch.ones(4), group=group))[1])
-        assert link.current().latency == 0
-    none, some, more, again = seen
-    assert none < SLACK and again < SLACK
-    assert 0.1 <= some < 0.1 + SLACK and 0.2 <= more < 0.2 + SLACK
 
 
 @pytest.mark.timed
@@ -666,18 +639,12 @@ def test_waiting_burns_no_cpu():
 
 
 # ---------------------------------------------------------------------- when things go wrong
-class Block(nn.Module):
-    def __init__(self, group):
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-        self.ddp = DistributedDataParallel(self.layers, process_group=group, bucket_cap_mb=0.001)
-
-
 def hang(what):
     """Rank 0 does not take part; rank 1 is freed by its own timer, after 0.3 s."""
     rank = dist.get_rank()
     with a_link_group("none") as group:
-        model = Block(group).ddp if what == "backward" else None
+        layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        model = ddp(layers, group) if what == "backward" else None
         dist.barrier()
         if rank == 1:
             threading.Timer(0.3, group.abort, ["rank 0 has left"]).start()
@@ -781,26 +748,19 @@ def test_mismatch_says_who_called_what(ranks, what, others, one):
 
 
 def wrong_sizes(what):
-    rank = dist.get_rank()
-    with a_link_group("none", checks=True) as group:
-        start = time.monotonic()
-        errors = []
-        try:
-            if what == "splits":
-                received = [3, 2] if rank == 0 else [1, 2]
-                rows = torch.ones(5), received, [3, 2]
-                dist.all_to_all_single(torch.empty(sum(received)), *rows, group=group)
-            elif (what == "late send") == (rank == 0):
-                time.sleep(0.2)
-            if what != "splits":  # whoever came first waits, until it is freed
-                threading.Timer(0.5, group.abort, ["freed"]).start()
-                if rank == 0:
-                    dist.send(torch.ones(4), 1, group=group)
-                else:
-                    dist.recv(torch.ones(3), 0, group=group)
-        except RuntimeError as error:
-            errors.append(str(error))
-        return errors, time.monotonic() - start
+    rank, start = dist.get_rank(), time.monotonic()
+    with a_link_group("none", checks=True) as group, pytest.raises(RuntimeError) as error:
+        if what == "splits":
+            received = [3, 2] if rank == 0 else [1, 2]
+            rows = torch.ones(5), received, [3, 2]
+            dist.all_to_all_single(torch.empty(sum(received)), *rows, group=group)
+        if (what == "late send") == (rank == 0):
+            time.sleep(0.2)
+        threading.Timer(0.5, group.abort, ["freed"]).start()  # for the rank that came first
+        if rank == 0:
+            dist.send(torch.ones(4), 1, group=group)
+        dist.recv(torch.ones(3), 0, group=group)
+    return str(error.value), time.monotonic() - start
 
 
 @pytest.mark.parametrize("what", ["splits", "late send", "late recv"])
@@ -810,11 +770,11 @@ def test_messages_of_a_wrong_size_are_refused(ranks, what):
     assert max(took_0, took_1) < 10
     if what == "splits":
         says = "rank 0 sends 8 bytes to rank 1, which expects 4 from it"
-        assert sender == receiver == [says]
+        assert sender == receiver == says
     else:
         says = "rank 0 sends 16 bytes to rank 1, which expects 12 from it"
         first, second = (receiver, sender) if what == "late send" else (sender, receiver)
-        assert second == [says] and "freed" in first[0]
+        assert second == says and "freed" in first
 
 
 def test_messages_of_several_tags_are_under_way_at_once():
