@@ -269,6 +269,11 @@ def test_an_uneven_all_to_all_costs_what_goes_to_others():
     assert all(s >= least for s, least in zip(took, [0.0049, 0.0099, 0.0099, 0], strict=True)), took
 
 
+def test_the_busiest_rank_may_be_one_that_receives():
+    """Of three, rank 1 sends 4 bytes to itself and 2 to rank 2, and gets 8 from each other."""
+    assert link_group._busiest([0, 4, 2, 8, 4, 8], rank=1, size=3) == 16
+
+
 # ---------------------------------------------------------------------- the bits are gloo's
 def every_verb(group):
     """One result per way of communicating that torch has."""
