@@ -14,6 +14,7 @@ from minipar.model.llama import IGNORE_INDEX, PRESETS, Llama, LlamaConfig
 from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import compose
+from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan, meshes
 from minipar.train.step import train_step
 from tests.law import models
@@ -228,7 +229,7 @@ def test_sequences_longer_than_the_model_allows_are_refused_on_every_rank(ranks,
 # ---------------------------------------------------------------------- what comes of it
 def test_a_plan_explains_itself():
     plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sequence_parallel,microbatches=4")
-    explained = plan.explain(TIED)
+    explained = explain(plan, TIED)
     rows = {row.name: row for row in explained.rows}
     assert list(rows) == [name for name, _ in models.llama(0, num_layers=4).named_parameters()]
     table = rows["model.embed_tokens.weight"]  # cut by words; on the first and the last stage
@@ -248,7 +249,7 @@ def test_a_plan_explains_itself():
     assert "model.layers.2-3.self_attn.q_proj.weight" in str(explained)
     assert "dp (reduce-scatter), tp (all-reduce)" in str(explained)
     with pytest.raises(ValueError, match="nearest plan"):
-        replace(plan, tp=3).explain(TIED)
+        explain(replace(plan, tp=3), TIED)
 
 
 def test_a_tied_table_that_is_two_units_is_reduced_twice():
@@ -256,7 +257,7 @@ def test_a_tied_table_that_is_two_units_is_reduced_twice():
     large, small = replace(TIED, vocab_size=512), TIED
     for config, times in ((large, 2), (small, 1)):
         for text, count in (("dp=2,zero=3", times), ("dp=2,zero=1", 1), ("dp=2,tp=2,zero=3", 1)):
-            row = Plan.parse(text).explain(config).rows[0]
+            row = explain(Plan.parse(text), config).rows[0]
             assert row.name == "model.embed_tokens.weight"
             assert row.sent["dp"] == count * math.prod(row.shape) * 4 // 2, (text, config)
 
@@ -265,11 +266,11 @@ def test_a_tied_table_that_is_two_units_is_reduced_twice():
 def test_the_state_of_a_large_model_is_counted_without_allocating_it():
     """Llama 3 8B in fp32, 16 bytes per parameter; mutants: tied or replicated weights lost."""
     config = PRESETS["llama-3-8b"]
-    whole = sum(Plan().explain(config).bytes_on().values())
+    whole = sum(explain(Plan(), config).bytes_on().values())
     assert whole == 16 * config.num_parameters
     for text in ("dp=8,zero=3", "tp=8", "dp=2,tp=2,pp=2,zero=3"):
         plan = Plan.parse(text)
-        explained = plan.explain(config)
+        explained = explain(plan, config)
         on_ranks = sum(sum(explained.bytes_on(stage).values()) for stage in range(plan.pp))
         assert on_ranks * plan.num_ranks / plan.pp == pytest.approx(whole, rel=1e-3)
 
@@ -311,7 +312,7 @@ def test_trap_17_a_plan_says_what_ranks_hold_and_send(ranks, text, tied):
     """Mutants: gradients that are reduced after every microbatch; copies counted as pieces."""
     plan = Plan.parse(text)
     config = replace(TIED, tie_embeddings=tied)
-    explained = plan.explain(config, torch.float64)
+    explained = explain(plan, config, torch.float64)
     rows = {row.name: row for row in explained.rows}
     for stage, has, sent, spans in ranks(4).run(_by_rank, text, tied):
         own = {name for name, row in rows.items() if stage in row.stage_ranks}

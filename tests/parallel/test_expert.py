@@ -15,6 +15,7 @@ from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
 from minipar.observe import timeline
 from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
+from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
 from minipar.train import checkpoint
@@ -271,7 +272,7 @@ def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
     ],
 )
 def test_explain_says_who_has_which_expert(plan, up, cut_over, summed):
-    rows = {row.name: row for row in Plan.parse(plan).explain(CONFIG).rows}
+    rows = {row.name: row for row in explain(Plan.parse(plan), CONFIG).rows}
     found = rows["model.layers.0.mlp.experts.gate_up_proj"]
     assert (found.full_shape, found.shape) == ((6, 16, 16), up)
     assert (found.cut_over, found.summed) == (cut_over, summed)
