@@ -49,11 +49,6 @@ class Explanation:
     plan: Plan
     rows: tuple[Row, ...]
 
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axes and sizes."""
-        return self.plan.mesh_sizes()
-
     def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state on a rank of this pp rank."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
@@ -78,22 +73,9 @@ class Explanation:
         lines = [("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")]
         for (before, after, *cells), numbers in alike.items():
             lines.append((f"{before}{_runs(numbers)}{after}", *cells))
-        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh_sizes().items())
         title = f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}"
-        return "\n".join([title, *self._precision(), *aligned(lines)])
-
-    def _precision(self) -> list[str]:
-        """Return a line that says which numbers are short, unless none are."""
-        precision = self.plan.precision.removeprefix("autocast-")
-        if precision == "float32":
-            return []
-        if self.plan.autocast != "float32":
-            return [f"  autocast: matrix products in {precision}; all else as without it"]
-        where = "the shards" if self.plan.zero == 3 else "in the optimizer"
-        return [
-            f"  bf16: weights that compute, activations, messages between stages; float32: sums of "
-            f"gradients, and master weights, {where}"
-        ]
+        return "\n".join([title, *aligned(lines)])
 
 
 def _runs(numbers: list[str]) -> str:

@@ -29,6 +29,12 @@ from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")
 """The axes, outermost first: pp sends least and may cross nodes; ranks of tp are neighbours."""
+OPTIONS = {
+    "tp": ("sequence_parallel", "expert_tensor_parallel", "experts_over_tp"),
+    "cp": ("context", "experts_over_cp"),
+    "pp": ("schedule", "stages_per_rank"),
+}
+"""Options that need several ranks of an axis, by axis."""
 EACH_NUMBER_ALONE = ("none", "fp16", "bf16")
 """Compression that rounds each number by itself, without its neighbours in the bucket."""
 MOST_MICROBATCHES = 10_000  # a schedule lists every action of every microbatch
@@ -180,20 +186,20 @@ class Plan:
         for name, allowed in choices.items():
             if allowed and getattr(self, name) not in allowed:
                 yield f"{name}={getattr(self, name)} is not one of {', '.join(map(str, allowed))}"
-        yield from self._problems_of_axes(config)
+        for axis in (axis for axis in OPTIONS if getattr(self, axis) == 1):
+            for name in OPTIONS[axis]:
+                if (own := getattr(self, name)) != getattr(Plan, name):
+                    yield f"{name}={own} needs several ranks of {axis}, and there is one: {axis}=1"
+        yield from self._problems_of_heads(config)
         yield from self._problems_of_experts(config)
         yield from self._problems_of_pipeline(config)
         yield from self._problems_of_gradients(config)
 
-    def _problems_of_axes(self, config: LlamaConfig) -> Iterator[str]:
+    def _problems_of_heads(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of tp and cp."""
         tensor.check_sizes(config, self.tp)
-        if self.sequence_parallel and self.tp == 1:
-            yield "sequence_parallel shards what tensor parallelism leaves whole; tp=1 cuts nothing"
         if self.tp_overlap and not self.sequence_parallel:
             yield "tp_overlap interleaves the collectives of sequence_parallel; set both"
-        if self.context != "ring" and self.cp == 1:
-            yield f"context={self.context} is for several ranks of cp, and there is one: cp=1"
         if self.context == "ulysses" and config.num_heads // self.tp % self.cp:
             yield (
                 f"ulysses exchanges whole heads: cp={self.cp} does not divide the "
@@ -202,29 +208,23 @@ class Plan:
 
     def _problems_of_experts(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of ep."""
-        if self.experts_over_cp and self.cp == 1:
-            yield "experts_over_cp spreads experts over ranks that share sequences; cp=1 has none"
-        if self.experts_over_tp and not (self.sequence_parallel and self.tp > 1):
+        if self.experts_over_tp and not self.sequence_parallel:
             yield (
-                f"experts_over_tp spreads experts over ranks that hold different tokens; those of "
-                f"tp={self.tp} do with sequence_parallel, from tp=2 on"
+                f"experts_over_tp needs ranks of tp that hold different tokens; ranks of "
+                f"tp={self.tp} do with sequence_parallel"
             )
         if self.experts_over_tp and self.expert_tensor_parallel:
             yield "experts_over_tp and expert_tensor_parallel are two ways to share experts over tp"
         name = " x ".join(axis for axis in ("ep", "cp", "tp") if axis in self.expert_axes)
         n = math.prod(getattr(self, axis) for axis in self.expert_axes)
-        if not config.has_experts:
-            if n > 1:
-                none = "none (moe=None)" if config.moe is None else "none in any layer"
-                yield f"{name}={n} spreads experts, and this Llama has {none}"
-        else:
+        if n > 1 and not config.has_experts:
+            yield f"{name}={n} spreads experts, and this Llama has none in any layer"
+        if config.has_experts:
             expert.check_sizes(config.moe, n, name)
             pieces = self.cp * (self.tp if self.sequence_parallel else 1)
             expert.check_capacity(config.moe, self.dispatch, pieces)
         if self.expert_tensor_parallel:
             tensor.check_experts(config.moe, self.tp)
-            if self.tp == 1:
-                yield "expert_tensor_parallel cuts experts over tp, and tp=1 cuts nothing"
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
         expert.check_nodes(self.expert_nodes, n, name)
@@ -236,14 +236,11 @@ class Plan:
 
     def _problems_of_pipeline(self, config: LlamaConfig) -> Iterator[str]:
         """Yield the broken rules of pp."""
+        if self.dispatch == "paired":
+            schedules.check_pairs(self.make_schedule())
+            if self.zero == 3:
+                yield f"{runtime.PAIRED_FSDP} (zero=3, dispatch=paired); use zero=2"
         if self.pp == 1:
-            if self.schedule != "1f1b" or self.stages_per_rank:
-                yield f"schedule={self.schedule} is for a pipeline of several ranks, and pp=1"
-            if self.dispatch == "paired":
-                yield (
-                    "dispatch=paired computes one microbatch while tokens of another travel, in a "
-                    "pipeline; with pp=1 use dispatch=halves, or take pp=2,schedule=dualpipe_v"
-                )
             return
         # Every schedule has at least this many stages. Counting first spares a huge schedule.
         num_stages = self.pp * max(1, self.stages_per_rank)
@@ -254,10 +251,6 @@ class Plan:
                 f"schedule={self.schedule} on pp={self.pp} cuts the model into {num_stages} "
                 f"stages, each with a layer, and there are num_layers={config.num_layers}"
             )
-        if self.dispatch == "paired":
-            schedules.check_pairs(self.make_schedule())
-            if self.zero == 3:
-                yield f"{runtime.PAIRED_FSDP} (zero=3, dispatch=paired); use zero=2"
         if config.moe is not None and self.make_schedule().copies > 1:
             yield (
                 f"schedule={self.schedule} has two copies of every router, and each copy would "
@@ -265,14 +258,14 @@ class Plan:
             )
 
     def _problems_of_gradients(self, config: LlamaConfig) -> Iterator[str]:
-        """Yield the broken rules without which a gradient would be silently wrong."""
+        """Yield the broken rules that keep gradients from being silently wrong."""
         is_tp_sum = self.sequence_parallel or self.tp > config.num_kv_heads or config.qk_norm
         if self.zero and is_tp_sum and config.vocab_size % self.tp:
             yield (
-                f"zero={self.zero} cuts all parameters of a rank in a row, and tensor parallelism "
-                f"adds up gradients piece by piece; but with vocab_size={config.vocab_size}, which "
-                f"tp={self.tp} does not divide, pieces begin elsewhere on every rank; pad the "
-                f"vocabulary to {-(-config.vocab_size // self.tp) * self.tp} words"
+                f"zero={self.zero} shards all parameters of a rank in a row, and tp sums gradients "
+                f"shard by shard; tp={self.tp} does not divide vocab_size={config.vocab_size}, so "
+                f"shards would begin elsewhere on every rank; pad the vocabulary to "
+                f"{-(-config.vocab_size // self.tp) * self.tp} words"
             )
         shares = self._shares(config)
         if self.zero == 3 and shares:
@@ -291,9 +284,8 @@ class Plan:
         if self.dp == 1 and 1 in (self.cp, self.ep) and self.cp * self.ep > 1:
             name = "cp" if self.cp > 1 else "ep"
             yield (
-                f"compression={self.compression} calls from a thread of its own, and over {name} "
-                f"alone, dp=1, the model's calls are on the same ranks: these would launch in two "
-                f"orders; use dp=2 or more"
+                f"compression={self.compression} launches from a thread of its own, and the model "
+                f"launches over {name}, too: ranks would launch in two orders; use dp=2 or more"
             )
         if self.compression not in EACH_NUMBER_ALONE and (self.tp > 1 or shares):
             where = f"tp={self.tp}" if self.tp > 1 else f"pp={self.pp}"

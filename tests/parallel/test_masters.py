@@ -303,14 +303,3 @@ def test_bytes_per_parameter_are_those_of_the_closed_form(zero, precision, recip
     if zero != 1:  # which has whole ones in backward only
         assert held["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
     assert explained["gradients"] == pytest.approx(formula["gradients"], rel=0.02)
-
-
-def test_a_plan_says_what_is_in_which_precision():
-    for text, says in (
-        ("dp=2,precision=bf16", "master weights, in the optimizer"),
-        ("dp=2,zero=3,precision=bf16", "master weights, the shards"),
-        ("dp=2,precision=autocast-bf16", "autocast: matrix products in bf16"),
-        ("dp=2,precision=fp16", "autocast: matrix products in fp16"),
-    ):
-        assert says in str(explain(Plan.parse(text), SHAPE)).splitlines()[1]
-    assert "float32" not in str(explain(Plan(dp=2), SHAPE))
