@@ -53,12 +53,12 @@ from minipar.comm import calls, clock
 from minipar.emulate import operations
 
 LATE = 0.05
-"""Share of a recording, late by which a rank says so."""
+"""A rank warns if it was late by this share of a recording."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on, by declaration. Raises `ValueError` for a factor below 1."""
+    """The declared device of a rank. Raises `ValueError` for a factor below 1."""
 
     sheet: Any  # what answers in seconds as `minipar.sim.hardware.Device` does
     slowdown: float = 1.0
@@ -72,24 +72,24 @@ class Device:
     def seconds_of_matmul(
         self, m: float, n: float, k: float, dtype: str, *, batch: float = 1
     ) -> float:
-        """Declared seconds of products; every side counts `magnify` times."""
+        """Return declared seconds of a matmul; every side counts `magnify` times."""
         m, n, k = (side * self.magnify for side in (m, n, k))
         return self.sheet.seconds_of_matmul(m, n, k, dtype, batch=batch)
 
     def seconds_of_attention(
         self, batch: float, heads: float, *sides_and_dtype: Any, **how: bool
     ) -> float:
-        """Declared seconds of attention; tokens and widths count `magnify` times."""
+        """Return declared seconds of attention; tokens and widths count `magnify` times."""
         *sides, dtype = sides_and_dtype
         sides = [side * self.magnify for side in sides]  # queries, keys, width of a head
         return self.sheet.seconds_of_attention(batch, heads, *sides, dtype, **how)
 
     def seconds_of_bytes(self, num_bytes: float) -> float:
-        """Declared seconds of moving bytes, of which there are `magnify` squared as many."""
+        """Return declared seconds of moving `num_bytes` times `magnify` squared."""
         return self.sheet.seconds_of_bytes(self.counted(num_bytes))
 
     def counted(self, num_bytes: float) -> int:
-        """Bytes of the declared model."""
+        """Return the bytes of the declared model."""
         return round(num_bytes * self.magnify**2)
 
     def __str__(self) -> str:
@@ -116,23 +116,25 @@ def current() -> Device | None:
 
 
 def label(link: str) -> str:
-    """What a figure must say of the device, and of a `link` with that label."""
+    """Return the words for a figure about the device and a `link` with that label."""
     return link if _clock is None else f"emulated {_clock.device}; {link}"
 
 
 def running() -> Any:
-    """A context: operations of the body take their time; at its end the clock has come true."""
+    """Make each operation of the body take its time; wait for the device at the end."""
     return nullcontext() if _clock is None else _clock.running()
 
 
 def paused() -> Any:
-    """A context: what the body computes takes no time of the device, and its bytes count as they
-    are. To set up, warm up and check; on all ranks that talk in it."""
+    """Compute in the body without taking time of the device; bytes count as they are.
+
+    Use it to set up, warm up and check, on all ranks that communicate in it.
+    """
     return clock.paused()
 
 
 def now() -> float:
-    """Seconds as the declared device counts them: to measure with, before and after."""
+    """Return seconds of the declared device: two of them measure a time."""
     return clock.now() / (1.0 if _clock is None else _clock.slowdown)
 
 
@@ -219,7 +221,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     @contextmanager
     def beside(self, start: float) -> Iterator[None]:
-        """What the body waits for does not hold the rank up; what it computes takes no time."""
+        """Give this thread its own clock: its waits do not hold the rank up; computing is free."""
         self.thread.at = start
         try:
             yield
@@ -291,7 +293,7 @@ class _Clock(TorchDispatchMode, calls.Tap):
 
     # -------- the clock and the world's
     def catch_up(self) -> None:
-        """What is past is past: the clock does not lag behind."""
+        """Move the clock on to the time of the machine, if it lags behind."""
         self.at = max(self.at, time.monotonic())
 
     def come_true(self) -> None:

@@ -10,18 +10,19 @@ would have been done, so that overlap is real and the processor stays free to co
     use(Topology(2, 2, LINKS["nvlink4"], LINKS["ib-ndr"]).scaled(2000))
 
 Model (alpha-beta; Hockney 1994; Thakur, Rabenseifner & Gropp 2005, section 3; Chan et al. 2007):
-an operation starts when the last rank has called it and the link is free, and takes
-``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`); links work in both directions at
-once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream;
-messages have a lane per peer and direction, where the next one may leave while the last one still
-travels. These wires do not slow each other down: a full mesh. Only on a `Topology` they do: what
-leaves a node, or comes in, by the same network card queues for it, of whatever group it is.
+an operation starts when the last rank has called it and the link is free. It takes
+``steps * latency + wire_bytes / bandwidth`` seconds (`seconds`). Links work in both directions at
+once. Each process group has a link of its own, on which its collectives queue, as on a CUDA stream.
+Messages have a lane per peer and direction: the next one may leave while the last one travels.
+Groups do not slow each other down, except on a `Topology`: there, all groups queue for the network
+card by which they leave a node or come in.
 
 This file is the model: links, topologies, what an operation costs, and which link is in use. The
 backend itself is in `link_group.py`.
 
-Limits: one machine (the ranks share a clock and a table of calls), CPU tensors. In torch: the other
-backends, ``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
+Limits: one machine (the ranks share a clock and a table of calls), CPU tensors; a receive from any
+rank (``dist.recv`` without ``src``) goes over gloo and takes no time. In torch: the other backends,
+``gloo`` and ``nccl``. Taught in: notebooks 00 and 02.
 """
 
 import difflib
@@ -58,8 +59,8 @@ class Link:
 
     def scaled(self, factor: float) -> "Link":
         """Return this link slowed by `factor`, to sit beside a processor as much slower."""
-        if not 0 < factor <= 1e6:
-            raise ValueError(f"cannot slow a link {factor} times; use a factor above 0, up to 1e6")
+        if not 0 < factor <= 1e9:
+            raise ValueError(f"cannot slow a link {factor} times; use a factor above 0, up to 1e9")
         return replace(
             self,
             latency=self.latency * factor,
@@ -67,9 +68,17 @@ class Link:
             slowdown=self.slowdown * factor,
         )
 
+    def between(self, ranks: Sequence[int]) -> "Link":
+        """Return this link: it joins all ranks. On a `Topology` it depends on the ranks."""
+        return self
+
+    def lanes(self, verb: str, num_bytes: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return nothing: ranks share network cards only on a `Topology`."""
+        return {}
+
     @property
     def label(self) -> str:
-        """What a figure must say: "emulated NVLink 4, slowed 2000x"."""
+        """Return the words for a figure: "emulated NVLink 4, slowed 2000x"."""
         return "no emulated link" if self.bandwidth == math.inf else f"emulated {self}"
 
     def __str__(self) -> str:
@@ -97,11 +106,11 @@ class Topology:
     """Two levels: ranks 0 .. `ranks_per_node` - 1 on node 0, and so on, `intra` inside, `inter`
     between nodes.
 
-    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once,
-    and its ranks share them evenly; None gives each rank a card, as in machines with one per GPU.
-    Two groups across nodes that talk at once by the same card take twice as long. A flat ring over
-    one card per node does not: in the order of the ranks, one of each node sends to another node,
-    and one receives. Ring and pairwise exchange advance in lockstep, so that the slowest hop rules.
+    A node has `cards_per_node` network cards, each as fast as `inter` in both directions at once.
+    Its ranks share them evenly; None gives each rank a card, as in machines with one per GPU. Two
+    groups that talk across nodes at once by the same card take twice as long. A flat ring over one
+    card per node does not: one rank of each node sends to another node, and one receives. Ring and
+    pairwise exchange advance in lockstep, so the slowest hop rules.
     """
 
     nodes: int = 2
@@ -169,7 +178,7 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """What a figure must say."""
+        """Return the words for a figure."""
         return f"emulated {self}"
 
     def __str__(self) -> str:
@@ -255,19 +264,14 @@ def check_calls(enabled: bool = True) -> None:
     checks = enabled
 
 
-def among(ranks: Sequence[int]) -> Link:
-    """Return the link that bounds a group of these global ranks now."""
-    return _link.between(ranks) if isinstance(_link, Topology) else _link
+def in_use() -> Link | Topology:
+    """Return the link that `use` has set, slowed as much as an emulated device beside it."""
+    slowdown = device.slowed(1.0)
+    return _link if slowdown == 1 else _link.scaled(slowdown)
 
 
-def cost(verb: str, num_bytes: int, ranks: Sequence[int]) -> tuple[float, dict[int, float]]:
-    """Return the seconds that an operation of these global ranks takes now if it is alone, and for
-    how long it keeps the lanes of network cards: see `Topology.lanes`, empty on a `Link`.
-
-    Beside an emulated device, everything takes as many times longer as there.
-    """
-    if isinstance(_link, Topology):
-        call = verb, num_bytes, ranks
-        lanes = {lane: device.slowed(s) for lane, s in _link.lanes(*call).items()}
-        return device.slowed(_link.seconds(call)), lanes
-    return device.slowed(seconds(verb, num_bytes, len(ranks), _link)), {}
+def alone(wires: Link | Topology, verb: str, num_bytes: int, ranks: Sequence[int]) -> float:
+    """Return the seconds of one operation of these global ranks, with nothing beside it."""
+    if isinstance(wires, Topology):
+        return wires.seconds((verb, num_bytes, ranks))
+    return seconds(verb, num_bytes, len(ranks), wires)

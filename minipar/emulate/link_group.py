@@ -10,10 +10,8 @@ import math
 import queue
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -58,9 +56,8 @@ class LinkWork(dist.Work):
         num_bytes: int,
         result: Any,
         run: Callable[[float], Transfer],
-        inner: dist.Work | None = None,
         latency: float = 0.0,
-        hold: strict.Hold | None = None,
+        hold: strict.Handle | None = None,
     ) -> None:
         super().__init__()
         self.verb, self.num_bytes = verb, num_bytes
@@ -68,8 +65,7 @@ class LinkWork(dist.Work):
         self.t_called = time.monotonic()  # on this machine; the clock of a late device lags behind
         self.run = run  # does the real operation; given when this rank and its link are ready
         self.latency = latency  # of the time it takes: during it, the link is free for the next
-        self._inner, self._hold = inner, hold
-        self._result, self._error = result, None
+        self._hold, self._result, self._error = hold, result, None
         self._done, self._lock, self.ended = threading.Event(), threading.Lock(), Future()
         if hold is not None:
             hold.ended = self._done
@@ -87,7 +83,7 @@ class LinkWork(dist.Work):
 
     @property
     def times(self) -> tuple[float, float]:
-        """Start and end on the wire, once done."""
+        """Return start and end on the wire, once done."""
         return (self.t_issue if self.t_start is None else self.t_start), self.t_end
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -132,8 +128,41 @@ class LinkWork(dist.Work):
         # tensor from it and crashes); only a callback that raises makes a future fail for C++ too.
         return self.ended.then(lambda _: self.result())
 
-    def _source_rank(self) -> int:
-        return self._inner._source_rank()
+
+def _method(
+    verb: str, gloo: str, options: type, piece: int, each: bool = False
+) -> Callable[..., LinkWork]:
+    """Return the method of a process group that does `verb` by the method `gloo` of gloo.
+
+    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
+    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
+    """
+
+    def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
+        if opts is None and args and isinstance(args[-1], options):
+            *args, opts = args
+        opts = opts or options()
+        if gloo in ("_allgather_base", "_reduce_scatter_base"):
+            _check_sizes(verb, group.size(), args[piece], args[1 - piece])
+
+        def launch(args: Sequence[Any]) -> None:
+            calls = zip(*args, strict=True) if each else [args]
+            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
+                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+
+        return group._collective(verb, launch, args, opts, args[piece : piece + 1])
+
+    return method
+
+
+def _check_sizes(verb: str, size: int, pieces: Any, wholes: Any) -> None:
+    """Raise `ValueError` unless a whole has the numbers of all pieces: gloo ends the process."""
+    for piece, whole in zip(tensors_in(pieces), tensors_in(wholes), strict=True):
+        if size * piece.numel() != whole.numel():
+            raise ValueError(
+                f"{verb} over {size} ranks: {size} pieces of {tuple(piece.shape)} are not "
+                f"{tuple(whole.shape)}"
+            )
 
 
 # ---------------------------------------------------------------------- the process group
@@ -148,7 +177,7 @@ class LinkGroup(dist.ProcessGroup):
         # Gives the group a name, and the paths that never leave C++ a backend.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._calls = Calls(options.store, rank, size)
+        self._calls = Calls(options.store, size)
         self._num_collectives, self._num_messages = 0, Counter()
         self._lanes: dict[Any, queue.SimpleQueue] = {}
         self._pending: set[LinkWork] = set()
@@ -172,7 +201,7 @@ class LinkGroup(dist.ProcessGroup):
 
     @property
     def moving(self) -> bool:
-        """Whether an operation has started on the wire that has not ended yet."""
+        """True if an operation has started on the wire and has not ended yet."""
         with self._lock:
             return any(work.t_start is not None for work in self._pending)
 
@@ -226,61 +255,81 @@ class LinkGroup(dist.ProcessGroup):
         if self._reason is not None:
             raise self._failed(verb, self._reason)
 
-    # -------- collectives: see the table below
-    def _collective(self, op: "_Op", args: Sequence[Any], opts: Any) -> LinkWork:
+    # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
+    allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions, 0)
+    allreduce_coalesced = _method(
+        "all_reduce", "allreduce_coalesced", c10d.AllreduceCoalescedOptions, 0
+    )
+    broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions, 0)
+    reduce = _method("reduce", "reduce", c10d.ReduceOptions, 0)
+    allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
+    allgather_coalesced = _method("all_gather", "allgather_coalesced", c10d.AllgatherOptions, 1)
+    all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
+    all_gather_single_coalesced = _method(
+        "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
+    )
+    reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions, 0)
+    reduce_scatter_single = _method(
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0
+    )
+    reduce_scatter_single_coalesced = _method(
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0, each=True
+    )
+    all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
+    alltoall = _method("all_to_all", "alltoall", c10d.AllToAllOptions, 1)
+    gather = _method("gather", "gather", c10d.GatherOptions, 1)
+    scatter = _method("scatter", "scatter", c10d.ScatterOptions, 0)
+    barrier = _method("barrier", "barrier", c10d.BarrierOptions, 0)
+
+    def _collective(
+        self,
+        verb: str,
+        launch: Callable[[Sequence[Any]], None],
+        args: Sequence[Any],
+        opts: Any,
+        pieces: Sequence[Any],
+    ) -> LinkWork:
         device.synchronize()  # what is to be sent is there
-        pieces, size = args[op.piece : op.piece + 1], self.size()
-        whole = max(_num_bytes(args[:1]), _num_bytes(args[1:2]))
-        is_exchange, flows = op.verb == "all_to_all", [0] * 2 * size
-        if op.gloo in ("_allgather_base", "_reduce_scatter_base"):  # where gloo ends the process
-            joined = tensors_in(args[1 - op.piece : 2 - op.piece])
-            for one, all_of_them in zip(tensors_in(pieces), joined, strict=True):
-                if size * one.numel() != all_of_them.numel():
-                    are_not = f"pieces of {tuple(one.shape)} are not {tuple(all_of_them.shape)}"
-                    raise ValueError(f"{op.verb} over {size} ranks: {size} {are_not}")
-        if op.verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
-            whole = size * _num_bytes(pieces)
-        elif is_exchange:  # slices may be uneven, and all of it another rank's
+        rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
+        if verb == "all_to_all":  # slices may be uneven, and all of it another rank's
             flows = _flows(size, *args)
-            whole = _busiest(flows, self.rank(), size) * size // max(size - 1, 1)
-        duration, lanes = link.cost(op.verb, whole := device.counted(whole), self.ranks)
-        sent = wire_bytes(op.verb, whole, size)
-        if is_exchange:
-            lanes = link.cost(op.verb, 1, self.ranks)[1]  # of a byte: another may send more
-            sent = device.counted(sum(flows[:size]) - flows[self.rank()])
-        checks, call = link.checks, stands_for.get()
-        verb = call.partition("(")[0] or op.verb
-        mine, everyone = (0, self.rank(), self.rank()), [(0, rank, rank) for rank in range(size)]
+            sent = device.counted(sum(flows[:size]) - flows[rank])
+            whole = device.counted(_busiest(flows, rank, size) * size // max(size - 1, 1))
+        else:
+            is_split = verb in ("all_gather", "reduce_scatter", "gather", "scatter")
+            whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
+            sent = wire_bytes(verb, whole := device.counted(whole), size)
+        wires, checks, call = link.in_use(), link.checks, stands_for.get()
+        name, seconds = call.partition("(")[0] or verb, link.alone(wires, verb, whole, self.ranks)
+        mine, everyone = (0, rank, rank), [(0, each, each) for each in range(size)]
         result, hold = tensors_in(args[:1]), None
         if strict.is_on():
-            hold = strict.Hold(verb, args, *self._read_and_written(op, args, opts))
+            hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
             args = hold.travelling
 
         def run(ready: float) -> Transfer:
             if checks:
-                self._compare(self._describe(call or op.verb, pieces, opts), flows)
+                self._compare(self._describe(call or verb, pieces, opts), flows)
             self._num_collectives += 1
-            number, transfer = self._num_collectives, Transfer(ready, duration, whole)
+            number, transfer = self._num_collectives, Transfer(ready, seconds, whole)
             self._calls.post(mine, number, transfer)
-            for inner in op.launch(self.inner, args, opts):
-                inner.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+            launch(args)
             transfer = self._calls.latest(everyone, number, transfer)
             # As long as the busiest rank needs, whichever asks first.
-            times = transfer.num_bytes if is_exchange else 1
-            taken = {lane: times * seconds for lane, seconds in lanes.items() if times}
-            return self._calls.on_cards((0, 0, 0), number, transfer, taken)
+            lanes = wires.lanes(verb, int(transfer.num_bytes), self.ranks)
+            return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
 
-        return self._enqueue("collectives", LinkWork(verb, sent, result, run, hold=hold))
+        return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
-    def _read_and_written(self, op: "_Op", args: Sequence[Any], opts: Any) -> list[list]:
-        """The tensors that an operation reads, and those that it fills."""
-        if op.verb in ("broadcast", "reduce"):  # in place, and one-sided
-            fills = (op.verb == "reduce") == (opts.rootRank == self.rank())
+    def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
+        """Return the tensors that an operation reads, and those that it fills."""
+        if verb in ("broadcast", "reduce"):  # in place, and one-sided
+            fills = (verb == "reduce") == (opts.rootRank == self.rank())
             return [[], tensors_in(args)] if fills else [tensors_in(args), []]
         return [tensors_in(args[1:2]), tensors_in(args[:1])]
 
     def _describe(self, verb: str, pieces: Sequence[Any], opts: Any) -> str:
-        """This call in words, the same on all ranks if they agree."""
+        """Return this call in words: the same on all ranks if they agree."""
         kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in tensors_in(pieces)]
         if verb == "all_to_all":  # shapes may differ
             kinds = [kind.split()[0] for kind in kinds[:1]]
@@ -290,28 +339,26 @@ class LinkGroup(dist.ProcessGroup):
         return verb + operation + tensors + root
 
     def _compare(self, call: str, flows: list[int]) -> None:
-        """Tell each other what we are about to call; raise `Mismatch` unless all say the same.
+        """Exchange what each rank is about to call; raise `Mismatch` unless all call the same.
 
         `flows`: the bytes that this rank sends to each rank, then those it expects from each.
         """
-        text = call.encode()
-        if len(text) > 240:
-            text = text[:230] + b"~%08x" % zlib.crc32(text)
-        mine = torch.tensor([*text.ljust(240)], dtype=torch.uint8).view(torch.int64)
+        text = call.encode()[:240].ljust(240)
+        mine = torch.tensor([*text], dtype=torch.uint8).view(torch.int64)
         mine = torch.cat([mine, torch.tensor(flows)])
         said = torch.empty(self.size() * len(mine), dtype=torch.int64)
         self.inner._allgather_base(said, mine, c10d.AllgatherOptions()).wait()
         rows = said.view(self.size(), -1)
-        called: dict[str, list[str]] = {}  # what was called: by which ranks
+        called: dict[str, list[int]] = {}  # what was called: by which ranks
         for rank, row in zip(self.ranks, rows, strict=True):
             text = bytes(row[:30].view(torch.uint8).tolist()).decode(errors="replace").rstrip()
-            called.setdefault(text, []).append(str(rank))
+            called.setdefault(text, []).append(rank)
         if len(called) > 1:
             who = [
-                f"rank{'s'[: len(ranks) - 1]} {', '.join(ranks)} called {text}"
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called {text}"
                 for text, ranks in called.items()
             ]
-            raise Mismatch("the ranks do not agree: " + "; ".join(who))
+            raise Mismatch(f"the ranks do not agree: {'; '.join(who)}")
         sent, expected = rows[:, 30:].view(-1, 2, self.size()).unbind(1)
         for src, dst in (sent != expected.T).nonzero().tolist():
             raise self._wrong_size(src, dst, sent[src, dst].item(), expected[dst, src].item())
@@ -340,51 +387,33 @@ class LinkGroup(dist.ProcessGroup):
         other_end = (1 - end, src, dst)
         pair = self.ranks[src], self.ranks[dst]
         num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
-        duration, lanes = link.cost(verb, device.counted(num_bytes), pair)
-        mine = Transfer(clock.now(), duration, num_bytes)
-        latency = device.slowed(link.among(pair).latency)
+        wires, counted = link.in_use(), device.counted(num_bytes)
+        mine = Transfer(clock.now(), link.alone(wires, verb, counted, pair), num_bytes)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
-            sizes = (mine.num_bytes, int(other.num_bytes))
-            raise self._wrong_size(src, dst, *(sizes[::-1] if end else sizes))
+            sizes = num_bytes, int(other.num_bytes)
+            raise self._wrong_size(src, dst, *(sizes if verb == "send" else sizes[::-1]))
         hold, moved = None, tensors
         if strict.is_on():
-            hold = strict.Hold(verb, tensors, *([tensors, []] if verb == "send" else [[], tensors]))
+            read, written = (tensors, []) if verb == "send" else ([], tensors)
+            hold = strict.Handle(verb, tensors, read, written)
             moved = hold.travelling
         inner = getattr(self.inner, verb)(moved, peer, tag)
 
         def run(ready: float) -> Transfer:
             inner.wait()
             transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
+            lanes = wires.lanes(verb, counted, pair)
             return self._calls.on_cards(cell, call, transfer, lanes)
 
-        sent = wire_bytes(verb, device.counted(num_bytes), 2)
-        work = LinkWork(verb, sent, tensors, run, inner, latency, hold)
+        latency = wires.between(pair).latency
+        work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
         work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> LinkWork:
-        """Start to receive from any rank; the slowest link of the group is assumed."""
-        self._raise_if_aborted("recv")
-        wire, num_bytes = link.among(self.ranks), device.counted(_num_bytes(tensors))
-        duration = device.slowed(link.seconds("recv", num_bytes, 2, wire))
-        inner = self.inner.recv_anysource(tensors, tag)
-
-        def run(ready: float) -> Transfer:
-            inner.wait()
-            sender = (0, inner._source_rank(), self.rank())
-            call = self._number("recv", sender[1], tag)
-            transfer = self._calls.latest([sender], call, Transfer(ready, duration))
-            pair = self.ranks[sender[1]], self.ranks[self.rank()]
-            lanes = link.cost("recv", num_bytes, pair)[1]
-            return self._calls.on_cards(sender, call, transfer, lanes)
-
-        work = LinkWork("recv", 0, tensors, run, inner, device.slowed(wire.latency))
-        return self._enqueue(("recv", None), work)
-
     def _number(self, verb: str, peer: int, tag: int) -> int:
-        """The next message with this peer and tag: those of one tag arrive in order."""
+        """Return the number of the next message: messages of one peer and tag arrive in order."""
         self._num_messages[verb, peer, tag] += 1
         return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
 
@@ -394,7 +423,7 @@ def _num_bytes(values: Sequence[Any]) -> int:
 
 
 def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int]:
-    """The bytes that an all-to-all sends to each rank, then those it expects from each."""
+    """Return the bytes that an all-to-all sends to each rank, then those it expects from each."""
     flows = []
     for tensor, counts in zip((inputs, outputs), splits[::-1] or ((), ()), strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -408,57 +437,6 @@ def _flows(size: int, outputs: Any, inputs: Any, *splits: list[int]) -> list[int
 
 
 def _busiest(flows: list[int], rank: int, size: int) -> int:
-    """The bytes that `rank` sends to others or gets from them, whichever is more."""
+    """Return the bytes that `rank` sends to others or gets from them, whichever is more."""
     sent, expected = flows[:size], flows[size:]
     return max(sum(sent) - sent[rank], sum(expected) - expected[rank])
-
-
-@dataclass(frozen=True)
-class _Op:
-    """How a method of `ProcessGroup` maps onto a verb of the cost model and a method of gloo."""
-
-    verb: str
-    gloo: str
-    options: type
-    piece: int  # which argument is what one rank holds, alike on all ranks
-    each: bool = False  # call gloo once for each pair of tensors, as one transfer
-
-    def launch(self, gloo: Any, args: Sequence[Any], opts: Any) -> list[dist.Work]:
-        call = getattr(gloo, self.gloo)
-        if self.each:
-            return [call(*pair, opts) for pair in zip(*args, strict=True)]
-        return [call(*args, opts)]
-
-    def method(self) -> Callable[..., LinkWork]:
-        def method(group: LinkGroup, *args: Any, opts: Any = None) -> LinkWork:
-            if opts is None and args and isinstance(args[-1], self.options):
-                *args, opts = args
-            return group._collective(self, args, opts or self.options())
-
-        return method
-
-
-_GATHER, _SCATTER = c10d.AllgatherOptions, c10d.ReduceScatterOptions
-_COALESCED = c10d.AllreduceCoalescedOptions
-_OPS = {
-    "allreduce": _Op("all_reduce", "allreduce", c10d.AllreduceOptions, 0),
-    "allreduce_coalesced": _Op("all_reduce", "allreduce_coalesced", _COALESCED, 0),
-    "broadcast": _Op("broadcast", "broadcast", c10d.BroadcastOptions, 0),
-    "reduce": _Op("reduce", "reduce", c10d.ReduceOptions, 0),
-    "allgather": _Op("all_gather", "allgather", _GATHER, 1),
-    "allgather_coalesced": _Op("all_gather", "allgather_coalesced", _GATHER, 1),
-    "all_gather_single": _Op("all_gather", "_allgather_base", _GATHER, 1),
-    "all_gather_single_coalesced": _Op("all_gather", "_allgather_base", _GATHER, 1, each=True),
-    "reduce_scatter": _Op("reduce_scatter", "reduce_scatter", _SCATTER, 0),
-    "reduce_scatter_single": _Op("reduce_scatter", "_reduce_scatter_base", _SCATTER, 0),
-    "reduce_scatter_single_coalesced": _Op(
-        "reduce_scatter", "_reduce_scatter_base", _SCATTER, 0, each=True
-    ),
-    "all_to_all_single": _Op("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1),
-    "alltoall": _Op("all_to_all", "alltoall", c10d.AllToAllOptions, 1),
-    "gather": _Op("gather", "gather", c10d.GatherOptions, 1),
-    "scatter": _Op("scatter", "scatter", c10d.ScatterOptions, 0),
-    "barrier": _Op("barrier", "barrier", c10d.BarrierOptions, 0),
-}
-for _name, _op in _OPS.items():
-    setattr(LinkGroup, _name, _op.method())

@@ -1,9 +1,9 @@
 """What an operation costs, by its shapes alone: FLOPs, bytes, and seconds on a device.
 
-One law for what is simulated (`sim/`) and what is emulated (`device.py`): products and attention by
-their shapes, all else by the bytes that it reads and writes, and an optimizer as one pass over its
-own, as a fused one is. Views, and memory that nothing is written to, are free. And `fused_norms`:
-what is one operation on a GPU shall be one here.
+The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
+cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
+one pass over its weights, gradients and state, as a fused one does. Views and empty memory are
+free. `fused_norms` makes a norm one operation, as on a GPU.
 """
 
 import math
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 
 def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> Work | None:
-    """What `op` did to the tensors `given` when it returned those `made`; None: nothing."""
+    """Return what `op` did to the tensors `given` when it returned those `made`; None: nothing."""
     name, work, shape, flops = op._opname, "bytes", (), 0
     if not made and op._schema.is_mutable:
         made = tensors(args[:1])
@@ -73,7 +73,7 @@ def work_of(op: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Any)
 
 
 def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Any) -> int:
-    """Bytes that an operation reads of the tensors `given`."""
+    """Return the bytes that an operation reads of the tensors `given`."""
     num_bytes = sum(t.nbytes for t in given)
     if name in _LOOKUPS:
         return num_bytes - given[0].nbytes + sum(t.nbytes for t in made)
@@ -83,7 +83,7 @@ def _num_read(name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: 
 
 
 def seconds_of(work: Any, device: Any) -> float:
-    """Seconds of a `Work`, or of what has its fields, on a `device.Device` or one of hardware."""
+    """Return seconds of a `Work` on a device: `device.Device`, or one of `sim.hardware`."""
     if work.work == "product":
         batch, *mnk = work.shape
         return device.seconds_of_matmul(*mnk, work.dtype, batch=batch)
@@ -95,22 +95,22 @@ def seconds_of(work: Any, device: Any) -> float:
 
 
 def step_of(work: Work, num_bytes: int) -> Work:
-    """An optimizer's step of so many bytes, in the place of its first operation."""
+    """Return the work of an optimizer's step, in the place of its first operation."""
     return Work("step", "bytes", (), work.dtype, 0, num_bytes)
 
 
 def bytes_of_step(parameters: Sequence[Tensor], state: Any) -> int:
-    """Bytes of a step: weights, gradients and state are read, weights and state are written."""
+    """Return the bytes of a step: it reads weights, gradients, state; it writes weights, state."""
     return 3 * sum(p.nbytes for p in parameters) + 2 * sum(t.nbytes for t in tensors(state))
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """All tensors in nested lists and dicts."""
+    """Return all tensors in nested lists and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def key_of(value: Any) -> Any:
-    """What the shape of a result depends on."""
+    """Return what the shape of a result depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -120,7 +120,7 @@ def key_of(value: Any) -> Any:
 
 @cache
 def is_view(op: Any) -> bool:
-    """Whether the result of `op` is the memory that it was given, in another shape."""
+    """True if the result of `op` is the memory that it was given, in another shape."""
     returns = [value.alias_info for value in op._schema.returns]
     is_alias = any(alias is not None and not alias.is_write for alias in returns)
     return is_alias or op.name() == "aten::_unsafe_view"
@@ -134,11 +134,11 @@ _fused: list[Any] = []
 
 @contextmanager
 def fused_norms() -> Iterator[None]:
-    """In the body `F.rms_norm` is one operation, and its gradient is one, as torch has it on CUDA.
+    """Make `F.rms_norm` one operation in the body, and its gradient one, as torch does on CUDA.
 
-    Elsewhere torch spells it out, in a dozen operations that keep float32 beside 16 bits (as it
-    does on CUDA, too, where the weight is of another type than the input). Values are the same, bit
-    for bit. All threads see it; it ends with the last body that has begun.
+    On a CPU torch runs a dozen operations, which keep float32 beside 16 bits. CUDA does so too if
+    the weight and the input differ in type. Values are the same, bit for bit. All threads see the
+    change; it ends with the last body.
     """
     _define()
     with _lock:
@@ -168,7 +168,7 @@ def _rms_norm(
 
 @cache
 def _define() -> Library:
-    """Tell torch of both operations."""
+    """Register both operations with torch."""
     library = Library("minipar", "DEF")
     library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
     library.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale)"
@@ -194,7 +194,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Bit for bit as autograd would find it."""
+    """Return the gradients, bit for bit as autograd computes them."""
     grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
     of_weight = (grad * (wide * scale)).sum(tuple(range(x.ndim - 1)))
     grad = grad * weight

@@ -1,23 +1,23 @@
 """A race detector for collectives: the emulated link, as unforgiving as a GPU.
 
-On a GPU a collective has only *begun* when its call returns: its result is there after `wait`, and
-until then what it was handed must be neither written to nor freed. Gloo forgives most such slips,
-so code that is right on a laptop computes nonsense on a cluster, now and then. In here it cannot:
+On a GPU a collective has only *begun* when its call returns. The result is there after `wait`, and
+until then nobody may write to its tensors or free them. Gloo forgives most such slips, so code that
+is right on a laptop sometimes computes nonsense on a cluster. This module forgives none:
 
     with strict.watching():              # on every rank, with the backend ``link``
         train_step(...)                  # raises `Race`, which names the call and the tensor
 
     Ranks(4, backend="link", strict=True)   # so in each call, and in each cell of a notebook
 
-*   What travels are copies. The caller's outputs are full of NaN until `wait` puts the result in.
-*   At `wait` what was handed over is compared with what it was: a tensor that was changed or freed
-    meanwhile is a race, even if its bytes had left long before.
-*   Every operation ends later than it should, by a random time, so that groups overtake each other.
-*   An operation whose handle is gone before it was waited for is reported at the end of the body,
-    and so is work in a thread (`comm.background`), even if that thread waits for all it launches.
+*   Copies travel. The caller's outputs are full of NaN until `wait` puts the result in.
+*   `wait` compares the tensors with what they were: a tensor that was changed or freed meanwhile is
+    a race, even if its bytes had left long before.
+*   Every operation ends late, by a random time, so that groups overtake each other.
+*   An operation that nobody waited for is reported at the end of the body. So is work in a thread
+    (`comm.background`), even if that thread waits for all that it launches.
 
-Limits: tensors are compared, not accesses, so that reading an output too early shows as NaN in
-what is computed from it, and where a value is written that was there before, nothing is seen.
+Limits: `wait` compares values. A caller that reads an output too early computes NaN from it; a
+caller that writes the value that was there before is not seen.
 In torch: the sanitizer of CUDA streams (`torch.cuda._sanitizer`), which needs a GPU.
 Proved by: tests/emulate/test_strict.py.
 """
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from minipar.comm.calls import Call, Tap, taps
 
@@ -43,14 +44,14 @@ DELAY = 1e-3
 """Seconds by which an operation is late, in the mean of an exponential law."""
 
 PATIENCE = 2.0
-"""Seconds in which what is under way at the end of a body may end: some message may never."""
+"""Seconds that an operation has left at the end of a body: some message may never arrive."""
 
 LOOKS = 20
-"""How often, 10 ms apart, it is looked whether other threads have let go of what has ended. Not
-seconds: where the whole machine stalls, time passes and those threads do not run."""
+"""Looks, 10 ms apart, until other threads have let go of operations that ended. Not a time limit:
+time passes while a stalled machine runs no thread."""
 
-_flying: "weakref.WeakSet[Handle] | None" = None  # not waited for yet; None: not watching
-_alone = False  # whether operations that began before the body do not count
+_flying: "weakref.WeakSet[Handle] | None" = None  # nobody waited for them yet; None: off
+_alone = False  # True: operations that began before the body do not count
 _lost: list[str] = []
 _random = random.Random()
 
@@ -63,10 +64,10 @@ class Race(RuntimeError):
 
 @contextmanager
 def watching(*, alone: bool = False) -> Iterator[None]:
-    """Find races of this rank's link groups in the body; raises `Race` where one is seen.
+    """Find races of this rank's link groups in the body. Raises `Race` for the first one.
 
-    With `alone`, operations that began before the body, such as in one that failed, do not count.
-    Raises `ValueError` where there is no link group: over other backends nothing would be seen.
+    With `alone`, operations that began before the body do not count, such as those of a cell that
+    failed. Raises `ValueError` if there is no link group: over other backends it sees nothing.
     """
     global _flying, _alone
     backends = [dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map]
@@ -111,7 +112,7 @@ def paused() -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Whether `watching` is open on this rank."""
+    """True if `watching` is open on this rank."""
     return _flying is not None
 
 
@@ -121,29 +122,71 @@ def delay() -> float:
 
 
 class Handle:
-    """An operation, or work in a thread: it is lost when this is gone before a wait."""
+    """An operation, or work in a thread. It is lost if it is gone before anybody waited for it.
 
-    def __init__(self, what: str, tensors: Sequence[Tensor] = ()) -> None:
-        self.what, self.is_settled = f"{what}{_call_site()}", False
+    An operation reads some tensors of its `args` and fills others. `travelling` holds copies of
+    them, to move in their place; the outputs are NaN until `settle` puts the results in.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        args: Any = (),
+        read: Sequence[Tensor] = (),
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        copies: dict[int, Tensor] = {}
+        with torch.inference_mode(False):  # the thread of the link writes into them outside of it
+            self.travelling = tree_map_only(
+                Tensor, lambda tensor: copies.setdefault(id(tensor), _clone(tensor)), args
+            )
+            # What is gathered in place is read from the output: it will change, and rightly so.
+            apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
+            self._read = [(tensor, _clone(tensor)) for tensor in apart]
+        self._written = [(tensor, copies[id(tensor)]) for tensor in written]
+        for tensor in written:
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().fill_(_poison(tensor.dtype))
+        self.what = f"{what}{_call_site()}"
+        self._tensors = dict.fromkeys(map(_kind, [*read, *written]))
         self.ended = threading.Event()  # of an operation, replaced by that of its work
-        self._tensors = dict.fromkeys(map(_words, tensors))
-        self._watch = _flying
+        self._is_settled, self._watch = False, _flying
         _flying.add(self)
 
     def drop(self) -> None:
-        """It has been waited for, or who waits for it is told that it has failed."""
-        self.is_settled = True
+        """Forget the operation: its caller has waited, or is told that it has failed."""
+        self._is_settled = True
         if _flying is not None:
             _flying.discard(self)
 
+    def settle(self) -> None:
+        """Check that nobody touched the tensors, and put the results in. Raises `Race`."""
+        self.drop()
+        for tensor, before in self._read:
+            self._check(tensor, before, "it is sent from there")
+        for tensor, arrived in self._written:
+            poison = torch.full_like(arrived, _poison(arrived.dtype))
+            self._check(tensor, poison, "it arrives there")
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().copy_(arrived)
+
+    def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
+        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+        if freed or not torch.equal(_bytes(tensor), _bytes(before)):
+            raise Race(
+                f"{self.what}: its tensor of {_kind(tensor)} was "
+                f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
+                f"then; wait first, or use another buffer"
+            )
+
     def __del__(self) -> None:
         counts = self._watch is _flying or not _alone
-        if counts and not self.is_settled:
+        if counts and not self._is_settled:
             _lost.append(", ".join([self.what, *self._tensors]))
 
 
 class _Threads(Tap):
-    """Watches work in threads (`comm.background`): each is lost unless this rank waits for it."""
+    """Watch work in threads (`comm.background`): it is lost unless this rank waits for it."""
 
     def begin(self, call: Call) -> None:
         if call.axis is None and is_on() and self not in call.notes:
@@ -161,58 +204,11 @@ class _Threads(Tap):
 _threads = _Threads()
 
 
-class Hold(Handle):
-    """The tensors of one operation: `travelling` holds copies to move in the place of `args`.
-
-    `read` and `written` say which of the tensors in `args` it reads, and which it fills.
-    """
-
-    def __init__(
-        self, verb: str, args: Any, read: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
-        copies: dict[int, Tensor] = {}
-        with torch.inference_mode(False):  # the thread of the link writes into them outside of it
-            self.travelling = _copied(args, copies)
-        # What is gathered in place is read from the output: it will change, and rightly so.
-        apart = [tensor for tensor in read if not any(_overlap(tensor, out) for out in written)]
-        self._read = [(tensor, tensor.detach().clone()) for tensor in apart]
-        self._written = [(tensor, copies[id(tensor)]) for tensor in written]
-        for tensor in written:
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().fill_(_poison(tensor.dtype))
-        super().__init__(verb, (*read, *written))
-
-    def settle(self) -> None:
-        """Look whether all is as it was, and put the results in. Raises `Race`."""
-        self.drop()
-        for tensor, before in self._read:
-            self._check(tensor, before, "it is sent from there")
-        for tensor, arrived in self._written:
-            poison = torch.full_like(arrived, _poison(arrived.dtype))
-            self._check(tensor, poison, "it arrives there")
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().copy_(arrived)
-
-    def _check(self, tensor: Tensor, before: Tensor, why: str) -> None:
-        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
-        if freed or not torch.equal(_bytes(tensor), _bytes(before)):
-            raise Race(
-                f"{self.what}: its tensor of {_words(tensor)} was "
-                f"{'freed' if freed else 'written to'} before `wait` had returned, and {why} until "
-                f"then; wait first, or use another buffer"
-            )
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
-def _copied(value: Any, copies: dict[int, Tensor]) -> Any:
-    """Nested lists with a copy of each tensor."""
-    if isinstance(value, Tensor):
-        return copies.setdefault(id(value), value.detach().clone())
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item, copies) for item in value)
-    return value
-
-
-def _words(tensor: Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
 
 
@@ -232,7 +228,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Where the operation was called: the innermost line outside of torch and `_CARRIERS`."""
+    """Return the innermost line of the call that is outside of torch and `_CARRIERS`."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         if cell := _CELL.fullmatch(path):

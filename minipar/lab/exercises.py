@@ -52,7 +52,7 @@ from IPython.display import Code, display
 from minipar.comm.collectives import standing_for
 from minipar.comm.mesh import Axis, groups_along, make_group
 from minipar.emulate import link, link_group, strict
-from minipar.lab import cells, progress, slips
+from minipar.lab import cells, slips, solved
 from minipar.lab.cases import Case, CheckFailed, NoAnswer, Sent, StrangeAnswer
 from minipar.lab.shell import Source, call_from
 from minipar.ranks import worker
@@ -181,7 +181,7 @@ def check(
                 f"{guess}What counts as good: {asked.good}.\nThe same inputs again: {again}",
                 error.criterion,
             ) from None
-    progress.note(number)
+    solved.note(number)
     print(f"Exercise {number} passed{_on(asked.sizes)}: {', '.join(criteria)}. {asked.praise}")
     if asked.drawn is not None:
         display(asked.drawn(case))

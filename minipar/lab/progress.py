@@ -1,35 +1,13 @@
-"""Which exercises have been solved: `progress()`, in a notebook.
+"""`progress()`, in a notebook: all exercises, with a tick at those that have been solved."""
 
-A check that passes in a notebook adds a line to ``solved.txt``, in the folder of the notebook, and
-nowhere else: nothing is sent, and deleting the file starts anew.
-"""
-
-from contextlib import suppress
-from pathlib import Path
-
-from IPython import get_ipython
 from IPython.display import Markdown
 
-FILE = "solved.txt"
-
-
-def note(number: str) -> None:
-    """Remember that an exercise is solved. Does nothing outside of a notebook."""
-    if get_ipython() is not None and number not in solved():
-        with suppress(OSError), Path(FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{number}\n")
-
-
-def solved() -> list[str]:
-    """The numbers of solved exercises, in the order in which they were."""
-    path = Path(FILE)
-    return path.read_text(encoding="utf-8").split() if path.is_file() else []
+from minipar.lab import exercises
+from minipar.lab.solved import solved
 
 
 def progress() -> Markdown:
-    """Show all exercises, a row for each notebook, those that are solved with a tick."""
-    from minipar.lab import exercises  # which notes here what was solved
-
+    """Show all exercises, a row for each notebook; solved exercises have a tick."""
     known, done = exercises.exercises(), solved()
     rows: dict[str, list[str]] = {}
     for number in known:

@@ -1,11 +1,11 @@
 """All strategies together: `apply` puts what a `Plan` names on a model, in the right order.
 
-Idea.   Every strategy works along an axis of its own and leaves names and values of parameters as
-        they are. So they stack, if each is applied to what the one before it left, and if every
-        gradient is summed over every axis along which ranks compute a part of it.
-Order.  See `apply`: experts, tensor and sequence, context, pipeline, data. Backward goes the other
-        way: data (ddp, zero or fsdp) first, then what tensor parallelism has yet to add up.
-Sums.   Which axes a gradient is summed over, by what a rank has computed of it:
+Idea.   Every strategy works along an axis of its own and keeps the names of parameters. So they
+        stack: each is applied to what the one before it left. Every gradient is summed over every
+        axis whose ranks compute a part of it.
+Order.  Experts, tensor, context, pipeline, data: `apply` says why. After backward the order turns:
+        data (ddp, zero or fsdp) finishes first, then tensor parallelism sums what it has left.
+Sums.   What ranks compute decides over which axes a gradient is summed:
 
           axis      what ranks have         the gradient of a parameter is summed
           dp, cp    other tokens            over both at once, for every parameter
@@ -15,10 +15,9 @@ Sums.   Which axes a gradient is summed over, by what a rank has computed of it:
           pp        other layers            for what two stages have: tied embeddings, or all
                                             parameters where a schedule has two copies of the model
 
-        `Plan.explain` prints this for each parameter, with bytes.
-Whole.  Weights, gradients and the state of the optimizer have one shape: that of a parameter. What
-        puts weights together puts all of them together: along dp and cp, then ep, tp, pp.
-Refused before any process starts, with the nearest plan that works: see plan.py.
+        `explain` prints this for each parameter, with bytes.
+Whole.  Weights, gradients and optimizer state all have the shape of a parameter. One `join` puts
+        each of them together: along dp and cp first, then along ep, tp and pp.
 Source. Narayanan et al. 2021 (arXiv 2104.04473), section 3; Grattafiori et al. 2024, "The Llama 3
         Herd of Models" (arXiv 2407.21783), section 3.3.2, for the order of the axes.
 In torch: `torchtitan`, `parallelize.py` of each model.
@@ -28,14 +27,12 @@ tests/law/test_plans.py.
 Use::
 
     plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
-    plan.check(model.config)
     composed = apply(model, Mesh(**plan.mesh_sizes()), plan, make_optimizer)
     batch = [composed.shard(microbatch) for microbatch in batch]
     train_step(model, [composed], composed.optimizer, batch, composed.axis)
 """
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,8 +60,8 @@ from minipar.parallel.plan import Plan
 Microbatch = tuple[Tensor, ...]  # inputs [B, T], targets [B, T]; positions and mask if any
 MakeOptimizer = Callable[..., torch.optim.Optimizer]  # (model, make=class) -> optimizer
 WORKING_DTYPES = {"bf16": torch.bfloat16}
-"""By `Plan.precision`: of weights that compute, where others, their masters, learn; of all other
-precisions, weights stay as they are, and autocast casts for matrix products."""
+"""The dtype of weights that compute, by `Plan.precision`; the optimizer steps float32 masters.
+Under the other precisions weights stay as they are."""
 
 
 def apply(
@@ -73,27 +70,26 @@ def apply(
     plan: Plan,
     make_optimizer: MakeOptimizer,
     *,
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     ddp_version: ddp.Version = "overlapped",
     bucket_mb: float | None = None,
     reduce: ddp.Reduce | None = None,
     reduce_dtype: torch.dtype | None = None,
     init: Callable[[str], Tensor] | None = None,
 ) -> "Composed":
-    """Put all that `plan` asks for on `model`, in place; the weights are those of rank 0.
+    """Put what `plan` names on `model`, in place, with the weights of rank 0.
 
     Args:
-        mesh: with the sizes of the plan, its axes in any order.
-        make_optimizer: called as ``make_optimizer(model, make=...)`` when the parameters are what
-            they will stay; hands them, in the order of the model, to `make`, which is
-            `optimizer_class`, or does its work in pieces (ZeRO 1 and 2).
-        ddp_version, bucket_mb, reduce: as in `ddp.apply`; buckets are those of ZeRO, too.
+        mesh: has the sizes of the plan, its axes in any order.
+        make_optimizer: called as ``make_optimizer(model, make=...)`` once the parameters are final.
+            It hands them to `make` in the order of the model; `make` is AdamW, or a class with
+            the same arguments that shards its state (ZeRO 1 and 2).
+        ddp_version, bucket_mb, reduce: as in `ddp.apply`; ZeRO has such buckets, too.
         reduce_dtype: as in `fsdp.apply`.
-        init: for a model on the "meta" device, under ZeRO 3: returns the first value of a weight,
-            whole, by its serial name. Called for one after the other, so that no rank ever has all.
+        init: for a model on "meta" under ZeRO 3: returns the whole first value of a weight by its
+            serial name. `apply` asks for one weight at a time, so no rank ever has all.
 
-    Raises `ValueError` on every rank, before the first collective, for a plan that does not work or
-    another mesh.
+    Raises `ValueError` on every rank, before the first collective, for a plan that breaks a rule
+    or for another mesh.
     """
     plan.check(model.config)
     sizes = {axis: mesh[axis].size for axis in AXES}
@@ -157,7 +153,7 @@ def apply(
     if parts.pipeline is not None:
         parts.pipeline.dtype = dtype  # of what stages send
     if plan.zero == 3:
-        if plan.precision == "fp16" and plan.pp == 1:  # its stages would send the dtype of shards
+        if plan.precision == "fp16" and plan.pp == 1:  # a stage receives the dtype of shards
             dtype = torch.float16
         parts.data = fsdp.apply(
             model,
@@ -168,24 +164,13 @@ def apply(
             average=False,
             init=None if init is None else lambda name, _: parts.own_piece(name, init(name)),
         )
-        optimizer = make_optimizer(model, make=optimizer_class)  # of the pieces
+        optimizer = make_optimizer(model, make=torch.optim.AdamW)  # of the pieces
     elif plan.zero:
-        sharded = partial(
-            zero.ShardedOptimizer,
-            optimizer_class=optimizer_class,
-            axis=data_axis,
-            bucket_mb=bucket_mb,
-        )
-        optimizer = make_optimizer(model, make=sharded)
-        parts.data = zero.apply(
-            model,
-            data_axis,
-            optimizer=optimizer,
-            stage=plan.zero,
-            average=False,
-            working_dtype=dtype,
-        )
-        if plan.zero == 1 and plan.pp > 1:  # the stage before waits for the end of this backward
+        options = dict(optimizer_class=torch.optim.AdamW, axis=data_axis, bucket_mb=bucket_mb)
+        optimizer = make_optimizer(model, make=partial(zero.ShardedOptimizer, **options))
+        options = dict(stage=plan.zero, average=False, working_dtype=dtype)
+        parts.data = zero.apply(model, data_axis, optimizer=optimizer, **options)
+        if plan.zero == 1 and plan.pp > 1:  # else backward, and the stage before, wait for a reduce
             parts.data.most_in_flight = len(parts.data.buckets)
     else:
         if plan.compression != "none":
@@ -198,14 +183,14 @@ def apply(
             average=False,
             reduce=parts.compressed or reduce,
         )
-        optimizer = make_optimizer(model, make=optimizer_class)
+        optimizer = make_optimizer(model, make=torch.optim.AdamW)
         if dtype is not None:
             masters.keep(model, optimizer, dtype)
     return Composed(model, mesh, data_axis, plan, parts, optimizer)
 
 
 def _check_all_train(model: Llama, axis: Axis) -> None:
-    """Raise `ValueError` on all ranks where one of the pipeline has nothing to train."""
+    """Raise `ValueError` on all ranks if one of the pipeline has nothing to train."""
     trains = all_gather_object(any(p.requires_grad for p in model.parameters()), axis)
     if any(trains) and not all(trains):
         frozen = ", ".join(str(rank) for rank, some in enumerate(trains) if not some)
@@ -227,15 +212,15 @@ class Parts:
     compressed: Compressed | None = None
 
     def own_piece(self, name: str, whole: Any) -> Any:
-        """Of a weight, or of an entry of its state: cut as the weight is, unless it is a number."""
+        """Cut a weight, or an entry of its optimizer state, as the weight is cut."""
         own = {name: whole}
-        for part in (self.expert, self.tensor):
-            if part is not None and isinstance(whole, Tensor) and whole.ndim:
+        if isinstance(whole, Tensor) and whole.ndim:  # a count of steps stays as it is
+            for part in filter(None, (self.expert, self.tensor)):
                 own = part.own(own)
         return own[name]
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region:
-        """Return what of a weight of `shape` is this rank's, before the data axis cuts it."""
+        """Return this rank's part of a weight of `shape`, before the data axis cuts it."""
         spans = list(Region.whole(shape).spans)
         if self.expert is not None and name in self.expert.names:
             own = self.expert.names[name]
@@ -249,9 +234,9 @@ class Parts:
 class Composed(Strategy):
     """Several strategies that look like one; made by `apply`.
 
-    `optimizer` steps the parameters of this rank. `axis` is that of the data, over which tokens are
-    counted; `shard_axes` those over which gradients are cut. `run`, of a pipeline, takes the place
-    of forward and backward; None means one microbatch after the other.
+    `optimizer` steps the parameters of this rank. Tokens are counted over `axis`, the data axis;
+    gradients are cut over `shard_axes`. A pipeline brings its own `run`, which replaces forward
+    and backward; without a pipeline `run` is None.
     """
 
     def __init__(
@@ -268,12 +253,12 @@ class Composed(Strategy):
         self.rows = parts.data.rows
         if parts.pipeline is not None:
             self.run, self.evaluate = parts.pipeline.run, parts.pipeline.evaluate
-        # In the order in which they finish a backward: what tensor parallelism adds up must not be
-        # on its way elsewhere.
+        # In the order in which they finish a backward: tensor parallelism must not sum a gradient
+        # that data parallelism still sends.
         every = (parts.data, parts.expert, parts.tensor, parts.context, parts.pipeline)
         self.strategies = tuple(strategy for strategy in every if strategy is not None)
         for strategy in self.strategies:
-            strategy.device = self.device  # a model that was on "meta" is somewhere only now
+            strategy.device = self.device  # a model on "meta" has a device only now
         cut = [mesh.pp, *([data_axis] if plan.zero else []), mesh.tp]
         if parts.expert is not None:
             cut += [parts.expert.axis, *([parts.expert.copies] if plan.zero else [])]
@@ -297,19 +282,19 @@ class Composed(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As of every strategy: for every microbatch but the last."""
+        """Sum no gradients in the body: for every microbatch but the last."""
         with ExitStack() as stack:
             for strategy in self.strategies:
                 stack.enter_context(strategy.no_sync())
             yield
 
     def shard(self, microbatch: Microbatch) -> Microbatch:
-        """Cut this rank's tokens out of (inputs, targets) [B, T] of whole sequences.
+        """Return this rank's tokens of (inputs, targets) [B, T], which are whole sequences.
 
-        Where tokens are cut, sequences are padded first, to a length that all of cp and tp divide,
-        with tokens that no other looks at and that have no target; and positions [T/n] come third.
-        Raises `ValueError` for a microbatch with more in it that would have to be padded, and, on
-        every rank, for sequences that are too long for the model.
+        If cp or tp cuts tokens, sequences are padded to a length that both divide, and positions
+        [T/n] come third. Padding has no targets, and no other token attends to it. Raises
+        `ValueError` on every rank for sequences longer than the model allows, and for a length to
+        pad that comes with positions or a mask.
         """
         plan = self.plan
         if len(microbatch) == 2:
@@ -317,10 +302,9 @@ class Composed(Strategy):
         if plan.cp == 1 and not plan.sequence_parallel:
             return microbatch
         inputs, targets, *rest = microbatch
-        chunks = plan.cp * (1 if plan.context == "ulysses" else 2) if plan.cp > 1 else 1
+        chunks = plan.cp * (1 if plan.cp == 1 or plan.context == "ulysses" else 2)
         multiple = chunks * (plan.tp if plan.sequence_parallel else 1)
-        missing = -inputs.shape[1] % multiple
-        if missing:
+        if missing := -inputs.shape[1] % multiple:
             if rest:
                 raise ValueError(
                     f"plan {plan} needs sequences of a multiple of {multiple} tokens, not "
@@ -329,34 +313,27 @@ class Composed(Strategy):
                 )
             inputs = F.pad(inputs, (0, missing))
             targets = F.pad(targets, (0, missing), value=IGNORE_INDEX)
-        if not rest:
-            rest = [torch.arange(inputs.shape[1], device=inputs.device)]
-        whole = (inputs, targets, *rest)
+        whole = (inputs, targets, *(rest or [torch.arange(inputs.shape[1], device=inputs.device)]))
         if plan.cp == 1:
             return whole
-        if plan.context == "ulysses":
-            return ulysses.shard_batch(whole, self.mesh.cp)
-        return context.shard_batch(whole, self.mesh.cp)
+        part = ulysses if plan.context == "ulysses" else context
+        return part.shard_batch(whole, self.mesh.cp)
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def join(self, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Put together what ranks of tp and pp have by the names of their parameters; a collective.
+        """Put together what ranks of ep, tp and pp have, by name; a collective.
 
-        Weights, gradients, moments: whatever has the shape of a parameter before `axis` cuts it.
+        A tensor may be a weight, a gradient or a moment: all have the shape of a parameter.
         """
-        if self.parts.expert is not None:
-            own = self.parts.expert.join(own)
-        if self.parts.tensor is not None:
-            own = self.parts.tensor.join(own)
-        return dict(own) if self.parts.pipeline is None else self.parts.pipeline.join(own)
+        for part in filter(None, (self.parts.expert, self.parts.tensor, self.parts.pipeline)):
+            own = part.join(own)
+        return dict(own)
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `join`: what this rank of tp and pp has."""
-        if self.parts.pipeline is not None:
-            whole = self.parts.pipeline.own(whole)
-        if self.parts.expert is not None:
-            whole = self.parts.expert.own(whole)
-        return dict(whole) if self.parts.tensor is None else self.parts.tensor.own(whole)
+        """Invert `join`: return what this rank of ep, tp and pp has."""
+        for part in filter(None, (self.parts.pipeline, self.parts.expert, self.parts.tensor)):
+            whole = part.own(whole)
+        return dict(whole)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.join(self.parts.data.full_state_dict())
@@ -369,35 +346,33 @@ class Composed(Strategy):
         self.parts.data.load_full_state_dict(self.own(state))
 
     def full_optimizer_state(self) -> dict[str, Any]:
-        """The state of the optimizer as one device would have it, on the CPU, on all ranks.
+        """Return the optimizer state as of one device, on the CPU, on all ranks; a collective.
 
-        What a serial optimizer, or one under any other plan, can load. A collective.
+        A serial optimizer can load it, and so can an optimizer under any other plan.
         """
         state = self.parts.data.full_optimizer_state(self.optimizer)
         own = unpack(state, self._own_names())
-        tensors: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by entry, then by name
-        numbers: dict[str, dict[str, Any]] = defaultdict(dict)  # such as counts of steps
-        for name, entries in own.items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    tensors[key][name] = value
-                else:
-                    numbers[self.serial_name(name)][key] = value
-        whole: dict[str, dict[str, Any]] = defaultdict(dict)
-        told = all_gather_object((list(tensors), dict(numbers)), self.mesh.pp)
-        for _, theirs in told[::-1]:  # the first counts
-            for name, entries in theirs.items():
-                whole[name] |= entries
-        for key in sorted({key for keys, _ in told for key in keys}):
-            for name, value in self.join(tensors[key]).items():
-                if value is not None:
+        # 1. Every rank of pp tells the entries of its parameters; None stands for a moment.
+        told = {
+            self.serial_name(name): {k: None if _is_moment(v) else v for k, v in entries.items()}
+            for name, entries in own.items()
+        }
+        whole: dict[str, dict[str, Any]] = {}
+        for theirs in reversed(all_gather_object(told, self.mesh.pp)):  # rank 0 comes last, counts
+            whole |= theirs
+        # 2. Moments have the shape of a parameter, so `join` puts them together, kind by kind.
+        kinds = {key for entries in whole.values() for key, v in entries.items() if v is None}
+        for key in sorted(kinds):
+            mine = {name: e[key] for name, e in own.items() if _is_moment(e.get(key))}
+            for name, value in self.join(mine).items():
+                if name in whole and value is not None:
                     whole[name][key] = to_host(value)
         return pack(whole, self.names, state["param_groups"])
 
     def load_full_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take this rank's part of what `full_optimizer_state` returned, under whichever plan.
 
-        Paired by name. Raises `ValueError` for the state of other parameters.
+        Pairs by name. Raises `ValueError` for the state of other parameters.
         """
         whole, part, own_names = unpack(state, self.names), {}, self._own_names()
         for name in itertools.chain(*own_names):
@@ -407,30 +382,35 @@ class Composed(Strategy):
         self.parts.data.load_full_optimizer_state(self.optimizer, own_state)
 
     def _own_entry(self, name: str, value: Any) -> Any:
-        """Of an entry of the state: this rank's piece, or what will read a part of that."""
+        """Return this rank's piece of an entry, or a function that reads a part of the piece."""
         shape = self.shapes[self.serial_name(name)]
         if callable(value) and value.shape == shape:
             return lambda flat: value(self.parts.region(name, shape)._replace(flat=flat))
         return self.parts.own_piece(name, value() if callable(value) else value)
 
     def _own_names(self) -> list[list[str]]:
-        """What this rank's parameters are called, by the groups of the optimizer."""
+        """Return the names of this rank's parameters, by groups of the optimizer."""
         return [list(group) for group in self.parts.data.members(self.optimizer)]
 
     def serial_name(self, name: str) -> str:
-        """A tied head, which may be alone on its stage, is the embedding in the serial model."""
+        """Return the name in the serial model; a tied head is the embedding there."""
         tied = name == "lm_head.weight" and self.model.config.tie_embeddings
         return "model.embed_tokens.weight" if tied else name
 
     def _serial_names(self, order: list[str]) -> list[list[str]]:
-        """What those of all ranks are called in the serial model; a collective along pp."""
+        """Return the serial names of all ranks' parameters, by groups; a collective along pp."""
         told = all_gather_object(self._own_names(), self.mesh.pp)
         if len(set(map(len, told))) > 1:
             raise ValueError(
                 f"the optimizers of ranks along pp have {[*map(len, told)]} groups of parameters, "
-                f"and as many on each are paired by their order; let make_optimizer keep groups "
-                f"that are empty on a stage"
+                f"and groups are paired by their order; let make_optimizer keep groups that are "
+                f"empty on a stage"
             )
         groups = zip(*told, strict=True)
         found = [set(map(self.serial_name, itertools.chain(*group))) for group in groups]
         return [[name for name in order if name in names] for names in found]
+
+
+def _is_moment(value: Any) -> bool:
+    """True if an entry of the optimizer state has a number for each number of the parameter."""
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -1,9 +1,18 @@
-"""What comes of a plan: who has which piece of each parameter, and what a step sends for it."""
+"""Explain a plan: who has which piece of each parameter, and what a step sends for its gradient.
+
+`explain` cuts a model without data (on the "meta" device) with the code that cuts a real model. So
+what it says is what ranks do, and it starts no process.
+
+Use::
+
+    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,microbatches=4")
+    print(explain(plan, config))
+
+Proved by tests/parallel/test_compose.py: what `explain` says, beside what ranks hold and send.
+"""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,11 +22,12 @@ from minipar.observe.spans import aligned
 from minipar.parallel import expert, fsdp, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
+from minipar.parallel.plan import Plan
 
-if TYPE_CHECKING:
-    from minipar.parallel.plan import Plan
+STATE = ("weights", "gradients", "optimizer")
 
 
+# ---------------------------------------------------------------------- 1. what is said
 @dataclass(frozen=True)
 class Row:
     """One parameter: what a rank has of it, and where its gradient travels."""
@@ -26,62 +36,50 @@ class Row:
     full_shape: tuple[int, ...]
     shape: tuple[int, ...]  # on the first rank of tp, before dp and cp cut it
     stage_ranks: tuple[int, ...]  # the ranks of pp that have it
-    cut_over: tuple[str, ...]  # axes over which the weight is cut, or of whose ranks few have it
-    summed: dict[str, str]  # axis -> the collective that adds up its gradient there
+    cut_over: tuple[str, ...]  # axes whose ranks have different pieces of it, or none
+    summed: dict[str, str]  # axis -> the collective that sums its gradient there
     sent: dict[str, int]  # axis -> bytes of its gradient that a rank sends per step
     num_bytes: dict[str, int]  # "weights", "gradients", "optimizer": on a rank between two steps
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `Plan.explain` found; prints as a table, in which layers that are alike are one line."""
+    """The result of `explain`. It prints as a table; layers that are alike share a line."""
 
-    plan: "Plan"
+    plan: Plan
     rows: tuple[Row, ...]
 
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axes and sizes."""
-        return self.plan.mesh_sizes()
-
     def bytes_on(self, stage_rank: int = 0) -> dict[str, int]:
-        """Weights, gradients and optimizer state that the ranks of a place on pp hold."""
+        """Return the bytes of weights, gradients and optimizer state on a rank of this pp rank."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
-        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in _STATE}
+        return {kind: sum(row.num_bytes[kind] for row in rows) for kind in STATE}
 
     def sent_by(self, stage_rank: int = 0) -> dict[str, int]:
-        """Bytes of gradients along each axis that the ranks of a place on pp send per step."""
+        """Return the bytes of gradients that such a rank sends per step, by axis."""
         rows = [row for row in self.rows if stage_rank in row.stage_ranks]
         axes = dict.fromkeys(axis for row in rows for axis in row.sent)
         return {axis: sum(row.sent.get(axis, 0) for row in rows) for axis in axes}
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")
-        alike: dict[tuple[str, ...], list[str]] = {}  # what layers have in common -> their numbers
+        alike: dict[tuple[str, ...], list[str]] = {}  # cells that layers share -> their numbers
         for row in self.rows:
             before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", row.name).groups()
             shapes = ("x".join(map(str, shape)) for shape in (row.full_shape, row.shape))
             summed = [f"{axis} ({verb})" for axis, verb in row.summed.items()]
             sent = [f"{axis} {num_bytes:,}" for axis, num_bytes in row.sent.items()]
-            cells = (map(str, row.stage_ranks), row.cut_over, summed, sent)
-            cells = (before, after, *shapes, *(", ".join(cell) or "-" for cell in cells))
+            lists = (map(str, row.stage_ranks), row.cut_over, summed, sent)
+            cells = (before, after, *shapes, *(", ".join(cell) or "-" for cell in lists))
             alike.setdefault(cells, []).append(number)
-        lines = [header]
+        lines = [("parameter", "shape", "on a rank", "pp", "cut over", "summed over", "bytes sent")]
         for (before, after, *cells), numbers in alike.items():
             lines.append((f"{before}{_runs(numbers)}{after}", *cells))
-        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        lines = [f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}", *aligned(lines)]
-        precision = self.plan.precision.removeprefix("autocast-")
-        if self.plan.precision == "bf16":
-            where = "the shards" if self.plan.zero == 3 else "in the optimizer"
-            lines.insert(1, f"{_WORKING}{where}")
-        elif precision != "float32":
-            lines.insert(1, _CAST.format(precision))
-        return "\n".join(lines)
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh_sizes().items())
+        title = f"{self.plan}: {self.plan.num_ranks} ranks, {sizes}"
+        return "\n".join([title, *aligned(lines)])
 
 
 def _runs(numbers: list[str]) -> str:
-    """ "0", "1", "2", "5" -> "0-2,5"."""
+    """Return "0-2,5" for "0", "1", "2", "5"."""
     runs: list[list[str]] = []
     for number in numbers:
         if runs and number and int(number) == int(runs[-1][-1]) + 1:
@@ -91,41 +89,36 @@ def _runs(numbers: list[str]) -> str:
     return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-_STATE = ("weights", "gradients", "optimizer")
-_CAST = "  autocast: matrix products in {}; weights and what is between products as they are"
-_WORKING = (
-    "  bf16: weights that compute, activations, what stages send; float32: gradients as they are "
-    "summed, and master weights, "
-)
+# ---------------------------------------------------------------------- 2. how it is found
+def explain(plan: Plan, config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Explanation:
+    """Say for every parameter which rank has which part, and where its gradient travels.
 
-
-def rows_of(plan: "Plan", config: LlamaConfig, dtype: torch.dtype) -> Iterator[Row]:
-    found: dict[str, Row] = {}
+    Raises `ValueError` for a plan that does not work.
+    """
+    plan.check(config)
     with torch.device("meta"):
         whole = Llama(config)
-    is_unit = plan.tp == 1 and whole.model.embed_tokens in fsdp.find_blocks(whole)
-    # Of a table that is embedding and head, each as a unit of fsdp, both reduce their gradient.
-    is_twice = plan.zero == 3 and config.tie_embeddings and is_unit
-    reduced_twice = "model.embed_tokens.weight" if is_twice else None
+    found: dict[str, Row] = {}
     for stage_rank in range(plan.pp):
         with torch.device("meta"):
             model = Llama(config).to(dtype)
-        cut = _cut_without_values(model, plan, stage_rank)
+        by_tensor, pipeline = _cut(model, plan, stage_rank)
         for name, p in model.named_parameters():
             if config.tie_embeddings and name == "lm_head.weight":
                 name = "model.embed_tokens.weight"
-            row = _row(plan, *cut, name, p)
-            if name == reduced_twice:
-                row = replace(row, sent={axis: 2 * sent for axis, sent in row.sent.items()})
-            if name not in found:
-                found[name] = row
-    yield from (found[name] for name, _ in whole.named_parameters())
+            found.setdefault(name, _row(plan, by_tensor, pipeline, name, p))
+    table = "model.embed_tokens.weight"
+    is_unit = plan.tp == 1 and whole.model.embed_tokens in fsdp.find_blocks(whole)
+    if plan.zero == 3 and config.tie_embeddings and is_unit:  # so is the head: both reduce it
+        row = found[table]
+        found[table] = replace(row, sent={axis: 2 * sent for axis, sent in row.sent.items()})
+    return Explanation(plan, tuple(found[name] for name, _ in whole.named_parameters()))
 
 
-def _cut_without_values(
-    model: Llama, plan: "Plan", stage_rank: int
+def _cut(
+    model: Llama, plan: Plan, stage_rank: int
 ) -> tuple[tensor.TensorParallel | None, runtime.Pipeline | None]:
-    """Tensor and pipeline parallelism on a model on "meta", as on one of the ranks."""
+    """Apply expert, tensor and pipeline parallelism to a model on "meta", as on one rank."""
     by_tensor = pipeline = None
     if model.config.moe is not None:
         over = plan.expert_axes
@@ -145,7 +138,7 @@ def _cut_without_values(
 
 
 def _row(
-    plan: "Plan",
+    plan: Plan,
     by_tensor: tensor.TensorParallel | None,
     pipeline: runtime.Pipeline | None,
     name: str,

@@ -12,7 +12,8 @@ import torch
 
 from minipar.lab.exercises import Case, CheckFailed, fails
 from minipar.model.llama import LlamaConfig
-from minipar.parallel.plan import Explanation, Plan
+from minipar.parallel.explain import Explanation, explain
+from minipar.parallel.plan import Plan
 
 LEVEL, MINUTES = "medium", 25
 GOOD = "fits at every place of the pipeline, no earlier plan of the list does; None where none fits"
@@ -35,7 +36,7 @@ PLANS = (  # of eight ranks, in the order in which they are wanted
 @cache
 def _explanations(vocab_size: int) -> tuple[Explanation, ...]:
     config = LlamaConfig(vocab_size, 64, 160, num_layers=4, num_heads=4, num_kv_heads=2)
-    return tuple(Plan.parse(text).explain(config) for text in PLANS)
+    return tuple(explain(Plan.parse(text), config) for text in PLANS)
 
 
 def given(size, random):

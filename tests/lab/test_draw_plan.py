@@ -9,6 +9,7 @@ from minipar.lab import draw
 from minipar.lab.draw import AXIS, EXPOSED, GRID
 from minipar.lab.draw.plan import PIECE, crossing, explanation, families, placement
 from minipar.model.llama import PRESETS
+from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
 from tests.lab.figures import words as texts
 
@@ -16,7 +17,7 @@ NODES = Topology(2, 4)
 
 
 def explained(text):
-    return Plan.parse(text).explain(PRESETS["tiny"])
+    return explain(Plan.parse(text), PRESETS["tiny"])
 
 
 THREE = explained("pp=2,dp=2,tp=2,zero=1,sequence_parallel,microbatches=2")

@@ -15,6 +15,7 @@ from minipar.model.llama import MLP, PRESETS
 from minipar.model.moe import MoE, MoEConfig, Routing, routers
 from minipar.observe import timeline
 from minipar.parallel import compose, ddp, expert, fsdp, local_sgd, tensor, zero
+from minipar.parallel.explain import explain
 from minipar.parallel.plan import Plan
 from minipar.ranks.launch import RankError
 from minipar.train import checkpoint
@@ -146,7 +147,7 @@ def test_a_token_touches_as_many_nodes_as_chance_lets_it():
         ("ep=4", CONFIG, "ep=4 does not divide num_experts=6; use one of 1, 2, 3, 6"),
         ("ep=2", PRESETS["tiny"], "spreads experts, and this Llama has none"),
         ("cp=2,ep=2,experts_over_cp", CONFIG, "ep x cp=4 does not divide num_experts=6"),
-        ("ep=2,tp=2,experts_over_tp", CONFIG, "those of tp=2 do with sequence_parallel"),
+        ("ep=2,tp=2,experts_over_tp", CONFIG, "ranks of tp=2 do with sequence_parallel"),
         ("dp=2,dispatch=halves", CONFIG, "with ep=1 none do"),
         ("pp=2,schedule=dualpipe,microbatches=4", CONFIG, "two copies of every router"),
         ("tp=2,expert_tensor_parallel", PRESETS["tiny"], "tp=2 cuts experts, and this Llama has "),
@@ -271,7 +272,7 @@ def test_trap_34_a_checkpoint_of_one_ranks_experts_is_refused():
     ],
 )
 def test_explain_says_who_has_which_expert(plan, up, cut_over, summed):
-    rows = {row.name: row for row in Plan.parse(plan).explain(CONFIG).rows}
+    rows = {row.name: row for row in explain(Plan.parse(plan), CONFIG).rows}
     found = rows["model.layers.0.mlp.experts.gate_up_proj"]
     assert (found.full_shape, found.shape) == ((6, 16, 16), up)
     assert (found.cut_over, found.summed) == (cut_over, summed)

@@ -47,7 +47,7 @@ def test_a_wrong_mesh_is_refused(mesh):
         (dict(mesh="ep=3", preset="tiny-moe"), "ep=3 does not divide num_experts=8"),
         (dict(mesh="tp=3"), "plan tp=3: .* num_heads=4.* nearest plan that works is dp=3"),
         (dict(mesh="pp=2", zero=3, microbatches=4), "zero=3 .* nearest .* pp=2,zero=2,microb"),
-        (dict(pipeline_schedule="zb_v"), "schedule=zb_v is for a pipeline"),
+        (dict(pipeline_schedule="zb_v"), "schedule=zb_v needs several ranks of pp"),
         (dict(mesh="dp=2,tp=2", compress="top-k"), "compression=top-k .* drift apart"),
         (dict(mesh="dp=2,tp=2", local_method="diloco"), "--local-method .* whole model .* dp=4"),
         (dict(mesh="dp=2,pp=2", slow="1=2"), "--slow 1=2 .* use --mesh dp=4"),

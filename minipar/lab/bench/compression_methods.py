@@ -10,10 +10,17 @@ from torch import nn
 from minipar.comm.mesh import Axis
 from minipar.parallel import ddp, local_sgd
 from minipar.parallel.base.strategy import Strategy
-from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
-from minipar.parallel.compression.compressor import Compressor
+from minipar.parallel.compression.codecs import (
+    Compressor,
+    Fp8,
+    Half,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+)
 from minipar.parallel.compression.feedback import Compressed
-from minipar.parallel.compression.linear import PowerSGD, RandomK
 
 REFERENCE, CHANCE = "fp32", "fp32 disturbed"
 TURN = 8  # steps; those who do not talk in every step do so every 8, so once in a turn

@@ -88,7 +88,7 @@ def explanation(explained: Explanation, *, title: str = "", note: str = "") -> F
 
 def _columns(explained: Explanation) -> dict[str, int]:
     """Axes and sizes; dp and cp are one axis to a gradient."""
-    sizes = dict(explained.mesh)
+    sizes = explained.plan.mesh_sizes()
     if "dp" not in sizes or "cp" not in sizes:
         return sizes
     joint = sizes.pop("dp") * sizes.pop("cp")

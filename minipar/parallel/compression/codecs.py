@@ -1,18 +1,42 @@
-"""Vectors as bytes: compress, gather, decompress and add in float32, since a link adds no codes."""
+"""Ways to add up vectors over all ranks with fewer bytes.
+
+A codec turns a vector into bytes, which are gathered, since a link cannot add codes. `RandomK` and
+`PowerSGD` send numbers that are linear in the vector, which a link can add.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm.collectives import all_gather, all_to_all
+from minipar.comm.collectives import all_gather, all_reduce, all_to_all
 from minipar.comm.mesh import Axis
-from minipar.parallel.compression.compressor import Compressor, Reduced, check, make_generator
 
 
+class Compressor:
+    """A way to add up vectors over all ranks. Keeps state: every strategy needs one of its own."""
+
+    feedback = True
+    """True if residues are kept unless the user says otherwise: where the error has a bias."""
+    generator: torch.Generator | None = None
+    """Random numbers, from the first call on."""
+    starts: dict[nn.Parameter, Tensor] | None = None
+    """Warm starts by parameter, if the compressor has any."""
+
+    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the sum over ranks of what was sent; `vector` becomes what was not sent.
+
+        `vector` [N] holds the gradients of `parameters` one after the other, in float32 or float64.
+        All ranks get the same sum, to the bit.
+        """
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------- codes
 @dataclass
 class Codec(Compressor):
     """compress -> bytes on the wire -> decompress; the number of bytes depends on N alone."""
@@ -27,45 +51,31 @@ class Codec(Compressor):
         """Return what the bytes stand for: [C, W] uint8 -> [C, N]."""
         raise NotImplementedError
 
-    def reduce(
-        self, vector: Tensor, axis: Axis, weight: float, parameters: Sequence[nn.Parameter]
-    ) -> Reduced:
+    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
+        # Each rank has random numbers of its own: errors of stochastic rounding should cancel out.
+        self.generator = self.generator or make_generator(vector.device, axis.rank)
         if axis.size == 2 or self.sparse:
-            return self._gather_and_add(vector, axis, weight)
-        size, length = axis.size, len(vector)
-        rows = F.pad(vector, (0, -length % size)).view(size, -1)  # [n, N/n]
-        mine, residue = self.reduce_scatter(rows, axis)
-        mine = mine * weight
-        wire = self.compress(mine[None])
-        total = self.decompress(all_gather(wire, axis), len(mine), vector.dtype)  # [n, N/n]
-        # The error of this second rounding is in the sum of all ranks; who made it keeps it.
-        residue[axis.rank] += (mine - total[axis.rank]) / weight
-        return total.flatten()[:length], residue.flatten()[:length]
-
-    def reduce_scatter(self, rows: Tensor, axis: Axis) -> Reduced:
-        """Return the sum of the r-th rows of all ranks on rank r, and the residue: [n, N] -> [N].
-
-        The half that a strategy needs which shards its gradients.
-        """
-        self._draw_apart(axis, rows.device)
+            return self._gather_and_add(vector, axis)
+        length, dtype = len(vector), vector.dtype
+        rows = F.pad(vector, (0, -length % axis.size)).view(axis.size, -1)  # row r is for rank r
         wire = self.compress(rows)
-        residue = rows - self.decompress(wire, rows.shape[1], rows.dtype)
-        arrived = all_to_all(wire, axis)  # row s: my chunk, from rank s
-        return self.decompress(arrived, rows.shape[1], rows.dtype).sum(0), residue
+        mine = self.decompress(all_to_all(wire, axis), rows.shape[1], dtype).sum(0)  # [N/n]
+        rows -= self.decompress(wire, rows.shape[1], dtype)  # what was not sent
+        wire = self.compress(mine[None])
+        total = self.decompress(all_gather(wire, axis), len(mine), dtype)  # [n, N/n]
+        # The sum is rounded, too. The rank that rounds a part of the sum keeps the error.
+        rows[axis.rank] += mine - total[axis.rank]
+        vector.copy_(rows.flatten()[:length])
+        return total.flatten()[:length]
 
-    def _gather_and_add(self, vector: Tensor, axis: Axis, weight: float) -> Reduced:
-        self._draw_apart(axis, vector.device)
-        wire = self.compress(vector[None])
-        total, sent = torch.zeros_like(vector), None
-        for rank, row in enumerate(all_gather(wire, axis).split(1)):  # in one order on all ranks
-            vector_of_rank = self.decompress(row, len(vector), vector.dtype)[0]
-            total += vector_of_rank
-            sent = vector_of_rank if rank == axis.rank else sent
-        return total * weight, vector - sent
-
-    def _draw_apart(self, axis: Axis, device: torch.device) -> None:
-        """Random numbers of this rank's own: errors of stochastic rounding should cancel out."""
-        self.generator = self.generator or make_generator(device, axis.rank)
+    def _gather_and_add(self, vector: Tensor, axis: Axis) -> Tensor:
+        total, wires = torch.zeros_like(vector), all_gather(self.compress(vector[None]), axis)
+        for rank, wire in enumerate(wires.split(1)):  # in one order on all ranks
+            sent = self.decompress(wire, len(vector), vector.dtype)[0]
+            total += sent
+            if rank == axis.rank:
+                vector -= sent
+        return total
 
 
 @dataclass
@@ -79,7 +89,8 @@ class Half(Codec):
     feedback = False
 
     def __post_init__(self) -> None:
-        check(self.dtype in (torch.float16, torch.bfloat16), "dtype", self.dtype, "float16")
+        is_half = self.dtype in (torch.float16, torch.bfloat16)
+        check(is_half, "dtype", self.dtype, "torch.float16 or torch.bfloat16")
 
     def compress(self, rows: Tensor) -> Tensor:
         return _pack(rows.to(self.dtype))
@@ -92,25 +103,27 @@ class Half(Codec):
 class _Scaled(Codec):
     """Numbers as small codes, times a scale for each block of `block` (None: one for all).
 
-    A small block keeps an outlier from silencing many others, at 4 bytes per scale.
+    A small block keeps an outlier from silencing many others, at 4 bytes per scale. The largest
+    number of a block becomes the `largest` of the `code`.
     """
 
     block: int | None = 256
+    code, largest = torch.int8, 127.0
 
     def __post_init__(self) -> None:
         check(self.block is None or self.block >= 1, "block", self.block, "64 to 1024, or None")
 
     def scale_of(self, blocks: Tensor) -> Tensor:
-        """[C, N/b, b] -> [C, N/b, 1]."""
-        raise NotImplementedError
+        """Return a scale for each block: [C, N/b, b] -> [C, N/b, 1]."""
+        return blocks.abs().amax(-1, keepdim=True) / self.largest
 
     def encode(self, ratios: Tensor) -> Tensor:
-        """Numbers of the order of their scale, [C, N], as codes of one byte."""
-        raise NotImplementedError
+        """Return numbers of the order of their scale, [C, N], as codes of one byte."""
+        return ratios.clamp(-self.largest, self.largest).to(self.code)
 
     def decode(self, codes: Tensor, length: int) -> Tensor:
-        """The inverse, [C, N], of bytes."""
-        raise NotImplementedError
+        """Return the numbers [C, N] that the bytes of `encode` stand for."""
+        return _unpack(codes, self.code)
 
     def compress(self, rows: Tensor) -> Tensor:
         blocks = _blocks(rows, self.block)
@@ -139,16 +152,11 @@ class Int8(_Scaled):
         super().__post_init__()
         self.feedback = not self.stochastic
 
-    def scale_of(self, blocks: Tensor) -> Tensor:
-        return blocks.abs().amax(-1, keepdim=True) / 127
-
     def encode(self, ratios: Tensor) -> Tensor:
         if self.stochastic:
-            ratios = (ratios + _uniform(ratios, self.generator)).floor()
-        return ratios.round().clamp(-127, 127).to(torch.int8)
-
-    def decode(self, codes: Tensor, length: int) -> Tensor:
-        return _unpack(codes, torch.int8)
+            noise = torch.empty_like(ratios).uniform_(generator=self.generator)
+            return super().encode((ratios + noise).floor())
+        return super().encode(ratios.round())
 
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -159,31 +167,16 @@ class Fp8(_Scaled):
     """Floating point in a byte: "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
 
     Steps shrink with the number, so small ones in a block survive better than with int8, and large
-    ones worse. The largest of a block becomes the largest of the format (2209.05433, section 3).
+    ones worse (2209.05433, section 3).
     """
 
     kind: str = "e4m3"
-    stochastic: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.kind in FP8, "kind", self.kind, " or ".join(FP8))
-        self.dtype, self.feedback = FP8[self.kind], not self.stochastic
-
-    def scale_of(self, blocks: Tensor) -> Tensor:
-        return blocks.abs().amax(-1, keepdim=True) / torch.finfo(self.dtype).max
-
-    def encode(self, ratios: Tensor) -> Tensor:
-        info = torch.finfo(self.dtype)
-        if self.stochastic:
-            exponent = torch.frexp(ratios.clamp(-info.max, info.max))[1] - 1  # of the leading bit
-            lowest = round(math.log2(info.smallest_normal))
-            step = torch.exp2(exponent.clamp(min=lowest)) * info.eps  # to the next code
-            ratios = (ratios / step + _uniform(ratios, self.generator)).floor() * step
-        return ratios.clamp(-info.max, info.max).to(self.dtype)
-
-    def decode(self, codes: Tensor, length: int) -> Tensor:
-        return _unpack(codes, self.dtype)
+        self.code = FP8[self.kind]
+        self.largest = torch.finfo(self.code).max
 
 
 @dataclass
@@ -230,9 +223,106 @@ class TopK(Codec):
         return values.new_zeros(len(wire), length).scatter_(1, places, values)
 
 
+# ---------------------------------------------------------------------- linear in the gradient
+@dataclass
+class RandomK(Compressor):
+    """The same random `fraction` of the numbers on all ranks: no places are sent, sums are easy."""
+
+    fraction: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check(0 < self.fraction <= 1, "fraction", self.fraction, "above 0 and at most 1")
+
+    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
+        self.generator = self.generator or make_generator(vector.device, self.seed)
+        k = math.ceil(self.fraction * len(vector))
+        order = torch.randperm(len(vector), generator=self.generator, device=vector.device)
+        places, total = order[:k], torch.zeros_like(vector)
+        sent = vector[places] + 0 * vector.sum()  # an overflow elsewhere must show: nan
+        total[places] = all_reduce(sent, axis)
+        vector[places] = 0
+        return total
+
+
+@dataclass
+class PowerSGD(Compressor):
+    """Gradients of matrices as products of two thin ones: M [R, C] -> P [R, r] Q^T [r, C].
+
+    One step of the power iteration finds the r directions that matter, from those of the last step
+    (a warm start): P = sum_r M_r Q; make P orthonormal; Q = sum_r M_r^T P. Both sums are linear, so
+    all-reduces take them, and the result is a projection of the *sum* of the gradients. Vectors and
+    matrices that would not shrink to half go uncompressed.
+    """
+
+    rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 1, "rank", self.rank, "1 to 32")
+        self.starts = {}
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """True if gradients of this shape are sent as P and Q."""
+        if len(shape) < 2:
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return 0 < 2 * (rows + columns) * min(self.rank, rows, columns) <= rows * columns
+
+    def reduce(self, vector: Tensor, axis: Axis, parameters: Sequence[nn.Parameter]) -> Tensor:
+        self.generator = self.generator or make_generator(vector.device, self.seed)
+        total, sizes = torch.empty_like(vector), [p.numel() for p in parameters]
+        sums = dict(zip(parameters, total.split(sizes), strict=True))
+        grads = dict(zip(parameters, vector.split(sizes), strict=True))
+        matrices = {p: grads[p].view(len(p), -1) for p in parameters if self.compresses(p.shape)}
+        rest = [p for p in parameters if p not in matrices]
+        for parameter, added in zip(rest, _add_all([grads[p] for p in rest], axis), strict=True):
+            sums[parameter].copy_(added)
+            grads[parameter].zero_()
+
+        ps = _add_all([m @ self._start(p, m) for p, m in matrices.items()], axis)
+        # By Householder's method: Gram-Schmidt, as in the paper, fails where columns depend on each
+        # other, as those of a gradient of lower rank do.
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        qs = _add_all([m.mT @ p for m, p in zip(matrices.values(), ps, strict=True)], axis)
+        for (parameter, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
+            sent = torch.matmul(p, q.mT, out=sums[parameter].view_as(matrix))
+            matrix -= sent / axis.size  # every rank keeps its distance to the mean of what was sent
+            self.starts[parameter] = q
+        return total
+
+    def _start(self, parameter: nn.Parameter, matrix: Tensor) -> Tensor:
+        """Return the Q of the last step, or a random Q: equal on all ranks."""
+        shape = matrix.shape[1], min(self.rank, *matrix.shape)
+        fresh = torch.randn(
+            shape, generator=self.generator, dtype=matrix.dtype, device=matrix.device
+        )
+        q = self.starts.get(parameter)
+        if q is None or q.shape != shape:
+            return fresh
+        # A step of zeros or of nan must not be remembered for ever.
+        return torch.where(q.isfinite().all() & q.any(), q, fresh)
+
+
+def _add_all(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Return the sums over all ranks of several tensors, by one all-reduce."""
+    if not tensors:
+        return []
+    flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis)
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
 # ---------------------------------------------------------------------- helpers
-def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+def check(is_good: bool, name: str, value: Any, rule: str) -> None:
+    """Raise `ValueError` with the rule for a value that breaks it."""
+    if not is_good:
+        raise ValueError(f"{name}={value} does not work here; use {rule}")
+
+
+def make_generator(device: torch.device, seed: int) -> torch.Generator | None:
+    """Return random numbers that leave the caller's alone; None on "meta", which has none."""
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 def _bit_numbers(like: Tensor) -> Tensor:
@@ -240,7 +330,7 @@ def _bit_numbers(like: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, size: int | None) -> Tensor:
-    """[C, N] -> [C, N/b, b] with as few zeros at the end as blocks of one length allow."""
+    """Cut [C, N] into blocks [C, N/b, b] of one length, with few zeros at the end."""
     length = rows.shape[1]
     count = math.ceil(length / size) if size else 1
     width = math.ceil(length / count)
@@ -248,10 +338,10 @@ def _blocks(rows: Tensor, size: int | None) -> Tensor:
 
 
 def _pack(*parts: Tensor) -> Tensor:
-    """The bytes of several [C, ...], one after the other: [C, W]."""
+    """Join the bytes of several [C, ...], one after the other: [C, W]."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def _unpack(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """[C, W] bytes as numbers of `dtype`; copied, because these must lie on even addresses."""
+    """Read [C, W] bytes as numbers of `dtype`; a copy, because these must lie on even addresses."""
     return wire.clone(memory_format=torch.contiguous_format).view(dtype)

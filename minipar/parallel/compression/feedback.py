@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,22 @@ from minipar.comm.calls import Pending, beside, waited
 from minipar.comm.collectives import Op, all_reduce
 from minipar.comm.mesh import Axis
 from minipar.parallel.base.shards import laid_out_as
-from minipar.parallel.compression.codecs import Fp8, Half, Int8, Sign, TopK
-from minipar.parallel.compression.compressor import Compressor, check
-from minipar.parallel.compression.linear import PowerSGD, RandomK
+from minipar.parallel.compression.codecs import (
+    Compressor,
+    Fp8,
+    Half,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    check,
+    make_generator,
+)
 
 
 class Bucket(Protocol):
-    """What is needed of a bucket of `ddp`."""
+    """The part of a bucket of `ddp` that is needed here."""
 
     parameters: list[nn.Parameter]
     flat: Tensor  # [N]: gradients, one parameter after the other
@@ -43,8 +51,7 @@ class Compressed:
         check(warmup_steps >= 0, "warmup_steps", warmup_steps, "0 or more")
         self.compressor, self.warmup_steps = compressor, warmup_steps
         self.feedback = compressor.feedback if error_feedback is None else error_feedback
-        self._residues: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
-        self._residue_of: dict[nn.Parameter, Tensor] = {}
+        self._residues: dict[nn.Parameter, Tensor] = {}  # flat
         self._steps: dict[nn.Parameter, int] = {}
         self._latest: Background | None = None
 
@@ -54,8 +61,7 @@ class Compressed:
         self._steps.update(dict.fromkeys(bucket.parameters, step + 1))
         if step < self.warmup_steps or axis.size == 1:
             return all_reduce(bucket.flat, axis, op, out=bucket.flat, async_op=True)
-        weight = 1 / axis.size if op == "avg" else 1.0
-        work = partial(self._reduce, bucket, axis, op, weight)
+        work = partial(self._reduce, bucket, axis, 1 / axis.size if op == "avg" else 1.0)
         if bucket.flat.is_meta:  # a trace has no time: when the thread calls must not be by chance
             with beside() as numbers:
                 Background(work, [], bucket.flat.device, "compression").wait()
@@ -65,44 +71,35 @@ class Compressed:
         return Pending(self._latest, bucket.flat)
 
     @torch.no_grad()
-    def _reduce(self, bucket: Bucket, axis: Axis, op: Op, weight: float) -> None:
-        vector = bucket.flat
-        if not vector.numel():  # parameters without elements
+    def _reduce(self, bucket: Bucket, axis: Axis, weight: float) -> None:
+        flat, parameters = bucket.flat, bucket.parameters
+        if not flat.numel():  # parameters without elements
             return
-        vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
+        vector = weight * flat.to(torch.promote_types(flat.dtype, torch.float32))
+        pieces = vector.split([p.numel() for p in parameters])
         if self.feedback:
-            kept = self._residue(bucket, vector)
-            vector = vector + kept
-        total, residue = self.compressor.reduce(vector, axis, weight, bucket.parameters)
-        bucket.flat.copy_(total)
+            for p, piece in zip(parameters, pieces, strict=True):
+                piece += self._residues.get(p, 0)
+        flat.copy_(self.compressor.reduce(vector, axis, parameters))
         if self.feedback:
             # An overflow spoils one step, which the trainer skips or reports, not all that follow.
-            kept.copy_(residue.nan_to_num_(nan=0, posinf=0, neginf=0))
-
-    def _residue(self, bucket: Bucket, like: Tensor) -> Tensor:
-        """This rank's residue for `bucket`, which may hold parameters of earlier ones."""
-        if bucket not in self._residues:
-            residue = torch.zeros_like(like)
-            pieces = residue.split([p.numel() for p in bucket.parameters])
-            for p, piece in zip(bucket.parameters, pieces, strict=True):
-                if p in self._residue_of:
-                    piece.copy_(self._residue_of[p])
-                self._residue_of[p] = piece
-            self._residues[bucket] = residue
-        return self._residues[bucket]
+            vector.nan_to_num_(nan=0, posinf=0, neginf=0)
+            self._residues.update(zip(parameters, pieces, strict=True))
 
     def residue(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank has kept back of the gradient of `parameter`, in its shape."""
-        kept = self._residue_of.get(parameter)
+        """Return what this rank has kept back of the gradient of `parameter`, in its shape."""
+        kept = self._residues.get(parameter)
         return torch.zeros_like(parameter) if kept is None else laid_out_as(parameter, kept)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return this rank's residues, warm starts, random numbers and place in the warm-up."""
+        """Return this rank's place in the warm-up, residues, warm starts and random numbers."""
         names = {p: name for name, p in model.named_parameters()}
+        starts, generator = self.compressor.starts or {}, self.compressor.generator
         return {
             "steps": {names[p]: step for p, step in self._steps.items()},
-            "residues": {names[p]: kept.clone() for p, kept in self._residue_of.items()},
-            "compressor": self.compressor.state_dict(names),
+            "residues": {names[p]: kept.clone() for p, kept in self._residues.items()},
+            "starts": {names[p]: q for p, q in starts.items()},
+            "generator": generator and generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
@@ -111,13 +108,17 @@ class Compressed:
         Another compressor may take over: it owes what the first one kept back, if it has residues.
         """
         parameters = dict(model.named_parameters())
+
+        def by_parameter(kept: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
+            return {parameters[n]: tensor.to(parameters[n].device) for n, tensor in kept.items()}
+
         self._steps = {parameters[name]: step for name, step in state["steps"].items()}
-        residues = state["residues"] if self.feedback else {}
-        self._residue_of = {
-            parameters[name]: kept.to(parameters[name].device) for name, kept in residues.items()
-        }
-        self._residues.clear()  # made anew from these by the next call
-        self.compressor.load_state_dict(state["compressor"], parameters)
+        self._residues = by_parameter(state["residues"]) if self.feedback else {}
+        self.compressor.starts = by_parameter(state["starts"])
+        if state["generator"] is not None:
+            device = next(iter(parameters.values())).device
+            self.compressor.generator = make_generator(device, seed=0)
+            self.compressor.generator.set_state(state["generator"])
 
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
