@@ -4,7 +4,6 @@
 """
 
 import re
-import sys
 import tempfile
 import time
 from bisect import bisect_right
@@ -14,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.comm.collectives import wire_bytes
 from minipar.observe.kernels import verb_of
-from minipar.observe.spans import (
-    Interval,
-    Span,
-    is_number,
-    printable,
-    read_json,
-    subtract,
-    union,
-)
+from minipar.observe.spans import Interval, Span, read_json, subtract, union
+from minipar.text import printable
 
 if TYPE_CHECKING:  # a worker that reads a trace does without, and starts in a moment
     import torch
@@ -42,77 +34,42 @@ _OPTIMIZER = "Optimizer.step"
 _WAITS = re.compile(r"c10d::|_c10d_functional|gloo:|record_param_comms|nccl:")
 
 
-KEPT = frozenset(
-    ("traceEvents", "distributedInfo", "rank", "pg_config", "pg_desc", "host_name")
-    + ("baseTimeNanoseconds", "ph", "cat", "name", "tid", "ts", "dur", "args", "correlation")
-    + ("Collective name", "Process Group Name", "Process Group Description", "Group size")
-    + ("Process Group Ranks", "In msg nelems", "Out msg nelems", "dtype", "Seq")
-    + ("fromDevice", "toDevice", "bytes")
-)
-_LAUNCHES = "_runtime", "_driver"
-_DULL = {"ph": "none"}  # one for all, so that what is thrown away takes no memory
-
-
-def thinned(object: dict[str, Any]) -> dict[str, Any]:
-    """Drop what is not read of a JSON object: shapes, stacks and events without a duration."""
-    if object.get("ph", "X") != "X" and isinstance(object["ph"], str):
-        return _DULL
-    kept = {key: object[key] for key in object.keys() & KEPT}
-    # Of an event five keys at most, so that a dict of it is small: no empty args, no "X".
-    if kept.get("args") == {}:
-        del kept["args"]
-    if "ph" in kept:
-        del kept["ph"]
-    elif "ts" in kept:
-        kept["ph"] = None  # it said nothing
-    # Likewise a launch, of which the time and the number count; and kernels know no thread.
-    cat, args = str(kept.get("cat")), kept.get("args")
-    if "ts" in kept:
-        kept.pop("correlation", None)  # in an event's args alone
-        is_launch, is_kernel = cat.endswith(_LAUNCHES), cat == "kernel" and "dur" in kept
-        if isinstance(args, dict) and "correlation" in args:
-            if is_launch or (is_kernel and len(args) == 1):
-                kept["correlation"] = kept.pop("args")["correlation"]
-            if is_launch:
-                kept.pop("dur", None)
-        if is_kernel and type(kept.get("tid")) is int:
-            del kept["tid"]
-    for key in ("name", "cat"):  # a few names stand in a hundred thousand events
-        if type(kept.get(key)) is str:
-            kept[key] = sys.intern(kept[key])
-    return kept
-
-
 def _is_launch(event: dict[str, Any]) -> bool:
-    return "correlation" in event and "dur" not in event
+    cat, args = event.get("cat", ""), event.get("args", {})
+    return cat.endswith(("_runtime", "_driver")) and "correlation" in args
 
 
 def _number(event: dict[str, Any]) -> int:
-    """What a kernel shares with its launch; -1 if it has none."""
-    return whole(event.get("correlation", event.get("args", {}).get("correlation")), -1)
+    """Return the number that a kernel shares with its launch; -1 if it has none."""
+    return whole(event.get("args", {}).get("correlation"), -1)
 
 
 def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
-    """The events that take time, and how many others are not what the format says."""
+    """Return the events that take time, and how many others are malformed."""
     good, bad = [], 0
     for event in events:
-        if event is _DULL:
-            continue
+        if isinstance(event, dict) and event.get("ph") != "X" and isinstance(event.get("ph"), str):
+            continue  # names, counters, arrows and marks
         if not (
             isinstance(event, dict)
-            and event.get("ph", "X") == "X"
+            and event.get("ph") == "X"
             and isinstance(event.get("name"), str)
             and isinstance(event.get("cat", ""), str)
             and isinstance(event.get("args", {}), dict)
             and isinstance(event.get("tid"), str | int | None)
-            and is_number(event.get("ts"))
-            and is_number(event.get("dur", 0))
+            and _is_number(event.get("ts"))
+            and _is_number(event.get("dur", 0))
             and event.get("dur", 0) >= 0
         ):
             bad += 1
         elif _is_launch(event) or event["ts"] + event.get("dur", 0) > event["ts"]:
             good.append(event)
     return good, bad
+
+
+def _is_number(value: Any) -> bool:
+    """True if `value` is a time: a finite number. Microseconds since 1970 are 2e15."""
+    return type(value) in (int, float) and -1e17 < value < 1e17
 
 
 def spans_of(events: list[dict[str, Any]], document: dict[str, Any]) -> list[Span]:
@@ -139,7 +96,7 @@ def seconds(event: dict[str, Any]) -> Interval:
 def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
     context = _host_context(events)
     launches = {  # correlation id -> the runtime or driver call that launched the kernel
-        whole(e["correlation"]): e for e in events if _is_launch(e)
+        _number(e): e for e in events if _is_launch(e)
     }
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     began = {}
@@ -338,7 +295,7 @@ def with_kernels(profiler: "torch.profiler.profile", host: list[Span], rank: int
     profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
-        document = read_json(f"{folder}/trace.json", keep=thinned)
+        document = read_json(f"{folder}/trace.json")
     # Kineto reads the wall clock, we the monotonic one: what parts them now parted them then.
     to_monotonic = 1e-9 * (base_time(document) - time.time_ns() + time.monotonic_ns())
     spans = _gpu_spans(usable(document["traceEvents"])[0], rank)

@@ -21,17 +21,16 @@ from typing import Any
 from minipar.observe.kernels import looks_like_communication
 from minipar.observe.kineto import (
     HOST,
-    KEPT,
     about,
     base_time,
     seconds,
     spans_of,
-    thinned,
     usable,
     whole,
 )
-from minipar.observe.spans import Span, moved, printable, read_json
+from minipar.observe.spans import Span, moved, read_json
 from minipar.observe.timeline import Timeline
+from minipar.text import printable
 
 Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, in seconds
 _Read = tuple[dict[str, Any], list[Span], list[Step], list[str]]
@@ -62,8 +61,8 @@ def from_profiler(
 
     The result starts at 0 s; its `notes` count malformed events, which are skipped, say how far
     clocks were moved, and name kernels that only look like communication. `progress`, `tqdm`
-    for one, is told of the files. Raises ValueError for a file that is no trace, too large
-    (`spans.LARGEST_TRACE`) or holds no work, for two of one rank, and for none.
+    for one, is told of the files. Raises ValueError for a file that is no trace or holds
+    no work, for two of one rank, and for none.
     """
     spans, notes, steps = read(paths, progress)
     found = Timeline(spans, label, notes)
@@ -157,8 +156,7 @@ def _answer() -> None:
 
 
 def _read(file: Path) -> _Read:
-    document = read_json(file, keep=thinned)
-    document = {key: document[key] for key in document.keys() & KEPT}
+    document = read_json(file)
     events = document.pop("traceEvents")
     good, bad = usable(events)
     spans = spans_of(good, document)

@@ -24,8 +24,9 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.observe import timeline
 from minipar.observe.recorder import blocks
-from minipar.observe.spans import Span, aligned, intersect, measure, subtract, union
+from minipar.observe.spans import Span, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline, record, span
+from minipar.text import aligned
 from tests.comm.same import assert_disjoint
 from tests.on_ranks import on_ranks
 
