@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minipar.comm import calls, clock
-from minipar.observe import kineto
+from minipar.observe import gpu
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
 from minipar.observe.spans import (
     NOT_COMPUTE,
@@ -281,7 +281,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     profiler, device = None, clock.device
     try:
         with clock.recording(), ExitStack() as stack:
-            profiler = kineto.start_profiler()
+            profiler = gpu.start_profiler()
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
             _active = recorder
@@ -303,7 +303,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
-            spans = kineto.with_kernels(profiler, spans, recorder.rank)
+            spans = gpu.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans
 
 

@@ -4,22 +4,20 @@
 """
 
 import glob
-import os
-import pickle
 import re
 import statistics
-import subprocess
-import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.kernels import looks_like_communication
-from minipar.observe.kineto import (
+from minipar.observe.spans import Span, moved, read_json
+from minipar.observe.timeline import Timeline
+from minipar.text import printable
+from minipar.tools.kernels import looks_like_communication
+from minipar.tools.kineto import (
     HOST,
     about,
     base_time,
@@ -28,14 +26,9 @@ from minipar.observe.kineto import (
     usable,
     whole,
 )
-from minipar.observe.spans import Span, moved, read_json
-from minipar.observe.timeline import Timeline
-from minipar.text import printable
 
 Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, in seconds
 _Read = tuple[dict[str, Any], list[Span], list[Step], list[str]]
-PARALLEL = 4 << 20
-"""Bytes of files above which several are read by processes of their own, one per core."""
 
 
 def from_profiler(
@@ -79,8 +72,8 @@ def read(
     `progress` is `tqdm` or takes what it takes. Raises `ValueError` as `from_profiler`.
     """
     files = _trace_files(paths)
-    each = progress(_each(files), total=len(files)) if progress else _each(files)
-    documents, timelines, steps, noted = zip(*each, strict=True)
+    each = progress(files) if progress else files
+    documents, timelines, steps, noted = zip(*map(_read, each), strict=True)
     notes = list(chain.from_iterable(noted))
     bases = [base_time(document) for document in documents]
     starts = [1e-9 * (base - min(bases)) for base in bases]  # of integers: floats lack the digits
@@ -116,43 +109,6 @@ def read(
             f"these names look like communication and were counted as computing: {some}{more}"
         )
     return spans, notes, by_rank
-
-
-def _each(files: list[Path]) -> Iterator[_Read]:
-    """Each file read: several large ones by as many processes as there are cores."""
-    if len(files) == 1 or sum(file.stat().st_size for file in files) < PARALLEL:
-        yield from map(_read, files)
-        return
-    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
-        try:
-            yield from pool.map(_read_elsewhere, files)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _read_elsewhere(file: Path) -> _Read:
-    # No multiprocessing: its workers would import our caller's main module, with all of torch.
-    # Ctrl-C reaches it, too, which then ends without a word: ours is enough.
-    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    code += "from minipar.tools.traces import _answer; _answer()"
-    command = [sys.executable, "-c", code, str(file)]
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
-    if done.returncode:
-        raise ValueError(f"{file} could not be read: its process ended with {done.returncode}")
-    result = pickle.loads(done.stdout)
-    if isinstance(result, ValueError):
-        raise result
-    return result
-
-
-def _answer() -> None:
-    """What `_read_elsewhere` runs."""
-    try:
-        result = _read(Path(sys.argv[1]))
-    except ValueError as error:
-        result = ValueError(str(error))
-    pickle.dump(result, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
 
 
 def _read(file: Path) -> _Read:

@@ -572,7 +572,7 @@ def test_torchs_profiler_ends_when_all_has_arrived():
             Path(path).write_text('{"traceEvents": []}', encoding="utf-8")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeline.kineto, "start_profiler", Profiler)
+        patch.setattr(timeline.gpu, "start_profiler", Profiler)
         with record():
             collectives.all_reduce(torch.ones(3), axis, async_op=True).wait()
             assert not timeline.active().unwaited

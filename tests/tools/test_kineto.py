@@ -7,8 +7,6 @@ import gzip
 import json
 import math
 import random
-import signal
-import subprocess
 import time
 
 import pytest
@@ -17,10 +15,10 @@ from torch import nn
 
 from minipar.cli import looking
 from minipar.lab import draw
-from minipar.observe import kernels, kineto
+from minipar.observe import gpu
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
-from minipar.tools import traces
+from minipar.tools import kernels, traces
 from minipar.tools.breakdown import breakdown
 from minipar.tools.traces import from_profiler
 from tests.comm.same import assert_disjoint
@@ -160,7 +158,7 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
         base = document["baseTimeNanoseconds"]
         patch.setattr(time, "time_ns", lambda: base)
         patch.setattr(time, "monotonic_ns", lambda: int(1e9 * now))
-        spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+        spans = Timeline(gpu.with_kernels(Profiler(), host, 0))
     assert [(s.kind, s.name) for s in spans] == [
         ("copy", "Memcpy HtoD"),
         ("forward", "layers.0"),
@@ -179,13 +177,13 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
         _host("cudaLaunchKernel", at, 1, correlation=number, cat="cuda_runtime", tid=1)
         for number, at in ((10, 20), (9, 28), (11, 18))
     ]
-    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    spans = Timeline(gpu.with_kernels(Profiler(), host, 0))
     assert [(s.axis, s.num_bytes) for s in spans.select(kind="comm")] == [("pp", 88), ("dp", 77)]
     assert [s.name for s in spans.select(kind="copy")] == ["Memcpy HtoD"]
     document["traceEvents"] = plain
     # Ranks that share a GPU talk over gloo: no kernel of NCCL, and the ledger stands.
     document["traceEvents"] = [e for e in document["traceEvents"] if "nccl" not in e["name"]]
-    spans = Timeline(kineto.with_kernels(Profiler(), host, 0))
+    spans = Timeline(gpu.with_kernels(Profiler(), host, 0))
     assert [(s.name, s.num_bytes, s.start) for s in spans.select(kind="comm")] == [
         ("reduce_scatter", 77, now),
         ("send", 88, now + 1e-5),
@@ -194,7 +192,7 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
 
 def test_without_a_gpu_no_profiler_runs():
     if not torch.cuda.is_available():
-        assert kineto.start_profiler() is None
+        assert gpu.start_profiler() is None
 
 
 def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
@@ -454,11 +452,9 @@ def steps_trace(rank, host="a", skew=0.0, late=0.0):
     return {"distributedInfo": {"rank": rank}, "host_name": host, "traceEvents": events}
 
 
-@pytest.fixture(params=[False, True], ids=["here", "in processes"])
-def two_hosts(request, tmp_path, monkeypatch):
+@pytest.fixture
+def two_hosts(tmp_path):
     """Rank 1 on another host, its clock 3 s ahead, and 30 us late for each all-gather."""
-    if request.param:
-        monkeypatch.setattr(traces, "PARALLEL", 0)
     write(tmp_path / "r0.json", steps_trace(0))
     write(tmp_path / "r1.json.gz", steps_trace(1, "b", 3e6, 30.0))
     return tmp_path
@@ -510,26 +506,6 @@ def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
         write(tmp_path / f"r{rank}.json", document)
     parts = breakdown(from_profiler(tmp_path))
     assert parts.waited == [] and "all_gather" in str(parts)
-
-
-def test_ctrl_c_ends_readers_without_a_word(tmp_path, monkeypatch):
-    """Mutant: the traceback of each of them."""
-    asked = []
-    monkeypatch.setattr(traces.subprocess, "run", lambda *words, **_: asked.extend(words))
-    with pytest.raises(AttributeError):
-        traces._read_elsewhere(tmp_path / "a.json")
-    (program, option, code, _), wait = asked[0], "print(1, flush=True); import time; time.sleep(99)"
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen([program, option, code.replace("_answer()", wait)], **pipes) as reader:
-        reader.stdout.readline()
-        reader.send_signal(signal.SIGINT)
-        assert reader.communicate() == (b"", b"")
-
-
-def test_a_trace_that_is_bad_is_named_from_another_process(two_hosts):
-    (two_hosts / "r2.json").write_text('{"traceEvents": [1', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"r2\.json is no readable trace"):
-        from_profiler(two_hosts)
 
 
 def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
