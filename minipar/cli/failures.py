@@ -6,9 +6,9 @@ import sys
 from minipar.cli.output import BROKEN_PIPE
 from minipar.cli.training import is_bad_input
 from minipar.comm.mesh import Mesh
-from minipar.observe.spans import printable
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError
+from minipar.text import printable
 from minipar.train import out_of_memory
 
 

@@ -6,8 +6,8 @@ from html import escape
 from matplotlib.figure import Figure
 
 from minipar.lab.draw import pen
-from minipar.observe.spans import printable
 from minipar.observe.timeline import Timeline
+from minipar.text import printable
 from minipar.tools.breakdown import Breakdown, cells
 
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">

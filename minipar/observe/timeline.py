@@ -27,21 +27,19 @@ import torch.distributed as dist
 from torch import nn
 
 from minipar.comm import calls, clock
-from minipar.observe import kineto
+from minipar.observe import gpu
 from minipar.observe.recorder import Recorder, hook_model, hook_optimizers
 from minipar.observe.spans import (
     NOT_COMPUTE,
     Interval,
     Span,
-    aligned,
     covered,
     intersect,
-    is_number,
     measure,
     moved,
-    printable,
     read_json,
 )
+from minipar.text import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +238,7 @@ class Timeline:
             )
         try:
             spans = [_loaded(e) for e in document["traceEvents"] if e["ph"] == "X"]
-            return Timeline(spans, printable(document["label"]))
+            return Timeline(spans, document["label"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not what Timeline.save writes: {error!r}") from None
 
@@ -283,7 +281,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
     profiler, device = None, clock.device
     try:
         with clock.recording(), ExitStack() as stack:
-            profiler = kineto.start_profiler()
+            profiler = gpu.start_profiler()
             for undo in hook_optimizers(recorder) + (hook_model(recorder, model) if model else []):
                 stack.callback(undo)
             _active = recorder
@@ -305,7 +303,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
         slowdown, spans = getattr(device, "slowdown", 1.0), list(recorder.spans)
         spans = [replace(s, start=s.start / slowdown, end=s.end / slowdown) for s in spans]
         if profiler is not None:
-            spans = kineto.with_kernels(profiler, spans, recorder.rank)
+            spans = gpu.with_kernels(profiler, spans, recorder.rank)
         timeline.spans = Timeline(spans).spans
 
 
@@ -313,20 +311,10 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
 
 
 def _loaded(event: dict[str, Any]) -> Span:
-    """A span out of a file that `save` wrote; KeyError or TypeError for one that it did not."""
-    args, rank = event["args"], event["pid"]
-    start, end, meta, num_bytes = args["start"], args["end"], args["meta"], args.get("bytes", 0)
-    numbers = is_number(start) and is_number(end) and start <= end
-    numbers = numbers and kineto.whole(rank, -1) >= 0 and kineto.whole(num_bytes, -1) >= 0
-    plain = isinstance(meta, dict) and all(isinstance(meta.get(key), _PLAIN) for key in _READ)
-    if not (numbers and plain):
-        raise TypeError(f"the event {event!s:.100} is none of ours")
-    kind, name, axis = (printable(x) for x in (event["cat"], event["name"], args.get("axis", "")))
-    return Span(kind, name, rank, start, end, axis, num_bytes, meta)
-
-
-_PLAIN = str | int | float | None
-_READ = "group", "launched", "seq", "site"  # what is read of `meta`; the rest is the user's
+    """Return the span of an event that `save` wrote."""
+    kind, name, rank, args = (event[key] for key in ("cat", "name", "pid", "args"))
+    axis, num_bytes = args.get("axis", ""), args.get("bytes", 0)
+    return Span(kind, name, rank, args["start"], args["end"], axis, num_bytes, args["meta"])
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -14,13 +14,12 @@ prints, once a rank has waited that long in one collective, from one of the rank
     rank 2 of 4 (dp=1, tp=0): its last was all_gather #40 on tp (1.0 MB on the wire), begun 62 s
     ago. It is here: ... (its Python stack)
 
-How. Every rank keeps a page of memory that the ranks of its machine share. A tap on calls writes to
-it, per axis, the number and name of the call that it begins, and of the one that it waits in: about
-a microsecond, and no message. A thread per rank looks at its own page now and then. One that sees a
-wait over the bound puts an alarm into the store through which the ranks met; the threads of the
-others answer with what their pages say and with their stacks. A rank that cannot answer, because it
-was stopped or has ended, is read from its page where the machine is the same. `stalls` makes the
-report of it.
+How. A tap on calls notes, per axis, the call that this rank began last, and the calls that it waits
+in: about a microsecond, and no message. A thread per rank looks at these notes now and then. A
+thread that sees a wait over the bound puts an alarm into the store through which the ranks met. The
+threads of all ranks answer through the store: with their notes and their stacks. `stalls.explain`
+makes the report of the answers. A rank that does not answer was stopped, or has ended. Where it is
+a process of the same machine, the report says which.
 
 Limits: on nccl it is the GPU that waits in a collective, not the process; there a hang is seen only
 in what the process itself waits for. In torch: the flight recorder of ProcessGroupNCCL, and
@@ -28,18 +27,15 @@ in what the process itself waits for. In torch: the flight recorder of ProcessGr
 """
 
 import json
-import mmap
 import os
 import platform
-import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,130 +43,13 @@ import psutil
 import torch.distributed as dist
 
 from minipar.comm import calls
-from minipar.comm.mesh import Axis, Mesh
+from minipar.comm.mesh import Mesh
 from minipar.observe.stalls import Call, State, explain
-
-
-# ---------------------------------------------------------------------- shared memory
-class _Page:
-    """The memory in which one rank writes what it calls, for others of its machine to read.
-
-    A header (process id, label), then a slot per axis: its name and ranks, the call begun last, and
-    the call waited in. There is no lock: the table is read when nothing moves any more.
-    """
-
-    # number, bytes, time, peers: how many, who; verb; subject
-    CALL = struct.Struct("<qqdq4q24s96s")
-    TEXT = struct.Struct("<H")  # its length, then the text
-    HEADER, SLOT, SLOTS, BEGUN, AWAITED = 512, 4096, 255, 3584, 3840
-
-    NUM_BYTES = HEADER + SLOT * SLOTS
-
-    def __init__(self, path: str | None) -> None:
-        """In the file `path`; without one, memory of this process alone.
-
-        Raises `ValueError` for a file that is too short.
-        """
-        if path is None:
-            self.memory = mmap.mmap(-1, self.NUM_BYTES)
-            return
-        with open(path, "r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
-
-    def write_header(self) -> None:
-        """Say who this is."""
-        self.write_text(0, f"{os.getpid()} {Mesh.label}"[:250])
-
-    def write_text(self, at: int, text: str) -> None:
-        data = text.encode()
-        data = self.TEXT.pack(len(data)) + data
-        self.memory[at : at + len(data)] = data
-
-    def read_text(self, at: int) -> str:
-        (length,) = self.TEXT.unpack_from(self.memory, at)
-        start = at + self.TEXT.size
-        return self.memory[start : start + length].decode(errors="replace")
-
-    def slot(self, index: int) -> int:
-        return self.HEADER + self.SLOT * index
-
-    def state(self, rank: int, where: str = "") -> State:
-        """What is written here, and how its process looks from outside."""
-        pid, _, label = self.read_text(0).partition(" ")
-        begun, awaited = self.calls()
-        return State(rank, label + where, begun, awaited, silence=_condition(int(pid)))
-
-    def calls(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """The last call on each axis, and those that this rank waits in."""
-        begun, awaited = [], []
-        for index in range(self.SLOTS):
-            at = self.slot(index)
-            axis, *ranks = self.read_text(at).split(",")
-            if not axis:
-                break
-            for found, where in ((begun, self.BEGUN), (awaited, self.AWAITED)):
-                found += self._read_call(at + where, axis, tuple(map(int, ranks)))
-        return tuple(begun), tuple(awaited)
-
-    def _read_call(self, at: int, axis: str, ranks: tuple[int, ...]) -> list[Call]:
-        number, num_bytes, begun, num_peers, *rest = self.CALL.unpack_from(self.memory, at)
-        if not number:
-            return []
-        seconds = time.monotonic() - begun
-        *peers, verb, subject = rest
-        peers = tuple(peers[:num_peers])
-        name, subject = (text.rstrip(b"\0").decode(errors="replace") for text in (verb, subject))
-        return [Call(name, axis, ranks, number, num_bytes, seconds, peers, subject)]
-
-
-def _condition(pid: int) -> str:
-    """Why the process `pid` of this machine does not answer, seen from outside."""
-    status = psutil.STATUS_ZOMBIE
-    with suppress(psutil.NoSuchProcess):
-        status = psutil.Process(pid).status()
-    if status == psutil.STATUS_ZOMBIE:
-        return f"its process {pid} has ended"
-    if status == psutil.STATUS_STOPPED:
-        return f"its process {pid} was stopped by a signal; kill -CONT {pid} lets it go on"
-    return f"its process {pid} does not answer ({status})"
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Where the calls along one axis are written, and how many there were."""
-
-    begun: int
-    awaited: int
-    count: int = 0
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """One call that has begun."""
-
-    memory: mmap.mmap
-    at: int
-    record: bytes
-
-    def wait(self) -> None:
-        self.memory[self.at : self.at + len(self.record)] = self.record
-        _TIME.pack_into(self.memory, self.at + 16, time.monotonic())  # third field of _Page.CALL
-
-    def end(self) -> None:
-        self.memory[self.at : self.at + 8] = _NO_NUMBER
-
-
-_TIME, _NO_NUMBER, _NO_PEERS = struct.Struct("<d"), bytes(8), (0,) * 5
-
-
-def _ends(ranks: list[int]) -> tuple[int, ...]:
-    """How many ranks, and who, as a page holds them: four at most."""
-    return min(len(ranks), 4), *(*ranks, *_NO_PEERS)[:4]
 
 
 # ---------------------------------------------------------------------- the watchdog of this rank
 class Watchdog(calls.Tap):
-    """Keeps the page of this rank and watches it. Made by all ranks together, as by `watch`."""
+    """Notes what this rank calls, and watches its waits. Made by all ranks together, by `watch`."""
 
     def __init__(
         self, seconds: float, tell: Callable[[str], None], dump: Path | None = None
@@ -178,80 +57,46 @@ class Watchdog(calls.Tap):
         self.seconds, self._tell, self._dump = seconds, tell, dump
         self.pause = min(seconds / 20, 5.0)  # between two looks
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._slots: dict[tuple, _Slot] = {}
-        self._lock = threading.Lock()
+        # Here the `seconds` of a call are the time of its begin, or of the begin of its wait.
+        self._begun: dict[tuple, Call] = {}  # the last call by axis, messages apart
+        self._awaited: dict[calls.Call, Call] = {}
         self._alarms = 0  # that were raised so far, here or elsewhere
         self._reported: set[tuple] = set()  # calls waited in that were part of an alarm
-        self._pages, name = self._meet()
-        self._page = self._pages[self.rank]
+        self._places: list[Any] = [None] * self.size
+        place = platform.node(), os.getpid(), time.monotonic_ns()
+        dist.all_gather_object(self._places, place)
         # A client of its own: another may be waiting at the store, and holds its lock meanwhile.
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(name, store).clone()
+        self._store = dist.PrefixStore(f"watch {self._places[0]}", store).clone()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def _meet(self) -> tuple[dict[int, _Page], str]:
-        """Return the pages of all ranks of this machine, and a name for this meeting."""
-        handle, mine = tempfile.mkstemp(prefix="minipar-watch-")
-        # No hole: who writes into one on a full disk is killed. There, the page is not shared.
-        with suppress(OSError), open(handle, "wb") as file:
-            file.write(bytes(_Page.NUM_BYTES))
-        cards: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(cards, (mine, platform.node(), os.getpid()))
-            paths, hosts, pids = zip(*cards, strict=True)
-            # One host needs no name; several need one, and several nodes of torchrun are several.
-            if len(set(hosts)) > 1 or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-                names = zip(hosts, pids, strict=True)
-                self._where = [f" on host {host}, process {pid}" for host, pid in names]
-            else:
-                self._where = [""] * self.size
-            pages = {}
-            for rank, path in enumerate(paths):
-                # That rank is on another machine, its disk is full, or files are refused.
-                with suppress(OSError, ValueError):
-                    pages[rank] = _Page(path)
-            if self.rank not in pages:
-                pages[self.rank] = _Page(None)
-            pages[self.rank].write_header()
-            dist.barrier()
-        finally:
-            os.unlink(mine)  # the memory lives on
-        return pages, os.path.basename(paths[0])
-
     # ------------------------------------------------------------------ a tap
     def begin(self, call: calls.Call) -> None:
-        """Write down that this rank calls, unless there is no other rank to wait for."""
+        """Note that this rank calls, unless there is no other rank to wait for."""
         axis, peers = call.axis, call.peers
         if axis is None or (peers is not None and not peers):
             return
         key = axis.name, axis.ranks, peers is None  # two meshes may have an axis of one name
-        slot = self._slots.get(key) or self._open(key, axis)
-        slot.count += 1
-        ends = _NO_PEERS if peers is None else _ends([axis.ranks[peer] for peer in peers])
-        now = time.monotonic()
-        words = call.verb.encode(), _subject.encode()
-        record = _Page.CALL.pack(slot.count, call.num_bytes, now, *ends, *words)
-        memory = self._page.memory
-        memory[slot.begun : slot.begun + len(record)] = record
-        call.notes[self] = _Ticket(memory, slot.awaited, record)
+        last = self._begun.get(key)
+        call.notes[self] = self._begun[key] = Call(
+            verb=call.verb,
+            axis=axis.name,
+            ranks=axis.ranks,
+            number=1 if last is None else last.number + 1,
+            num_bytes=call.num_bytes,
+            seconds=time.monotonic(),
+            peers=tuple(axis.ranks[peer] for peer in peers or ()),
+            subject=_subject,
+        )
 
     def wait(self, call: calls.Call) -> None:
         if self in call.notes:
-            call.notes[self].wait()
+            self._awaited[call] = replace(call.notes[self], seconds=time.monotonic())
 
     def end(self, call: calls.Call) -> None:
-        if self in call.notes:
-            call.notes[self].end()
-
-    def _open(self, key: tuple, axis: Axis) -> _Slot:
-        with self._lock:  # backward may run in a thread of its own
-            # A rank with more axes than there are slots writes over the last.
-            at = self._page.slot(min(len(self._slots), _Page.SLOTS - 1))
-            self._page.write_header()  # there is a mesh now
-            self._page.write_text(at, ",".join(map(str, (axis.name, *axis.ranks[:500]))))
-            return self._slots.setdefault(key, _Slot(at + _Page.BEGUN, at + _Page.AWAITED))
+        self._awaited.pop(call, None)
 
     def close(self) -> None:
         """End the watching thread."""
@@ -272,7 +117,7 @@ class Watchdog(calls.Tap):
                     self._report(self._alarms - 1)
 
     def _waits_too_long(self) -> bool:
-        _, awaited = self._page.calls()
+        awaited = _until_now(self._awaited)
         return any(c.seconds > self.seconds and c.key not in self._reported for c in awaited)
 
     def _answer(self) -> None:
@@ -283,13 +128,28 @@ class Watchdog(calls.Tap):
         self._alarms += 1
 
     def _state(self) -> State:
-        begun, awaited = self._page.calls()
+        begun, awaited = _until_now(self._begun), _until_now(self._awaited)
         frame = sys._current_frames().get(threading.main_thread().ident)
         stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:]).rstrip()
-        return State(self.rank, Mesh.label + self._where[self.rank], begun, awaited, stack)
+        return State(self.rank, Mesh.label + self._where(self.rank), begun, awaited, stack)
+
+    def _where(self, rank: int) -> str:
+        """Return the host and the process of `rank`; nothing where one host has all the ranks."""
+        host, pid, _ = self._places[rank]
+        # Several nodes of torchrun are several hosts, even where all have one name.
+        several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+        several = several or len({host for host, *_ in self._places}) > 1
+        return f" on host {host}, process {pid}" if several else ""
+
+    def _silent(self, rank: int) -> State:
+        """Return the state of a rank that does not answer."""
+        host, pid, _ = self._places[rank]
+        label = f"rank {rank} of {self.size}{self._where(rank)}"
+        is_here = host == platform.node()
+        return State(rank, label, silence=_condition(pid) if is_here else _SILENT, is_known=False)
 
     def _report(self, alarm: int) -> None:
-        """Collect the answers; of ranks that do not answer soon, what their pages say; and tell."""
+        """Collect the answers of all ranks that answer soon, and tell the report."""
         limit = time.monotonic() + 3 * self.pause + 1
         keys = {rank: f"answer {alarm} {rank}" for rank in range(self.size)}
         states: dict[int, State] = {}
@@ -302,12 +162,7 @@ class Watchdog(calls.Tap):
                         del keys[rank]
             if keys:
                 time.sleep(min(0.1, self.pause))
-        for rank in keys:
-            if rank in self._pages:
-                states[rank] = self._pages[rank].state(rank, self._where[rank])
-            else:  # on another host, which is down, cut off, or stopped
-                label = f"rank {rank} of {self.size}{self._where[rank]}"
-                states[rank] = State(rank, label, silence=_SILENT, is_known=False)
+        states |= {rank: self._silent(rank) for rank in keys}
         if not self._stop.is_set():  # else the wait has ended meanwhile
             ordered = [states[rank] for rank in sorted(states)]
             if self._dump is not None:
@@ -315,6 +170,24 @@ class Watchdog(calls.Tap):
                     content = json.dumps({"minipar_stall": [asdict(state) for state in ordered]})
                     self._dump.write_text(content, encoding="utf-8")
             self._tell(explain(ordered))
+
+
+def _until_now(noted: dict[Any, Call]) -> tuple[Call, ...]:
+    """Return the calls with the seconds since the times that are noted in them."""
+    now = time.monotonic()
+    return tuple(replace(call, seconds=now - call.seconds) for call in list(noted.values()))
+
+
+def _condition(pid: int) -> str:
+    """Return why the process `pid` of this machine does not answer, seen from outside."""
+    status = psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        status = psutil.Process(pid).status()
+    if status == psutil.STATUS_ZOMBIE:
+        return f"its process {pid} has ended"
+    if status == psutil.STATUS_STOPPED:
+        return f"its process {pid} was stopped by a signal; kill -CONT {pid} lets it go on"
+    return f"its process {pid} does not answer ({status})"
 
 
 _SILENT = "it does not answer: was it stopped, has it ended, is its host down or cut off?"

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.observe.spans import aligned
 from minipar.parallel import expert, fsdp, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
+from minipar.text import aligned
 
 STATE = ("weights", "gradients", "optimizer")
 

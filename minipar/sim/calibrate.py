@@ -31,7 +31,6 @@ from minipar.comm.mesh import Axis, Mesh
 from minipar.comm.threads import keep_to_a_core
 from minipar.emulate import link
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.observe.spans import bounded_text
 from minipar.parallel.base import masters
 from minipar.parallel.plan import Plan
 from minipar.ranks import backends
@@ -291,7 +290,7 @@ def write(
 
 def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
     """Return the points in the output of nccl-tests on one node; raise `ValueError` if none."""
-    text = bounded_text(path, errors="replace")
+    text = path.read_text("utf-8", "replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
     hosts = {*re.findall(r"^#\s+Rank\s+\d+\b.* on\s+(\S+)\s+device", text, re.MULTILINE)}

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from minipar.comm.collectives import wire_bytes
-from minipar.observe.spans import bounded_text
 from minipar.sim import hardware
 
 COLUMNS = "source,machine,verb,bytes,ranks,nodes,busbw"
@@ -71,7 +70,7 @@ def read(path: str | Path) -> list[Point]:
 def rows_of(path: str | Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, in which a line that begins with # is a comment."""
     try:
-        lines = bounded_text(Path(path), "utf-8-sig", "replace").splitlines()
+        lines = Path(path).read_text("utf-8-sig", "replace").splitlines()
         return [*csv.DictReader(line for line in lines if not line.startswith("#"))]
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error

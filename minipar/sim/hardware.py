@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 from minipar.comm.collectives import wire_bytes
-from minipar.observe.spans import bounded_text
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
 """Bytes of an element, by the name that peaks and ceilings have in the files."""
@@ -380,7 +379,7 @@ def _built_in() -> Known:
 
 def _read(path: Any) -> Known:
     try:
-        found = tomllib.loads(bounded_text(path))
+        found = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
     _complete(found, {"sources", *_PARTS}, str(path), optional={"sources", *_PARTS})

@@ -20,13 +20,13 @@ from functools import cache
 from typing import Any
 
 from minipar.model.llama import LlamaConfig
-from minipar.observe.spans import aligned
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, footprint, hardware
 from minipar.sim.asked import PlanConfig, base_of, fixed, read_plan
 from minipar.sim.pasted import flags
 from minipar.sim.replay import Simulated, replay
 from minipar.sim.trace import trace
+from minipar.text import aligned
 
 ERROR = 0.15
 """Relative error of the step time that 90 % of published runs, and more, stay within."""

@@ -32,7 +32,6 @@ import numpy as np
 
 from minipar.model.llama import LlamaConfig
 from minipar.model.moe import MoEConfig
-from minipar.observe.spans import bounded_text
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.plan import Plan
 from minipar.sim import cost, fit, footprint, hardware
@@ -118,7 +117,7 @@ def read(
     `left_out`. Raises `ValueError` for what is no table.
     """
     try:
-        text = bounded_text(Path(path), "utf-8-sig", "replace").splitlines()
+        text = Path(path).read_text("utf-8-sig", "replace").splitlines()
         lines = [line for line in text if line.strip(' ,"') and line.lstrip(' "')[:1] != "#"]
         head, *body = [*csv.reader(lines)] or [[]]
     except (csv.Error, ValueError) as error:

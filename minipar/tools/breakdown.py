@@ -10,8 +10,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.observe.spans import Interval, Span, aligned, covered, intersect, measure, printable
+from minipar.observe.spans import Interval, Span, covered, intersect, measure
 from minipar.observe.timeline import Timeline
+from minipar.text import aligned, printable
 from minipar.tools.traces import matched
 
 

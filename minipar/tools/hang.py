@@ -25,8 +25,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.spans import printable
 from minipar.observe.stalls import State, names
+from minipar.text import printable
 
 LARGEST_DUMP = 256 << 20
 """Bytes: what is larger is refused. A buffer of 20,000 calls with their stacks takes 10 MB."""

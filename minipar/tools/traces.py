@@ -4,39 +4,31 @@
 """
 
 import glob
-import os
-import pickle
 import re
 import statistics
-import subprocess
-import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from minipar.observe.kernels import looks_like_communication
-from minipar.observe.kineto import (
+from minipar.observe.spans import Span, moved, read_json
+from minipar.observe.timeline import Timeline
+from minipar.text import printable
+from minipar.tools.kernels import looks_like_communication
+from minipar.tools.kineto import (
     HOST,
-    KEPT,
     about,
     base_time,
     seconds,
     spans_of,
-    thinned,
     usable,
     whole,
 )
-from minipar.observe.spans import Span, moved, printable, read_json
-from minipar.observe.timeline import Timeline
 
 Step = tuple[str, float, float]  # "ProfilerStep#7", and from when until when, in seconds
 _Read = tuple[dict[str, Any], list[Span], list[Step], list[str]]
-PARALLEL = 4 << 20
-"""Bytes of files above which several are read by processes of their own, one per core."""
 
 
 def from_profiler(
@@ -62,8 +54,8 @@ def from_profiler(
 
     The result starts at 0 s; its `notes` count malformed events, which are skipped, say how far
     clocks were moved, and name kernels that only look like communication. `progress`, `tqdm`
-    for one, is told of the files. Raises ValueError for a file that is no trace, too large
-    (`spans.LARGEST_TRACE`) or holds no work, for two of one rank, and for none.
+    for one, is told of the files. Raises ValueError for a file that is no trace or holds
+    no work, for two of one rank, and for none.
     """
     spans, notes, steps = read(paths, progress)
     found = Timeline(spans, label, notes)
@@ -80,8 +72,8 @@ def read(
     `progress` is `tqdm` or takes what it takes. Raises `ValueError` as `from_profiler`.
     """
     files = _trace_files(paths)
-    each = progress(_each(files), total=len(files)) if progress else _each(files)
-    documents, timelines, steps, noted = zip(*each, strict=True)
+    each = progress(files) if progress else files
+    documents, timelines, steps, noted = zip(*map(_read, each), strict=True)
     notes = list(chain.from_iterable(noted))
     bases = [base_time(document) for document in documents]
     starts = [1e-9 * (base - min(bases)) for base in bases]  # of integers: floats lack the digits
@@ -119,46 +111,8 @@ def read(
     return spans, notes, by_rank
 
 
-def _each(files: list[Path]) -> Iterator[_Read]:
-    """Each file read: several large ones by as many processes as there are cores."""
-    if len(files) == 1 or sum(file.stat().st_size for file in files) < PARALLEL:
-        yield from map(_read, files)
-        return
-    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
-        try:
-            yield from pool.map(_read_elsewhere, files)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _read_elsewhere(file: Path) -> _Read:
-    # No multiprocessing: its workers would import our caller's main module, with all of torch.
-    # Ctrl-C reaches it, too, which then ends without a word: ours is enough.
-    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    code += "from minipar.tools.traces import _answer; _answer()"
-    command = [sys.executable, "-c", code, str(file)]
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
-    if done.returncode:
-        raise ValueError(f"{file} could not be read: its process ended with {done.returncode}")
-    result = pickle.loads(done.stdout)
-    if isinstance(result, ValueError):
-        raise result
-    return result
-
-
-def _answer() -> None:
-    """What `_read_elsewhere` runs."""
-    try:
-        result = _read(Path(sys.argv[1]))
-    except ValueError as error:
-        result = ValueError(str(error))
-    pickle.dump(result, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
-
-
 def _read(file: Path) -> _Read:
-    document = read_json(file, keep=thinned)
-    document = {key: document[key] for key in document.keys() & KEPT}
+    document = read_json(file)
     events = document.pop("traceEvents")
     good, bad = usable(events)
     spans = spans_of(good, document)

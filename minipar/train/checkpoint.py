@@ -41,8 +41,8 @@ from minipar.comm.mesh import Axis
 from minipar.model import hf
 from minipar.model.llama import LlamaConfig, RopeScaling
 from minipar.model.moe import MoEConfig
-from minipar.observe.spans import bounded_text, one_line
 from minipar.parallel.base.shards import Region, boxes_of, full_shape
+from minipar.text import one_line
 
 FORMATS = 2, 3, 4  # of the layout above: whole tensors; some in intervals; some in boxes
 ALONE = Axis("world", 0, 1, (0,))
@@ -90,7 +90,7 @@ def number_of(checkpoint: Path) -> int:
     It is 0 for checkpoints of versions that had no numbers, and -1 if it cannot be read.
     """
     try:
-        return int(json.loads(bounded_text(checkpoint / "manifest.json")).get("number", 0))
+        return int(json.loads((checkpoint / "manifest.json").read_text("utf-8")).get("number", 0))
     except (OSError, *_NOT_JSON, AttributeError):
         return -1
 
@@ -288,7 +288,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Quick: looks at the lengths of the files, not into them. Raises `CheckpointError`.
     """
     try:
-        manifest = json.loads(bounded_text(folder / "manifest.json"))
+        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
         layout, tied = manifest.get("format", 1), dict(manifest["tied"])
         files = {
             name: {

@@ -17,7 +17,6 @@ from minipar.comm.mesh import AXES, MOST_RANKS, whole_number
 from minipar.emulate import link
 from minipar.model import hf
 from minipar.model.llama import PRESETS, LlamaConfig
-from minipar.observe.spans import bounded_text
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.local_sgd import METHODS
 from minipar.parallel.plan import MESH, Plan
@@ -300,7 +299,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` where it is not that."""
         try:
-            values = json.loads(bounded_text(path))
+            values = json.loads(path.read_text("utf-8"))
             kinds = get_type_hints(cls)
             known = {name: value for name, value in values.items() if name in kinds}
             for name, value in known.items():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.observe.spans import one_line
+from minipar.text import one_line
 from minipar.train.tokenizer import Tokenizer, count_of, size_of
 
 MOST_FILES = 1_000_000

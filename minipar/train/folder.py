@@ -33,7 +33,6 @@ import psutil
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
-from minipar.observe.spans import bounded_text
 from minipar.ranks import backends
 from minipar.train import checkpoint
 from minipar.train.config import TrainConfig
@@ -144,7 +143,7 @@ def _is_in(word: str, path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """What one of our files says; nothing if it is not there, or none of ours."""
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(bounded_text(path))
+        content = json.loads(path.read_text("utf-8"))
         if isinstance(content, dict):
             return content
     return {}

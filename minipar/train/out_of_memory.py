@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from minipar.comm.mesh import Mesh
 from minipar.observe import memory
-from minipar.observe.spans import one_line
 from minipar.ranks.backends import compute_device
+from minipar.text import one_line
 
 FILE = "out_of_memory.json"
 _SAYS = "allocate memory", "out of memory", "not enough memory"

@@ -38,7 +38,6 @@ from torch import Tensor
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Axis
 from minipar.model.hf import write_json
-from minipar.observe.spans import bounded_text
 from minipar.parallel.base.shards import Part
 from minipar.train.checkpoint import (
     ALONE,
@@ -350,7 +349,7 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str]
 
 def make_newest(checkpoint: Path) -> None:
     """Number `checkpoint` as if it was the latest save of its run."""
-    manifest = json.loads(bounded_text(checkpoint / "manifest.json"))
+    manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
     _write_manifest(checkpoint, manifest | {"number": _next_number(checkpoint.parent)})
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import tokenizers
 from torch import Tensor
 
-from minipar.observe.spans import one_line
+from minipar.text import one_line
 from minipar.train.metrics import write_whole
 
 MOST_TOKENIZER_BYTES = 256_000_000  # ten times the largest of the field

@@ -24,8 +24,9 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig
 from minipar.observe import timeline
 from minipar.observe.recorder import blocks
-from minipar.observe.spans import Span, aligned, intersect, measure, subtract, union
+from minipar.observe.spans import Span, intersect, measure, subtract, union
 from minipar.observe.timeline import Timeline, record, span
+from minipar.text import aligned
 from tests.comm.same import assert_disjoint
 from tests.on_ranks import on_ranks
 
@@ -571,7 +572,7 @@ def test_torchs_profiler_ends_when_all_has_arrived():
             Path(path).write_text('{"traceEvents": []}', encoding="utf-8")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeline.kineto, "start_profiler", Profiler)
+        patch.setattr(timeline.gpu, "start_profiler", Profiler)
         with record():
             collectives.all_reduce(torch.ones(3), axis, async_op=True).wait()
             assert not timeline.active().unwaited

@@ -4,7 +4,6 @@
 """
 
 import math
-import os
 import runpy
 import sys
 import tomllib
@@ -387,13 +386,6 @@ def test_a_bad_file_is_one_line_with_its_name_and_key(tmp_path, old, new, messag
     with pytest.raises(HardwareError, match=message) as caught:
         loaded(tmp_path, GOOD.replace(old, new, 1))
     assert "mine.toml" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_file_that_would_fill_the_memory_is_refused(tmp_path):
-    (tmp_path / "mine.toml").touch()
-    os.truncate(tmp_path / "mine.toml", 1 << 40)
-    with pytest.raises(HardwareError, match="mine.toml holds over 64 MiB"):
-        load(str(tmp_path / "mine.toml"))
 
 
 def test_unknown_names_get_the_nearest():

@@ -31,8 +31,8 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Axis
 from minipar.emulate import link
 from minipar.model.llama import PRESETS, LlamaConfig, loss_of
-from minipar.observe.spans import aligned
 from minipar.ranks.launch import Ranks
+from minipar.text import aligned
 from minipar.train.config import check_numbers
 from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences

@@ -1,31 +1,18 @@
-"""The traces that `torch.profiler` (Kineto) writes, read as spans; and the profiler, for GPUs.
+"""The traces that `torch.profiler` (Kineto) writes, read as spans.
 
 `tools.traces.from_profiler` says what is read how.
 """
 
 import re
-import sys
-import tempfile
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minipar.comm.collectives import wire_bytes
-from minipar.observe.kernels import verb_of
-from minipar.observe.spans import (
-    Interval,
-    Span,
-    is_number,
-    printable,
-    read_json,
-    subtract,
-    union,
-)
-
-if TYPE_CHECKING:  # a worker that reads a trace does without, and starts in a moment
-    import torch
+from minipar.observe.spans import Interval, Span, subtract, union
+from minipar.text import printable
+from minipar.tools.kernels import verb_of
 
 _LONG = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 _SHORT = "send", "recv", "reduce", "scatter", "gather", "barrier"  # which are in those, too
@@ -42,77 +29,42 @@ _OPTIMIZER = "Optimizer.step"
 _WAITS = re.compile(r"c10d::|_c10d_functional|gloo:|record_param_comms|nccl:")
 
 
-KEPT = frozenset(
-    ("traceEvents", "distributedInfo", "rank", "pg_config", "pg_desc", "host_name")
-    + ("baseTimeNanoseconds", "ph", "cat", "name", "tid", "ts", "dur", "args", "correlation")
-    + ("Collective name", "Process Group Name", "Process Group Description", "Group size")
-    + ("Process Group Ranks", "In msg nelems", "Out msg nelems", "dtype", "Seq")
-    + ("fromDevice", "toDevice", "bytes")
-)
-_LAUNCHES = "_runtime", "_driver"
-_DULL = {"ph": "none"}  # one for all, so that what is thrown away takes no memory
-
-
-def thinned(object: dict[str, Any]) -> dict[str, Any]:
-    """Drop what is not read of a JSON object: shapes, stacks and events without a duration."""
-    if object.get("ph", "X") != "X" and isinstance(object["ph"], str):
-        return _DULL
-    kept = {key: object[key] for key in object.keys() & KEPT}
-    # Of an event five keys at most, so that a dict of it is small: no empty args, no "X".
-    if kept.get("args") == {}:
-        del kept["args"]
-    if "ph" in kept:
-        del kept["ph"]
-    elif "ts" in kept:
-        kept["ph"] = None  # it said nothing
-    # Likewise a launch, of which the time and the number count; and kernels know no thread.
-    cat, args = str(kept.get("cat")), kept.get("args")
-    if "ts" in kept:
-        kept.pop("correlation", None)  # in an event's args alone
-        is_launch, is_kernel = cat.endswith(_LAUNCHES), cat == "kernel" and "dur" in kept
-        if isinstance(args, dict) and "correlation" in args:
-            if is_launch or (is_kernel and len(args) == 1):
-                kept["correlation"] = kept.pop("args")["correlation"]
-            if is_launch:
-                kept.pop("dur", None)
-        if is_kernel and type(kept.get("tid")) is int:
-            del kept["tid"]
-    for key in ("name", "cat"):  # a few names stand in a hundred thousand events
-        if type(kept.get(key)) is str:
-            kept[key] = sys.intern(kept[key])
-    return kept
-
-
 def _is_launch(event: dict[str, Any]) -> bool:
-    return "correlation" in event and "dur" not in event
+    cat, args = event.get("cat", ""), event.get("args", {})
+    return cat.endswith(("_runtime", "_driver")) and "correlation" in args
 
 
 def _number(event: dict[str, Any]) -> int:
-    """What a kernel shares with its launch; -1 if it has none."""
-    return whole(event.get("correlation", event.get("args", {}).get("correlation")), -1)
+    """Return the number that a kernel shares with its launch; -1 if it has none."""
+    return whole(event.get("args", {}).get("correlation"), -1)
 
 
 def usable(events: list[Any]) -> tuple[list[dict[str, Any]], int]:
-    """The events that take time, and how many others are not what the format says."""
+    """Return the events that take time, and how many others are malformed."""
     good, bad = [], 0
     for event in events:
-        if event is _DULL:
-            continue
+        if isinstance(event, dict) and event.get("ph") != "X" and isinstance(event.get("ph"), str):
+            continue  # names, counters, arrows and marks
         if not (
             isinstance(event, dict)
-            and event.get("ph", "X") == "X"
+            and event.get("ph") == "X"
             and isinstance(event.get("name"), str)
             and isinstance(event.get("cat", ""), str)
             and isinstance(event.get("args", {}), dict)
             and isinstance(event.get("tid"), str | int | None)
-            and is_number(event.get("ts"))
-            and is_number(event.get("dur", 0))
+            and _is_number(event.get("ts"))
+            and _is_number(event.get("dur", 0))
             and event.get("dur", 0) >= 0
         ):
             bad += 1
         elif _is_launch(event) or event["ts"] + event.get("dur", 0) > event["ts"]:
             good.append(event)
     return good, bad
+
+
+def _is_number(value: Any) -> bool:
+    """True if `value` is a time: a finite number. Microseconds since 1970 are 2e15."""
+    return type(value) in (int, float) and -1e17 < value < 1e17
 
 
 def spans_of(events: list[dict[str, Any]], document: dict[str, Any]) -> list[Span]:
@@ -136,10 +88,10 @@ def seconds(event: dict[str, Any]) -> Interval:
     return 1e-6 * start, 1e-6 * (start + float(event["dur"]))
 
 
-def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
+def _gpu_spans(events: list[dict[str, Any]]) -> list[Span]:
     context = _host_context(events)
     launches = {  # correlation id -> the runtime or driver call that launched the kernel
-        whole(e["correlation"]): e for e in events if _is_launch(e)
+        _number(e): e for e in events if _is_launch(e)
     }
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     began = {}
@@ -162,15 +114,15 @@ def _gpu_spans(events: list[dict[str, Any]], rank: int = 0) -> list[Span]:
             verb = "peer_copy"
         if verb is not None or (cat == "kernel" and "Collective name" in args) or within:
             known = {**(said or {}).get("args", {}), **args}
-            span = _collective(event | {"args": known}, rank, verb)
+            span = _collective(event | {"args": known}, verb)
             span.num_bytes = span.num_bytes or whole(args.get("bytes"))
             span.meta |= meta | {"site": _site(around)}
             spans.append(span)
         elif cat != "kernel":
-            spans.append(Span("copy", name, rank, start, end, meta=meta))
+            spans.append(Span("copy", name, 0, start, end, meta=meta))
         else:
             kind = context(*at) if at else "compute"
-            spans.append(Span(kind, name, rank, start, end, meta=meta))
+            spans.append(Span(kind, name, 0, start, end, meta=meta))
     return spans
 
 
@@ -238,7 +190,7 @@ def _host_context(events: list[dict[str, Any]]) -> Callable[[Any, float], str]:
     return context
 
 
-def _collective(event: dict[str, Any], rank: int, verb: str | None) -> Span:
+def _collective(event: dict[str, Any], verb: str | None) -> Span:
     """A kernel that communicates; newer Kineto writes group and message size into NCCL's args."""
     args = event.get("args", {})
     name = verb or _verb(printable(args.get("Collective name") or event["name"]))
@@ -251,7 +203,7 @@ def _collective(event: dict[str, Any], rank: int, verb: str | None) -> Span:
     seq = args.get("Seq")
     meta = {"group": str(args.get("Process Group Ranks", ""))}
     meta["seq"] = seq if isinstance(seq, int) else None
-    return Span("comm", name, rank, *seconds(event), axis, num_bytes, meta)
+    return Span("comm", name, 0, *seconds(event), axis, num_bytes, meta)
 
 
 def whole(value: Any, otherwise: int = 0) -> int:
@@ -310,57 +262,3 @@ def _cpu_spans(events: list[dict[str, Any]], axis: str) -> list[Span]:
 
 def base_time(document: dict[str, Any]) -> int:
     return whole(document.get("baseTimeNanoseconds"))
-
-
-def start_profiler() -> "torch.profiler.profile | None":
-    """A running profiler where work may go to a GPU, else None."""
-    import torch
-
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    # There is but one cycle, of which no event is lost; without a word, torch warns of lost ones.
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
-    profiler.start()
-    return profiler
-
-
-def with_kernels(profiler: "torch.profiler.profile", host: list[Span], rank: int) -> list[Span]:
-    """The kernels that the profiler saw, named by the host's spans that launched them.
-
-    Bytes and axes come from our own ledger where it has as many entries as there are NCCL kernels.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    profiler.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        document = read_json(f"{folder}/trace.json", keep=thinned)
-    # Kineto reads the wall clock, we the monotonic one: what parts them now parted them then.
-    to_monotonic = 1e-9 * (base_time(document) - time.time_ns() + time.monotonic_ns())
-    spans = _gpu_spans(usable(document["traceEvents"])[0], rank)
-    if not any(span.kind != "copy" for span in spans):
-        return host  # a model on the CPU of a machine with a GPU
-    ours = sorted((s for s in host if s.kind != "comm"), key=lambda span: span.start)
-    starts = [span.start for span in ours]
-    ledger = sorted((s for s in host if s.kind == "comm"), key=lambda span: span.start)
-    # In the order of their launch, as the ledger: two communicators may run them in another.
-    kernels = [s for s in spans if s.kind == "comm"]
-    is_told = all("launched" in span.meta for span in kernels)
-    kernels.sort(key=lambda span: span.meta["launched"] if is_told else span.start)
-    if len(ledger) == len(kernels):
-        for kernel, entry in zip(kernels, ledger, strict=True):
-            kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes
-    for span in spans:
-        launched = span.meta.pop("launched", None)
-        if launched is not None and span.kind not in ("comm", "copy"):
-            i = bisect_right(starts, launched + to_monotonic) - 1
-            if i >= 0 and launched + to_monotonic <= ours[i].end:
-                span.meta["kernel"] = span.name
-                span.kind, span.name = ours[i].kind, ours[i].name
-        span.start, span.end = span.start + to_monotonic, span.end + to_monotonic
-    # Where ranks share a GPU, gloo talks for them, and the host has seen it all.
-    return spans if kernels else spans + ledger

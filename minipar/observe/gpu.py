@@ -1,0 +1,102 @@
+"""The kernels of this rank's GPU: torch.profiler times them, the recorder's spans name them.
+
+A GPU works after the Python that asked it to. So `timeline.record` runs torch.profiler beside the
+recorder. A kernel belongs to the span in which the host launched it. A kernel of NCCL belongs to
+the ledger's entry of the same place, in the order of launches.
+"""
+
+import tempfile
+import time
+from bisect import bisect_right
+from typing import Any
+
+import torch
+
+from minipar.observe.spans import Span, read_json
+
+
+def start_profiler() -> torch.profiler.profile | None:
+    """Return a running profiler where work may go to a GPU, else None."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    # There is one cycle only, and no event is lost. Without acc_events, torch warns of lost ones.
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    profiler.start()
+    return profiler
+
+
+def with_kernels(profiler: torch.profiler.profile, host: list[Span], rank: int) -> list[Span]:
+    """Return the kernels that the profiler saw, named by the host's spans that launched them.
+
+    Axes and bytes come from the ledger (the comm spans in `host`) where it has as many entries as
+    NCCL has kernels. Without any kernel, `host` comes back: the model was on the CPU.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        document = read_json(f"{folder}/trace.json")
+    # Kineto reads the wall clock, the recorder the monotonic one: their difference is constant.
+    base = document.get("baseTimeNanoseconds", 0)
+    to_monotonic = 1e-9 * (base - time.time_ns() + time.monotonic_ns())
+    found = _kernels(document["traceEvents"], rank, to_monotonic)
+    if all(kernel.kind == "copy" for kernel, _ in found):
+        return host
+    in_order = sorted(host, key=lambda span: span.start)
+    ledger = [span for span in in_order if span.kind == "comm"]
+    work = [span for span in in_order if span.kind != "comm"]
+    _name_computing(found, work)
+    has_comm = _name_communication(found, ledger)
+    # Where ranks share a GPU, gloo communicates for them, and the host has seen all of it.
+    return [kernel for kernel, _ in found] + ([] if has_comm else ledger)
+
+
+Launched = tuple[Span, float | None]
+"""A kernel, and when the host launched it, where the profiler knows."""
+
+
+def _kernels(events: list[dict[str, Any]], rank: int, to_monotonic: float) -> list[Launched]:
+    launches = {
+        event.get("args", {}).get("correlation"): 1e-6 * event["ts"] + to_monotonic
+        for event in events
+        if event.get("cat", "").endswith(("_runtime", "_driver"))
+    }
+    found = []
+    for event in events:
+        cat, name, args = event.get("cat"), event["name"], event.get("args", {})
+        if cat not in ("kernel", "gpu_memcpy", "gpu_memset") or not event["dur"]:
+            continue
+        kind = "copy" if cat != "kernel" else "comm" if name.startswith("nccl") else "compute"
+        start = 1e-6 * event["ts"] + to_monotonic
+        kernel = Span(kind, name, rank, start, start + 1e-6 * event["dur"])
+        if kind == "comm":
+            kernel.axis = args.get("Process Group Description", "").removeprefix("mesh_")
+        found.append((kernel, launches.get(args.get("correlation"))))
+    return found
+
+
+def _name_computing(found: list[Launched], work: list[Span]) -> None:
+    starts = [span.start for span in work]
+    for kernel, launched in found:
+        if launched is not None and kernel.kind == "compute":
+            i = bisect_right(starts, launched) - 1
+            if i >= 0 and launched <= work[i].end:
+                kernel.meta["kernel"] = kernel.name
+                kernel.kind, kernel.name = work[i].kind, work[i].name
+
+
+def _name_communication(found: list[Launched], ledger: list[Span]) -> bool:
+    """Give NCCL's kernels the names, axes and bytes of the ledger. True if there are kernels."""
+    comm = [(kernel, launched) for kernel, launched in found if kernel.kind == "comm"]
+    # Two communicators may run their kernels in another order than the host launched them.
+    if all(launched is not None for _, launched in comm):
+        comm.sort(key=lambda pair: pair[1])
+    else:
+        comm.sort(key=lambda pair: pair[0].start)
+    if len(comm) == len(ledger):
+        for (kernel, _), entry in zip(comm, ledger, strict=True):
+            kernel.name, kernel.axis, kernel.num_bytes = entry.name, entry.axis, entry.num_bytes
+    return len(comm) > 0
