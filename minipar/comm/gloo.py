@@ -1,4 +1,4 @@
-"""What gloo lacks: messages that leave in the right order, and large collectives made of them."""
+"""Gloo's gaps, filled: messages in the right order, and large collectives made of messages."""
 
 import os
 import time

@@ -37,7 +37,7 @@ AXES = {
 """The standard axes. An axis that a mesh does not name has size 1."""
 
 RESERVED = ("world", "rank", "size", "sizes", "coords", "label", "joint", "device_mesh")
-"""What a mesh has besides its axes."""
+"""Names of a mesh that are not axes."""
 
 MOST_RANKS = 2**20
 """Largest mesh on paper: more ranks than any cluster has, and few enough to try all layouts."""
@@ -131,7 +131,7 @@ class Mesh:
     """
 
     label = "rank 0 of 1"
-    """What this process calls itself in error messages: the latest mesh made here."""
+    """Name of this rank in error messages, by the latest mesh made here."""
 
     def __init__(self, **sizes: int) -> None:
         initialised = dist.is_available() and dist.is_initialized()

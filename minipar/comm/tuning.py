@@ -16,7 +16,7 @@ from minipar.comm.plans import CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Tuning:
-    """What an axis of `size` ranks costs, in seconds: `alpha` per message, `beta` per byte sent,
+    """The costs of an axis of `size` ranks, in seconds: `alpha` per message, `beta` per byte sent,
     `gamma` per byte added up.
 
     `sharing` is the part of the bytes to several peers that queues: 1 where all go through one

@@ -1,4 +1,4 @@
-"""What the ranks of an emulated link tell each other, in memory that they share.
+"""Tables in shared memory, by which the ranks of an emulated link know of each other.
 
 `Calls`, one per process group, holds who called when. `cards_of_this_job` holds until when the
 network cards of the nodes are taken. Shared memory costs microseconds; gloo costs milliseconds.

@@ -1,4 +1,4 @@
-"""What an operation costs, by its shapes alone: FLOPs, bytes, and seconds on a device.
+"""The cost of an operation, by its shapes alone: FLOPs, bytes, and seconds on a device.
 
 The simulator (`sim/`) and the emulated device (`device.py`) share this law. Matmuls and attention
 cost by their shapes, all other operations by the bytes that they read and write. An optimizer costs
@@ -30,7 +30,7 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
 
 
 class Work(NamedTuple):
-    """What the time of one operation depends on."""
+    """All that the time of one operation depends on."""
 
     op: str
     work: str  # "product", "attention", or "bytes"
@@ -129,7 +129,7 @@ def is_view(op: Any) -> bool:
 # ---------------------------------------------------------------------- norms, as GPUs do them
 _lock = threading.Lock()
 _fused: list[Any] = []
-"""What `F.rms_norm` was, once for each `fused_norms` that runs, on whatever thread."""
+"""The original `F.rms_norm`, once for each `fused_norms` that runs, on whatever thread."""
 
 
 @contextmanager

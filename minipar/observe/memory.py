@@ -26,7 +26,7 @@ __all__ = ["Tag", "is_on_host", "on_host", "tag", "tags", "watch_resize", "watch
 
 
 class Tag(NamedTuple):
-    """What a storage is for, in one word, and where it is."""
+    """The purpose of a storage, in one word, and its device."""
 
     category: str
     on_host: bool

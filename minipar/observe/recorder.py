@@ -210,7 +210,7 @@ class _Noted:
 
 
 def in_backward() -> bool:
-    """Whether autograd is calling."""
+    """True if autograd is calling."""
     return torch._C._current_graph_task_id() != -1
 
 

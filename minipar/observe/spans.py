@@ -1,4 +1,4 @@
-"""What ranks did when, on one clock, and how many bytes they sent; arithmetic on intervals."""
+"""Spans: who did what when, on one clock, and sent how many bytes; arithmetic on intervals."""
 
 import gzip
 import json

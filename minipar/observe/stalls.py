@@ -1,4 +1,4 @@
-"""What a stall looks like: the states of all ranks, and what they tell about who is missing.
+"""A stall: the states of all ranks, and which rank they say is missing.
 
 Pure: `minipar.observe.watchdog` collects the states; this file draws the conclusion.
 """
@@ -23,7 +23,7 @@ class Call:
 
     @property
     def key(self) -> tuple:
-        """What the calls of all ranks that belong together have in common."""
+        """Return the key that one collective has on all of its ranks."""
         return self.axis, self.ranks, bool(self.peers), self.number
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank does: its last call on each axis, and those that it waits in."""
+    """The state of one rank: its last call on each axis, and the calls that it waits in."""
 
     rank: int
     label: str  # "rank 2 of 4 (dp=1, tp=0)"

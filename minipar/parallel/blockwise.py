@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What the backward of a block needs to know of the softmax over *all* keys.
+    """Facts about the softmax over *all* keys that the backward of one block needs.
 
     The output and its gradient [B, H, t, K], and the log-sum-exp [B, H, t, 1].
     """

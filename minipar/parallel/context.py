@@ -78,7 +78,7 @@ def apply(
     exchange: Exchange = "ring",
     kernel: KernelName | None = None,
 ) -> "ContextParallel":
-    """Let `model`, a Llama, work on sequences that are cut over `axis`, in place.
+    """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
     Args:
         order: which tokens a rank holds, "zigzag" or "plain": that of `shard`.

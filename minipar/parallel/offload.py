@@ -95,7 +95,7 @@ def state_to_host(optimizer: Optimizer, copies: HostCopy) -> None:
 
 # ---------------------------------------------------------------------- 2. shards of fsdp
 def shards_on_host(strategy: Strategy, copies: HostCopy | None = None) -> "HostShards":
-    """Let the shards of an fsdp strategy live on the host: weights, gradients, optimizer state.
+    """Move the shards of an fsdp strategy to the host: weights, gradients, optimizer state.
 
     The optimizer, made before or after, then finds parameters of the host. Before each gather,
     this rank's shard is copied to the device, P/n bytes. That copy starts while the block before is
@@ -157,7 +157,7 @@ class HostShards:
 
     # gradients, down
     def store(self, flat: Any, gradient: Tensor) -> None:
-        """Let `gradient` leave for the host, and add it to those of the microbatches before."""
+        """Send `gradient` to the host, and add it to the gradients of the microbatches before."""
         # Cast on the device, or backward would have to wait until there are numbers to cast.
         copy = self.copies.to_host([gradient.to(flat.shard.dtype)])
         [on_host] = copy.tensors

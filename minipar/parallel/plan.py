@@ -56,7 +56,7 @@ class Plan:
     ep: int = 1
     """Expert parallelism: this many ranks share the experts; each has its own sequences."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What ranks of dp, cp and ep shard. 0: nothing (ddp); 1: optimizer state; 2: gradients, too;
+    """Shards over dp, cp and ep. 0: nothing (ddp); 1: optimizer state; 2: gradients, too;
     3: weights, too (fsdp)."""
     sequence_parallel: bool = False
     """Between the matrices of tp, shard activations along the tokens: norms, residual stream."""

@@ -38,7 +38,7 @@ from minipar.parallel.base.sequences import CutSequences, attentions_of, chunks_
 
 
 def apply(model: nn.Module, axis: Axis) -> "Ulysses":
-    """Let `model`, a Llama, work on sequences that are cut over `axis`, in place.
+    """Make `model`, a Llama, work on sequences that are cut over `axis`, in place.
 
     Inputs are those of `shard`; the model numbers the positions itself unless it is given some. A
     mask is that of the whole sequence, [B, 1, T, T]. Whatever computes attention now (such as

@@ -486,7 +486,7 @@ def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[li
 
 
 def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Let modules of `model` wait, before they run, for weights that are still on their way.
+    """Make modules of `model` wait, before they run, for weights that are still on their way.
 
     A module may use a weight inside of it without calling the weight's own module, as
     `nn.MultiheadAttention` uses `out_proj`. So the nearest module around a weight that is ever

@@ -1,4 +1,4 @@
-"""What a rank prints, on its way to the parent: line by line, and no more than fits.
+"""The output of a rank on its way to the parent: line by line, and no more than fits.
 
 A line travels when it is whole. With `max_lines`, a call may print so many lines of `WIDTH`
 characters; the rest is only counted. A line that is written again and again behind "\\r" (a

@@ -74,7 +74,7 @@ CLEANING = 1.0
 may be giving locks and files back."""
 
 _BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
-"""What a communication error says when the process group can no longer be used."""
+"""Words of a communication error after which the process group cannot be used."""
 
 
 class _Worker:

@@ -1,1 +1,1 @@
-"""What strategies share."""
+"""Parts that all strategies share."""

@@ -41,7 +41,7 @@ def seed(number: int, *apart: Axis) -> None:
 
 @contextmanager
 def fork_rng(axis: Axis) -> Iterator[None]:
-    """Let every rank of `axis` draw from a stream of its own in the body; outside, all draw alike.
+    """Give every rank of `axis` a random stream of its own in the body; outside, all draw alike.
 
     Draws one number from the stream outside, however many ranks there are.
     """

@@ -243,7 +243,7 @@ class Region(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank has of a tensor: `numbers` [k], and where they are in it."""
+    """A rank's part of a tensor: `numbers` [k], and their place in the tensor."""
 
     numbers: Tensor
     region: Region

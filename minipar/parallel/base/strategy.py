@@ -1,4 +1,4 @@
-"""What every strategy has in common: three words, no_sync, and the checks of the contract.
+"""The base of every strategy: three words, no_sync, and the checks of the contract.
 
 A step reads::
 
@@ -59,7 +59,7 @@ class Strategy:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate here, unsent: for every microbatch but the last."""
+        """Accumulate gradients without sending: for every microbatch but the last."""
         before, self.synchronises = self.synchronises, False
         try:
             yield
@@ -109,13 +109,13 @@ class Strategy:
 
     # ------------------------------------------------------------------ checks
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let optimizers step `parameters` (or shards) after `finish_backward` only."""
+        """Refuse a step of `parameters` (or shards) between backward and `finish_backward`."""
         self.watched = frozenset(parameters)
         self.frozen = frozenset(p for p in self.model.parameters() if not p.requires_grad)
         _watching.add(self)
 
     def hook_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
+        """Make autograd call ``self._on_gradient(p)`` whenever it has added to ``p.grad``.
 
         Torch keeps hooks where Python's garbage collector does not look, so the hook itself must
         not hold the strategy. The parameter does: the strategy lives as long as its parameters.
@@ -268,7 +268,7 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
 
 
 def refuse_state(model: nn.Module) -> None:
-    """Let ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
+    """Make ``model.state_dict()`` raise `RuntimeError`: it would hold the shards of this rank."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # which asks for the parameters themselves
@@ -383,7 +383,7 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
-    """Let routers that count the tokens of their own rank count those of all ranks of `axes`.
+    """Make routers that count the tokens of their own rank count the tokens of all ranks of `axes`.
 
     With `anew`, also routers that count for several ranks already. A collective where routers
     balance over a batch: it makes process groups.

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: actions, and a list of them for every rank. No torch.
+"""The parts of a pipeline schedule: actions, and a list of them for every rank. No torch.
 
 `2F0` is stage 2, forward, microbatch 0. The kinds:
 
@@ -55,7 +55,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one step, in order.
+    """The actions of every rank in one step, in order.
 
     `rank_of[stage]` is where a stage lives. With `copies` = 2 (DualPipe) the model is held twice:
     stage S + s holds the same layers as stage s, microbatch i goes through copy i % 2, and the

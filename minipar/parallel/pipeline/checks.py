@@ -174,7 +174,7 @@ def _check_deadlock(schedule: Schedule) -> None:
     done: set[Action] = set()
 
     def waits_for(action: Action) -> str:
-        """What a rank with `action` next waits for; "" if it can go on."""
+        """Return the reason why a rank with `action` next waits; "" if it can go on."""
         if not action.computes:  # blocking: the other rank has to be at the other end
             peer = schedule.peer(action)
             return "" if action.twin in done or heads[peer] == action.twin else f"rank {peer}"

@@ -81,7 +81,7 @@ class _Pair(calls.Tap):
 
     # ------------------------------------------------------------------ whose turn it is
     def hand_over(self) -> None:
-        """Let the other thread run until it waits or ends."""
+        """Hand over: the other thread runs until it waits or ends."""
         me = FORWARD if threading.get_ident() == self.caller else BACKWARD
         if not self.is_over[1 - me]:
             with self.recorder.blocked() if self.recorder else nullcontext():

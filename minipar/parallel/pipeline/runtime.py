@@ -131,7 +131,7 @@ Method = Callable[[Action, Tensor | None], Tensor | None]
 
 @dataclass(eq=False)
 class Step:
-    """What one rank does with the microbatches of one step: a method per kind of action.
+    """The work of one rank on the microbatches of one step: a method per kind of action.
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
     the tensor for the next stage. Between F and the end of its backward, `live` holds the input of

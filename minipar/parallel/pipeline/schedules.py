@@ -42,7 +42,7 @@ from minipar.parallel.pipeline.actions import Action, Schedule, slots
 Phase = tuple[int, str]
 """(times, letters): `(3, "F B")` plays forward and backward in turn, three times."""
 Queues = Mapping[str, Sequence[tuple[int, int]]]
-"""What each letter plays: `{"F": [(stage, microbatch), ...], "B": ...}`; I draws from B's queue."""
+"""Queues by letter: `{"F": [(stage, microbatch), ...], "B": ...}`; I draws from the queue of B."""
 
 
 # ---------------------------------------------------------------------- the one mechanism

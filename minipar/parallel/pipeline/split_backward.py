@@ -128,7 +128,7 @@ class _Split(torch.autograd.Function):
 
 
 def enable(model: nn.Module, put_off: PutOff) -> None:
-    """Let linear layers and embeddings of `model` put off their weight gradients, in place.
+    """Make linear layers and embeddings of `model` put off their weight gradients, in place.
 
     So do modules whose `multiply` is torch's, such as those of tensor parallelism. Modules with
     a forward of their own stay as they are. That is right, but W has less to do, and a gradient as
