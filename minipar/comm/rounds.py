@@ -86,7 +86,7 @@ def _overlap(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _conflict(earlier: Round, later: Round, in_place: bool) -> bool:
-    """True if `later` has to wait: it sends or overwrites rows received, or overwrites sent rows."""
+    """True if `later` must wait: it sends or overwrites received rows, or overwrites sent rows."""
     if not in_place:
         return _overlap(earlier.recvs, later.recvs)
     return (
