@@ -480,13 +480,6 @@ def test_stages_with_nothing_to_train_are_refused_on_all_ranks(ranks):
         assert "[1, 2] groups of parameters" in said
 
 
-def test_a_loss_in_chunks_is_refused_where_the_head_is_cut_or_elsewhere(ranks):
-    """Mutants: an error of torch's under tp; no word under pp, where all logits are made."""
-    for text in ("tp=2", "pp=2"):
-        said = ranks(2).run(refusal_of, text, CONFIG, chunk=4)
-        assert all("loss_chunk=4" in each and "set it to 0" in each for each in said)
-
-
 def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):
     """Mutant: a plan that is legal, and then "no experts to spread"."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 24, first_dense=4))

@@ -389,9 +389,10 @@ class Pipeline(Strategy):
     def _add_twins(self, stand_ins: dict[nn.Parameter, nn.Parameter]) -> None:
         """Exchange gradients of `stand_ins`: all get the same sum, added up in the same order."""
         me, parts = self.axis.rank, {}  # of each sum: the gradients of all ranks, in their order
-        for p, ranks in self.twins.items():
-            grad = stand_ins[p].grad
+        for p, stand_in in stand_ins.items():
+            grad = stand_in.grad
             own = torch.zeros_like(p, dtype=p.grad_dtype) if grad is None else grad
+            ranks = self.twins[p]
             parts[p] = {rank: own if rank == me else torch.empty_like(own) for rank in ranks}
         others = [(part, rank) for part in parts.values() for rank in part if rank != me]
         if others:
