@@ -247,9 +247,11 @@ class Bucketed(Naive):
         self.capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 4, 25e6)
         self.reduce = reduce
         self.sent = 0  # buckets of this step
-        # Gradients come into being from the last layer to the first.
+        # Gradients come into being from the last layer to the first, and tied ones of a pipeline
+        # at the end.
+        order = sorted(self.parameters[::-1], key=lambda p: hasattr(p, "comes_last"))
         is_alone = axis.size == 1 and reduce is None  # then gradients stay where they are
-        self._use(fill_buckets([] if is_alone else self.parameters[::-1], self.capacity, reduce))
+        self._use(fill_buckets([] if is_alone else order, self.capacity, reduce))
 
     def _use(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets

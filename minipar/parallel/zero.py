@@ -339,9 +339,11 @@ class Naive(Strategy):
         self.rows = self.buckets = optimizer.buckets
         self.bucket_of = optimizer.bucket_of
         # Gradients come from the last layer to the first. A bucket is complete with the gradient
-        # of its first parameter; in forward this is the first to be needed, too.
-        place = {p: i for i, p in enumerate(model.parameters())}
-        self.buckets.sort(key=lambda bucket: -min(place[p] for p in bucket.parameters))
+        # of its first parameter; in forward this is the first to be needed, too. Tied weights of a
+        # pipeline have theirs at the end.
+        place = {p: -i for i, p in enumerate(model.parameters())}
+        place |= {p: 1 for p in place if hasattr(p, "comes_last")}
+        self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.next = 0  # index of the bucket that is sent next
         self.in_flight: deque[Bucket] = deque()
         optimizer.names = {p: name for name, p in model.named_parameters()}

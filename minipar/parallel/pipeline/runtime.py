@@ -287,6 +287,7 @@ class Pipeline(Strategy):
             mark(p, self.axis, copy=self.axis.rank != weight.ranks[0])
             if p.requires_grad and (len(weight.ranks) > 1 or len(weight.names) > 1):
                 twins[p] = weight.ranks
+                p.comes_last = True  # data parallelism: its sum arrives when the pipeline ends
         return twins
 
     # ------------------------------------------------------------------ one step
