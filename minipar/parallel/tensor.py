@@ -67,6 +67,9 @@ from minipar.parallel.matrices import (
     vocab_loss,
 )
 
+LARGE = 1 << 20
+"""Bytes from which a gradient is summed by a call of its own."""
+
 
 def apply(
     model: Llama,
@@ -260,6 +263,13 @@ class TensorParallel(Strategy):
         for p in holders:
             check_not_summed(p, self.axis)  # one to which no gradient has been added
         grads = [p.grad for p in holders]
+        mark_summed(holders, self.axis)
+        if num_groups == 1:  # whole experts, say: no second copy of large gradients
+            for grad in (grad for grad in grads if grad.nbytes >= LARGE):
+                collectives.all_reduce(grad, self.axis, out=grad)
+            grads = [grad for grad in grads if grad.nbytes < LARGE]
+        if not grads:
+            return
         group = self.axis.rank * num_groups // self.axis.size
         flat = torch.cat([grad.flatten() for grad in grads])
         rows = flat.new_zeros(num_groups, len(flat))
@@ -267,7 +277,6 @@ class TensorParallel(Strategy):
         total = collectives.all_reduce(rows, self.axis, out=rows)[group]
         for grad, values in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             grad.copy_(values.view_as(grad))
-        mark_summed(holders, self.axis)
 
     # ------------------------------------------------------------------ any number of tokens
     def _pad(self, _: nn.Module, args: tuple) -> tuple:
