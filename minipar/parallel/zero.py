@@ -511,12 +511,16 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
         for bucket in needs[""] | needs[path]:
             bucket.arrive()
 
-    def hook(path: str, *_: Any) -> None:
-        # Inside of a compiled graph no module is called; a module around the graph waits.
-        if not path or not torch.compiler.is_compiling():
-            wait(path)
+    path_of = {module: path for path, module in model.named_modules()}
 
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(partial(hook, path))
+    def hook(module: nn.Module, _: Any) -> None:
+        # Inside of a compiled graph no module is called; a module around the graph waits. It is one
+        # hook for all modules, or each layer would have a graph of its own.
+        if not torch.compiler.is_compiling():
+            wait(path_of[module])
+
+    model.register_forward_pre_hook(lambda *_: wait(""))
+    for module in path_of.keys() - {model}:
+        module.register_forward_pre_hook(hook)
     model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
     model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
