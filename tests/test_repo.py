@@ -161,6 +161,7 @@ SKELETON = {
     "parallel/pipeline/runtime.py": "import minipar.parallel.pipeline.schedules",
     "parallel/pipeline/schedules.py": "",
     "model/llama.py": "import torch",
+    "text.py": "",
     "comm/mesh.py": "",
     "emulate/link.py": "import minipar.observe.timeline",
     "ranks/launch.py": "import minipar.emulate.link, minipar.comm.mesh",

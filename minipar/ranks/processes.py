@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
 
@@ -30,6 +31,10 @@ def warm_up(modules: Sequence[str] = ()) -> None:
     if METHOD != "forkserver":
         return
     forkserver.set_forkserver_preload([*PRELOAD, *modules])
+    if len(tempfile.gettempdir()) > 50:  # the address of a Unix socket has 107 bytes at most
+        usual, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        util.get_temp_dir()  # of `multiprocessing`, which keeps it
+        tempfile.tempdir = usual
     # The server must find the minipar that is imported here, and not one in the current folder.
     here = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in here}

@@ -290,7 +290,7 @@ def write(
 
 def parse_nccl(path: Path, machine: str) -> list[fit.Point]:
     """Return the points in the output of nccl-tests on one node; raise `ValueError` if none."""
-    text = path.read_text("utf-8", "replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
     verb = re.search(r"(all_reduce|all_gather|reduce_scatter|alltoall)_perf", text)
     ranks = len(re.findall(r"^#\s+Rank\s+\d+", text, re.MULTILINE))
     hosts = {*re.findall(r"^#\s+Rank\s+\d+\b.* on\s+(\S+)\s+device", text, re.MULTILINE)}

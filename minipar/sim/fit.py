@@ -70,7 +70,7 @@ def read(path: str | Path) -> list[Point]:
 def rows_of(path: str | Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, in which a line that begins with # is a comment."""
     try:
-        lines = Path(path).read_text("utf-8-sig", "replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
         return [*csv.DictReader(line for line in lines if not line.startswith("#"))]
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: is no table: {error}") from error

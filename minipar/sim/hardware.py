@@ -379,7 +379,7 @@ def _built_in() -> Known:
 
 def _read(path: Any) -> Known:
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise HardwareError(str(path), f"cannot be read as TOML ({error})") from None
     _complete(found, {"sources", *_PARTS}, str(path), optional={"sources", *_PARTS})

@@ -117,7 +117,7 @@ def read(
     `left_out`. Raises `ValueError` for what is no table.
     """
     try:
-        text = Path(path).read_text("utf-8-sig", "replace").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
         lines = [line for line in text if line.strip(' ,"') and line.lstrip(' "')[:1] != "#"]
         head, *body = [*csv.reader(lines)] or [[]]
     except (csv.Error, ValueError) as error:

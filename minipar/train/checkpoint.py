@@ -90,7 +90,9 @@ def number_of(checkpoint: Path) -> int:
     It is 0 for checkpoints of versions that had no numbers, and -1 if it cannot be read.
     """
     try:
-        return int(json.loads((checkpoint / "manifest.json").read_text("utf-8")).get("number", 0))
+        return int(
+            json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8")).get("number", 0)
+        )
     except (OSError, *_NOT_JSON, AttributeError):
         return -1
 
@@ -288,7 +290,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Quick: looks at the lengths of the files, not into them. Raises `CheckpointError`.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         layout, tied = manifest.get("format", 1), dict(manifest["tied"])
         files = {
             name: {

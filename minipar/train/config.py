@@ -299,7 +299,7 @@ class TrainConfig(Run, Saving, Parallel, Optimizer, Batch, Model):
     def load(cls, path: Path) -> "TrainConfig":
         """Read what `save` wrote. Raises `ValueError` where it is not that."""
         try:
-            values = json.loads(path.read_text("utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
             kinds = get_type_hints(cls)
             known = {name: value for name, value in values.items() if name in kinds}
             for name, value in known.items():

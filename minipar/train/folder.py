@@ -143,7 +143,7 @@ def _is_in(word: str, path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """What one of our files says; nothing if it is not there, or none of ours."""
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
     return {}

@@ -349,7 +349,7 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, told: Mapping[str, str]
 
 def make_newest(checkpoint: Path) -> None:
     """Number `checkpoint` as if it was the latest save of its run."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     _write_manifest(checkpoint, manifest | {"number": _next_number(checkpoint.parent)})
 
 

@@ -103,7 +103,7 @@ class _Pair(calls.Tap):
         def beside() -> None:
             self.take_turn(BACKWARD)
             with ExitStack() as stack:
-                if stream is not None:
+                if torch.cuda.is_initialized():
                     torch.cuda.set_stream(stream)
                 for mode in modes:
                     dispatch._push_mode(mode)
