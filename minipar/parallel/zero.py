@@ -511,16 +511,16 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
         for bucket in needs[""] | needs[path]:
             bucket.arrive()
 
-    path_of = {module: path for path, module in model.named_modules()}
-
     def hook(module: nn.Module, _: Any) -> None:
         # Inside of a compiled graph no module is called; a module around the graph waits. It is one
         # hook for all modules, or each layer would have a graph of its own.
         if not torch.compiler.is_compiling():
-            wait(path_of[module])
+            wait(module.path_in_model)
 
     model.register_forward_pre_hook(lambda *_: wait(""))
-    for module in path_of.keys() - {model}:
-        module.register_forward_pre_hook(hook)
+    for path, module in model.named_modules():
+        if module is not model:
+            module.path_in_model = path  # which a stage of a pipeline, a shallow copy, keeps
+            module.register_forward_pre_hook(hook)
     model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
     model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
