@@ -511,16 +511,20 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
         for bucket in needs[""] | needs[path]:
             bucket.arrive()
 
+    path_of: dict[int, str] = {}  # by the table of hooks, which a pipeline's shallow copies share
+
     def hook(module: nn.Module, _: Any) -> None:
         # Inside of a compiled graph no module is called; a module around the graph waits. It is one
         # hook for all modules, or each layer would have a graph of its own.
         if not torch.compiler.is_compiling():
-            wait(module.path_in_model)
+            path = path_of.get(id(module._forward_pre_hooks))
+            if path is not None:  # else it is a deep copy, which has weights of its own
+                wait(path)
 
     model.register_forward_pre_hook(lambda *_: wait(""))
     for path, module in model.named_modules():
         if module is not model:
-            module.path_in_model = path  # which a stage of a pipeline, a shallow copy, keeps
+            path_of[id(module._forward_pre_hooks)] = path
             module.register_forward_pre_hook(hook)
     model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
     model.register_load_state_dict_pre_hook(lambda *_: optimizer.synchronize())
