@@ -63,8 +63,8 @@ workshop: $(READY) ## a folder to give away: no history, no outputs, no answers;
 	rm -r build/workshop/notebooks/solutions
 	cp -r build/handout/. build/workshop/notebooks/
 
-bench: $(READY) ## compare our data parallel with PyTorch's own
-	$(BIN)/minipar bench ddp $(ARGS)
+bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compares another strategy
+	$(BIN)/minipar bench $(or $(ARGS),ddp)
 
 gpu-check: $(READY) ## parity, checkpoints, fastest setting, overlap, scaling on this machine's GPUs
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)

@@ -165,11 +165,10 @@ def measured_page() -> str:
         "(notebooks/assets/predicted.png)",
     ]
     for path in sorted((ROOT / "notebooks/assets/measured").glob("*.json")):
-        source = "gpu_check" if path.stem == "gpu" else f"bench/{path.stem}"
-        module = (ROOT / f"minipar/lab/{source}.py").read_text(encoding="utf-8")
         rows = json.loads(path.read_text(encoding="utf-8"))
         checks = dict.fromkeys(row.get("check") for row in rows)  # one and the same for a bench
-        parts += [f"## {path.stem}", paragraphs(ast.get_docstring(ast.parse(module)))]
+        command = "make gpu-check" if path.stem == "gpu" else f"minipar bench {path.stem}"
+        parts += [f"## {path.stem}", f"By `{command}`."]
         parts += [rows_table([row for row in rows if row.get("check") == c]) for c in checks]
         if (figure := path.with_name(f"{path.stem}_timeline.png")).exists():
             words = "A step of ZeRO 3 on two ranks that share the GPU and talk through its host"
