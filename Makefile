@@ -66,7 +66,8 @@ workshop: $(READY) ## a folder to give away: no history, no outputs, no answers;
 bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compares another strategy
 	$(BIN)/minipar bench $(or $(ARGS),ddp)
 
-gpu-check: $(READY) ## parity, checkpoints, fastest setting, overlap, scaling on this machine's GPUs
+gpu-check: $(READY) ## parity, fastest setting, overlap and scaling on this machine's GPUs
+	MINIPAR_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/law/test_law.py -k equals_one_device
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 
 lint: $(READY) ## check style and the direction of imports

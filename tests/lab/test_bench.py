@@ -137,7 +137,7 @@ def _losses(strategy: str) -> dict[str, list[float]]:
 def test_all_contenders_take_the_same_steps(ranks, strategy):
     """Of a pipeline, PyTorch tells the loss to the last stage alone.
 
-    Mutants: a loss that is not divided where gradients are summed; a sum that is left out.
+    Mutants: a sum that is left out; gradients that are read before they have arrived.
     """
     by_rank = ranks(2, "link").run(_losses, strategy)
     join = max if strategy == "pipeline" else sum
