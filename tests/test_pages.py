@@ -15,7 +15,7 @@ def test_the_check_of_a_gpu_has_its_words_and_a_table_for_each_check(tmp_path, m
     measured.mkdir(parents=True)
     (measured / "gpu.json").write_text(json.dumps(rows), encoding="utf-8")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    page = pages.measured_page()
+    page = pages.rows_page()
     assert "## gpu\n\nBy `make gpu-check`." in page
     assert "Check machine, device H200, loss chunk 0.\n" in page
     assert "In all rows: check parity.\n\n| plan | error | ok | message |\n" in page
@@ -23,7 +23,7 @@ def test_the_check_of_a_gpu_has_its_words_and_a_table_for_each_check(tmp_path, m
 
 
 def test_each_bench_has_its_words_and_a_table():
-    page = pages.measured_page()
+    page = pages.rows_page()
     files = [*(pages.ROOT / "notebooks/assets/measured").glob("*.json")]
     assert files and page.count("In all rows: ") >= len(files)
     assert all(f"`minipar bench {file.stem}`" in page for file in files if file.stem != "gpu")
