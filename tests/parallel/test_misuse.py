@@ -373,7 +373,7 @@ def test_a_strategy_lives_as_long_as_its_parameters():
     with refuses(r"optimizer.step\(\) came before finish_backward"):
         optimizer.step()
     copied = pickle.loads(pickle.dumps(model.head.weight))
-    assert copied.equal(model.head.weight) and [*copied.hooked_by] == []
+    assert copied.equal(model.head.weight) and [*copied.watched_by] == []
     torch.save(model.head.weight, file)
     file.seek(0)
     loaded = Net()

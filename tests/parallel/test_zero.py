@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
-from minipar.emulate import link, strict
+from minipar.emulate import link
 from minipar.lab.memory import LiveBytes
 from minipar.observe import timeline
 from minipar.parallel import zero
@@ -56,28 +56,6 @@ def assert_same(model: nn.Module, twin: nn.Module, rtol: float = 1e-11) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         error, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         assert error <= rtol * scale, f"{name} is off by {error} of {scale}"
-
-
-@pytest.mark.slow
-@on_ranks(4, "link")
-def test_the_first_version_trains_as_the_last():
-    """And has no race. Mutant: what ranks have used is never waited for."""
-    mesh = Mesh(dp=4)
-    model, twin = Layers(seed=0), Layers(seed=0)
-    stage_1 = attach(model, mesh.dp)
-    optimizer = ShardedOptimizer(
-        twin.parameters(), torch.optim.AdamW, mesh.dp, bucket_mb=7e-4, lr=0.01
-    )
-    naive = zero.Naive(twin, mesh.dp, optimizer, average=False), optimizer
-    with strict.watching():
-        for step in range(3):
-            for trained, (strategy, its_optimizer) in ((model, stage_1), (twin, naive)):
-                its_optimizer.zero_grad()
-                loss_of(trained, mesh.rank, step, ALL).backward()
-                strategy.finish_backward()
-                its_optimizer.step()
-                its_optimizer.synchronize()
-    assert_same(model, twin)
 
 
 # ---------------------------------------------------------------------- any elementwise optimizer

@@ -148,33 +148,22 @@ class Row:
     ) -> None:
         self.layout, self.axis, self.shard = layout, axis, shard
         self.device = shard.device  # which computes and sends, wherever the shard goes
-        self.shapes: dict[nn.Parameter, torch.Size] = {}  # of the whole, by piece
+        self.pieces: list[nn.Parameter] = []
         for p, span in zip(parameters, layout.spans, strict=True):
             data = shard[span].view(-1, *(1 for _ in p.shape[1:]))
             piece = nn.Parameter(data, p.requires_grad)
             vars(piece).update(vars(p))
             mark(piece, axis, of=p)
-            self.shapes[piece] = p.shape
-        self.pieces = list(self.shapes)
+            self.pieces.append(piece)
+        self.shapes = dict(zip(self.pieces, (p.shape for p in parameters), strict=True))  # whole
+        self.spans = dict(zip(self.pieces, layout.spans, strict=True))
         self.cuts = dict(zip(self.pieces, layout.cuts, strict=True))
 
     def move(self, shard: Tensor) -> None:
         """Make the pieces views of `shard` [S], which may lie on another device."""
         self.shard = shard
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
+        for piece, span in self.spans.items():
             piece.data = shard[span].view_as(piece)
-
-    def check_place(self) -> None:
-        """Raise `RuntimeError` for a piece that has other memory than the shard."""
-        first, width = self.shard.data_ptr(), self.shard.element_size()
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            if piece.numel() and piece.data_ptr() != first + span.start * width:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(self.shapes[piece])} has got new memory since "
-                    f"its strategy was applied, as by p.data = ..., vector_to_parameters or "
-                    f"model.to(): write into it, as by p.data.copy_(...), or move and cast the "
-                    f"model before"
-                )
 
     def split(self, row: Tensor) -> list[Tensor]:
         """Return views of a whole row [n S], one in the shape of each parameter."""
@@ -182,7 +171,15 @@ class Row:
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=False)]
 
     def part_of(self, piece: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return the part of `whole`, shaped as the parameter, that belongs to `piece`."""
+        """Return the part of `whole` that belongs to `piece`.
+
+        Raises `ValueError` unless `whole` has the shape of the parameter.
+        """
+        if whole.shape != self.shapes[piece]:
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} is not for a parameter of shape "
+                f"{tuple(self.shapes[piece])}: is the state that of another model?"
+            )
         return whole.reshape(-1)[self.cuts[piece]].view_as(piece)
 
     @torch.no_grad()
@@ -191,15 +188,13 @@ class Row:
     ) -> dict[nn.Parameter, Tensor]:
         """Gather whole tensors from the parts that all ranks have for each piece; a collective.
 
-        For weights, gradients, moments: tensors in the shape of the piece. Zeros where `own` has
-        none.
+        For weights, gradients, moments: tensors in the shape of the piece.
         """
         shard = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
-        for piece, span in zip(self.pieces, self.layout.spans, strict=True):
-            if piece in own:
-                shard[span] = own[piece].flatten()
-        whole = self.split(all_gather(shard, self.axis))
-        return {piece: t.clone() for piece, t in zip(self.pieces, whole, strict=True)}
+        for piece, part in own.items():
+            shard[self.spans[piece]] = part.flatten()
+        whole = dict(zip(self.pieces, self.split(all_gather(shard, self.axis)), strict=True))
+        return {piece: whole[piece].clone() for piece in own}
 
 
 # ---------------------------------------------------------------------- places in a whole tensor
