@@ -35,10 +35,11 @@ steps all buckets. Use::
     strategy = zero.apply(model, mesh.dp, optimizer=optimizer, stage=2)
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,7 +53,7 @@ from minipar.observe import memory
 from minipar.parallel.base.masters import master_of
 from minipar.parallel.base.optimizer_state import Members, cut_state, join_state, labelled
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import Layout, Row, copies_axis
+from minipar.parallel.base.shards import Layout, Row, copies_axis, in_groups
 from minipar.parallel.base.strategy import Strategy, check_elementwise, claim
 
 
@@ -314,9 +315,8 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("there is no trainable parameter to optimize")
         num_bytes = sum(p.nbytes for own in trainable for p in own)
         capacity = bucket_mb * 1e6 if bucket_mb else min(num_bytes / 8, 25e6)
-        self.buckets = [
-            Bucket(members, axis) for own in trainable for members in fill_buckets(own, capacity)
-        ]
+        groups_of = [in_groups(own, lambda _: capacity) for own in trainable]
+        self.buckets = [Bucket(own, axis) for own in chain(*groups_of)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.has_stepped = False  # with the gradients that are here
         cut = [
@@ -374,22 +374,6 @@ class ShardedOptimizer(Optimizer):
         own = cut_state(state_dict, self.inner, self.members(), self.buckets)
         self.inner.load_state_dict(own)
         self._adopt()
-
-
-def fill_buckets(parameters: list[nn.Parameter], capacity: float) -> Iterator[list[nn.Parameter]]:
-    """Pack `parameters`, in their order, by dtype and device, up to `capacity` bytes each."""
-    kinds: dict[tuple, list[nn.Parameter]] = defaultdict(list)
-    for p in parameters:
-        kinds[p.dtype, p.device, copies_axis(p, None)].append(p)
-    for members in kinds.values():
-        bucket, room = [], capacity
-        for p in members:
-            if bucket and p.nbytes > room:
-                yield bucket
-                bucket, room = [], capacity
-            bucket.append(p)
-            room -= p.nbytes
-        yield bucket
 
 
 # ---------------------------------------------------------------------- put on a model

@@ -22,7 +22,7 @@ shard is a *piece*. Three parameters of 4, 5 and 2 numbers on two ranks, S = 6::
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,6 +110,30 @@ def laid_out_as(p: Tensor, numbers: Tensor) -> Tensor:
 def gradient_bytes(p: Tensor) -> int:
     """Return the bytes of the gradient of `p`; with a master, a wider one than the weight."""
     return p.numel() * p.grad_dtype.itemsize
+
+
+def kind_of(p: Tensor) -> tuple:
+    """Return what gradients must have in common to share a flat buffer."""
+    return p.grad_dtype, p.device, copies_axis(p, None)
+
+
+def in_groups(
+    parameters: Iterable[nn.Parameter], capacity: Callable[[int], float]
+) -> list[list[nn.Parameter]]:
+    """Pack `parameters`, in their order, by kind, group i up to ``capacity(i)`` bytes.
+
+    A parameter that is larger has a group to itself.
+    """
+    groups: list[list[nn.Parameter]] = []
+    latest: dict[tuple, tuple[list[nn.Parameter], float]] = {}  # of each kind, and the room in it
+    for p in parameters:
+        group, room = latest.get(kind_of(p), ([], 0.0))
+        if not group or gradient_bytes(p) > room:
+            group, room = [], capacity(len(groups))
+            groups.append(group)
+        group.append(p)
+        latest[kind_of(p)] = group, room - gradient_bytes(p)
+    return groups
 
 
 def check_divides(name: str, n: int, what: str, size: int) -> None:
