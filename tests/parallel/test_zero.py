@@ -203,7 +203,7 @@ def test_parameters_that_moved_are_noticed():
     strategy.finish_backward()
     weight = model.layers[2].weight
     weight.data = weight.data.clone()  # as casting the model would
-    with pytest.raises(RuntimeError, match="has got new memory since its optimizer was made"):
+    with pytest.raises(RuntimeError, match="was moved or cast after its ShardedOptimizer"):
         optimizer.step()
 
 
