@@ -83,8 +83,8 @@ class Bucket(Row):
     @torch.no_grad()
     def bind(self, weights: Tensor) -> None:
         """Make the parameters views of `weights` [N]; their values stay."""
-        self.weights, self.places = weights, self.split(weights)
-        for p, place in zip(self.parameters, self.places, strict=True):
+        self.weights = weights
+        for p, place in zip(self.parameters, self.split(weights), strict=True):
             p.data = place.copy_(p.data)
 
     def add(self, *with_gradients: nn.Parameter) -> None:
@@ -125,12 +125,11 @@ class Bucket(Row):
 
     def gather(self) -> None:
         """After the step: start to collect the slices of all ranks."""
-        for p, place in zip(self.parameters, self.places, strict=True):
-            if p.data_ptr() != place.data_ptr():
-                raise RuntimeError(
-                    "the model was moved or cast after its ShardedOptimizer was made, which does "
-                    "not reach it any more; move or cast the model first"
-                )
+        if self.parameters[0].data_ptr() != self.weights.data_ptr():
+            raise RuntimeError(
+                "the model was moved or cast after its ShardedOptimizer was made, which does not "
+                "reach it any more; move or cast the model first"
+            )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
@@ -428,8 +427,7 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """Make each module wait, before it runs, for those of its weights that are on their way.
 
     A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
-    So `model` itself waits for the weights of modules that were never called. In the first forward
-    all weights are there.
+    So `model` itself waits for the weights of modules that were never called.
     """
     needs: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
     for module in model.modules():
@@ -437,10 +435,9 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
         needs[module] = [bucket for bucket in own if bucket is not None]
     never_called = WeakKeyDictionary(needs)
 
-    # One hook for all modules, or torch.compile would make a graph for each layer. Inside of a
-    # graph no module is called, so `model` waits for its weights.
+    # One hook for all modules, or torch.compile would make a graph for each layer.
     def wait(module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # inside of a graph no module is called
             never_called.pop(module, None)
             for bucket in needs.get(module, ()):  # none of a deep copy
                 bucket.wait_for_gather()

@@ -72,9 +72,8 @@ class Strategy:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of the whole model, as torch's function of this name has it on one device.
-        A collective. Raises `RuntimeError` before `finish_backward`, `ValueError` for a `max_norm`
-        that is not positive.
+        The norm is that of the whole model, as torch has it on one device. A collective. Raises
+        `RuntimeError` before `finish_backward`, `ValueError` unless `max_norm` is positive.
         """
         self.check_finished("clip_grad_norm_()")
         parameters = list(self.with_gradients())
@@ -90,10 +89,11 @@ class Strategy:
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
         found.setdefault(self.device, torch.zeros((), device=self.device))
-        for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
+        parameters = list(self.with_gradients())
+        for axis in in_order([axis for p in parameters for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
-        for p in self.with_gradients():
+        for p in parameters:
             if p.grad is not None:
                 p.grad.unscaled = True
         self.note_reduced()
@@ -137,10 +137,10 @@ class Strategy:
         self.is_finished = False
 
     def tell_used(self, used: list[bool]) -> Callable[[], list[bool]]:
-        """Start to tell all ranks, in a byte for each parameter, which of them this rank used.
+        """Start to tell all ranks, by a byte for each parameter, which of them this rank used.
 
-        The result waits, and returns which of them any rank used. It looks at the bytes only if
-        this rank has unused ones, as a look waits for the GPU. On "meta" all ranks are alike.
+        Return a function that waits, and returns which of them any rank used. It looks at the bytes
+        only if this rank has unused ones: a look waits for the GPU.
         """
         told = flags(used, self.device)
         pending = all_reduce(told, self.axis, "max", out=told, async_op=True)
@@ -180,8 +180,8 @@ class Strategy:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
-        Of parameters with masters, the masters. Tied weights stay one tensor. Buffers, such as the
-        averages of BatchNorm, are this rank's own. A collective: all ranks call it.
+        Masters come in the place of weights that were rounded. Tied weights stay one tensor.
+        Buffers are this rank's own. A collective: all ranks call it.
         """
         state = self.model.state_dict(keep_vars=True)
         masters = {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
@@ -236,8 +236,7 @@ class Strategy:
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
-        "param_names" of each group name its parameters, so it fits any number of ranks, and an
-        optimizer of a serial model.
+        It fits any number of ranks, and an optimizer of the serial model.
         """
         return join_state(optimizer, self.members(optimizer), self.rows)
 
