@@ -521,25 +521,6 @@ def test_buckets_tune_themselves_to_the_link(ranks):
 
 
 # ---------------------------------------------------------------------- what real models need
-def _trained(version):
-    mesh, model = Mesh(dp=2), nn.Linear(64, 1)
-    strategy = ddp.apply(model, mesh.dp, version=version, average=False)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
-        strategy.finish_backward()
-    return model
-
-
-@VERSIONS
-def test_what_was_trained_goes_home(ranks, version):
-    """Ranks return models. Mutant: parameters that refer to an axis, and so to its group."""
-    for model in ranks(2).run(_trained, version):
-        model.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
-        assert torch.equal(model.weight.grad, torch.full((1, 64), 2.0))
-
-
 @pytest.mark.parametrize("version", ["naive", "bucketed", "overlapped"])
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @on_ranks(2)
