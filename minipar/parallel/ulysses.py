@@ -115,8 +115,8 @@ class Ulysses(CutSequences):
         length = q.shape[2] * self.axis.size
         if mask is not None and mask.shape[2:] != (length, length):
             raise ValueError(
-                f"a mask of shape {tuple(mask.shape)} is not that of {length} tokens: ulysses needs "
-                f"all of it, [B, 1, {length}, {length}], as ulysses.shard_batch leaves it"
+                f"a mask of shape {tuple(mask.shape)} is not that of {length} tokens: ulysses "
+                f"needs all of it, [B, 1, {length}, {length}], as ulysses.shard_batch leaves it"
             )
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
         q, k, v = heads_apart((q, k, v), self.axis)

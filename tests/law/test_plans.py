@@ -469,17 +469,6 @@ def refusal_of(text: str, config: LlamaConfig, *keep: str, chunk: int = 0) -> st
     return ""
 
 
-def test_stages_with_nothing_to_train_are_refused_on_all_ranks(ranks):
-    """Mutants: by that rank alone, while the others wait; without a word on groups."""
-    for zero_stage in (0, 1, 3):
-        said = ranks(2).run(refusal_of, f"pp=2,zero={zero_stage}", CONFIG, "layers.3")
-        assert all("all that rank 0 along pp=2 has of the model is frozen" in each for each in said)
-    untied = replace(CONFIG, tie_embeddings=False)
-    assert ranks(2).run(refusal_of, "pp=2", untied, "norm") == ["", ""]
-    for said in ranks(2).run(refusal_of, "pp=2", untied, "norm", "lm_head"):
-        assert "[1, 2] groups of parameters" in said
-
-
 def test_a_mixture_without_a_layer_of_experts_is_dense(ranks):
     """Mutant: a plan that is legal, and then "no experts to spread"."""
     config = replace(CONFIG, moe=MoEConfig(4, 2, 24, first_dense=4))
