@@ -22,7 +22,7 @@ from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, tensor
 from minipar.parallel.compression.feedback import COMPRESSORS
-from minipar.parallel.pipeline import runtime, schedules
+from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
 
 MESH = ("pp", "dp", "cp", "ep", "tp")
@@ -234,7 +234,10 @@ class Plan:
         if self.dispatch == "paired":
             schedules.check_pairs(self.make_schedule())
             if self.zero == 3:
-                yield f"{runtime.PAIRED_FSDP} (zero=3, dispatch=paired); use zero=2"
+                yield (
+                    "zero=3 frees weights after a backward, and with dispatch=paired the forward "
+                    "beside it may need them; use zero=2"
+                )
         if self.pp == 1:
             return
         # Every schedule has at least this many stages. Counting first spares a huge schedule.

@@ -25,7 +25,6 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.checks import peak_live
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import lower, simulate
-from minipar.ranks.launch import RankError
 from tests.comm.same import launched_over
 from tests.law import models
 from tests.law.harness import Task
@@ -75,30 +74,6 @@ def test_estimated_costs_are_a_third_of_the_flops_of_training():
     assert 3 * sum(stages.estimate_costs(config, 64)) == pytest.approx(
         config.flops_per_token(64, causal=True), rel=0.01
     )
-
-
-def test_a_part_is_made_of_the_very_same_modules():
-    model = models.llama(0, num_layers=4)
-    names = {p: name for name, p in model.named_parameters()}
-    cut = (1, 2, 1)
-    parts = [
-        stages.part_of(model, stages.layers_of(cut, part), part == 0, part == 2)
-        for part in range(3)
-    ]
-    found = [set(part.parameters()) for part in parts]
-    assert set().union(*found) == set(names)
-    assert found[0] & found[2] == {model.lm_head.weight}  # tied
-    assert not found[1] & (found[0] | found[2])
-    for name in (*names.values(), "lm_head.weight"):
-        home = stages.home_of(name, cut)
-        assert name in dict(parts[home].named_parameters(remove_duplicate=False))
-    x = torch.randint(61, (2, 5))
-    expected = model(x)
-    for part in parts:
-        x = part(x)
-    assert torch.equal(x, expected)
-    stages.keep_only(model, {1}, cut)
-    assert set(model.parameters()) == found[1]
 
 
 # ---------------------------------------------------------------------- backward in two halves
@@ -226,21 +201,6 @@ ERRORS = [
 def test_what_does_not_fit_is_refused_before_any_rank_waits(call, said):
     with pytest.raises(ValueError, match=said):
         call()
-
-
-def _differ(what: str) -> None:
-    mesh = Mesh(pp=2)
-    names, cuts = ("1f1b", "gpipe"), ((2, 2), (1, 3))
-    schedule = make(names[mesh.rank] if what == "schedules" else "1f1b", 2, 3)
-    runtime.apply(TASK.build(0), mesh.pp, schedule, cut=cuts[mesh.rank] if what == "cuts" else None)
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_agree_are_told_so(ranks):
-    """Mutant: the cut of rank 0 is taken for that of all."""
-    for what in ("schedules", "cuts"):
-        with pytest.raises(RankError, match="ranks 0 and 1 of pp have different schedules or cuts"):
-            ranks(2).run(_differ, what)
 
 
 # ---------------------------------------------------------------------- the weights that exist
