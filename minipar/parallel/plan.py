@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from minipar.comm.mesh import MOST_RANKS, Axis, whole_number
 from minipar.model.llama import LlamaConfig
 from minipar.parallel import expert, tensor
+from minipar.parallel.base.shards import check_divides
 from minipar.parallel.compression.feedback import COMPRESSORS
 from minipar.parallel.pipeline import schedules
 from minipar.parallel.pipeline.actions import Schedule
@@ -222,7 +223,7 @@ class Plan:
             tensor.check_experts(config.moe, self.tp)
         if self.dispatch != "all_to_all" and n == 1:
             yield f"dispatch={self.dispatch} says how tokens travel to experts; with ep=1 none do"
-        expert.check_nodes(self.expert_nodes, n, name)
+        check_divides("nodes", self.expert_nodes, name, n)
         if (self.dispatch == "hierarchical") != (self.expert_nodes > 1):
             yield (
                 f"dispatch={self.dispatch} with expert_nodes={self.expert_nodes}: hierarchical "

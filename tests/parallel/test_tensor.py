@@ -305,26 +305,6 @@ def test_sampling_works_as_ever(ranks, mode):
         assert torch.equal(found, expected)
 
 
-def _stages(size: int, mode: str):
-    """Logits of two stages of a pipeline, each with parts of the model, one after the other."""
-    axis = Mesh(tp=size).tp
-    first, last = models.llama(axis.rank).double(), models.llama(axis.rank).double()
-    first.model.norm = first.lm_head = first.model.layers[1] = first.model.layers[2] = None
-    last.model.embed_tokens = last.model.layers[0] = None
-    for stage in (first, last):
-        tensor.apply(stage, axis, **MODES[mode])
-    with torch.no_grad():
-        return last(first(batch()[0]))
-
-
-@pytest.mark.parametrize("mode", ["plain", "sequence"])
-def test_parts_of_a_model_are_cut_as_the_whole(ranks, mode):
-    """Mutant: positions of a stage without embedding counted from its own tokens."""
-    expected = models.llama(0).double()(batch()[0]).detach()
-    for found in ranks(2).run(_stages, 2, mode):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
 def _saved_per_layer(size: int, mode: str):
     """Bytes that one layer keeps for its backward: two layers more, halved."""
     axis = Mesh(tp=size).tp
@@ -448,12 +428,6 @@ def test_a_pipeline_that_splits_backward_puts_off_all_matrices(mode):
 
 
 # ---------------------------------------------------------------------- refusals
-def with_a_bias() -> Llama:
-    model = models.llama(0)
-    model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.zeros(16))
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
@@ -486,8 +460,10 @@ def test_sizes_that_fit_are_taken():
 
 def test_trap_14_a_bias_that_all_ranks_would_add_is_refused():
     """No Llama has one. Mutant: the second matrix adds it on each rank, before the sum."""
+    model = models.llama(0)
+    model.model.layers[1].mlp.down_proj.bias = nn.Parameter(torch.zeros(16))
     with pytest.raises(ValueError, match="layers.1.mlp.down_proj.bias: .* once per rank"):
-        tensor.check(with_a_bias(), on_paper("tp", 2))
+        tensor.check(model, on_paper("tp", 2))
 
 
 def _refused(size: int):
@@ -509,18 +485,6 @@ def test_a_model_is_cut_once():
     tensor.apply(model, axis)
     with pytest.raises(ValueError, match="is cut along tp already"):
         tensor.apply(model, axis)
-
-
-def test_one_rank_needs_no_process_group():
-    model, expected = models.llama(0).double(), models.llama(0).double()
-    for mode in MODES.values():
-        ours = copy.deepcopy(model)
-        strategy = tensor.apply(ours, Mesh().tp, **mode)
-        backward(ours)
-        strategy.finish_backward()
-        expected.zero_grad()
-        for name, theirs in serial_gradients(expected).items():
-            assert torch.allclose(strategy.full_gradients()[name], theirs, rtol=1e-10, atol=1e-13)
 
 
 def test_pieces_are_joined_on_the_device_that_computes():
