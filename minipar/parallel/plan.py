@@ -234,11 +234,6 @@ class Plan:
         """Yield the broken rules of pp."""
         if self.dispatch == "paired":
             schedules.check_pairs(self.make_schedule())
-            if self.zero == 3:
-                yield (
-                    "zero=3 frees weights after a backward, and with dispatch=paired the forward "
-                    "beside it may need them; use zero=2"
-                )
         if self.pp == 1:
             return
         # Every schedule has at least this many stages. Counting first spares a huge schedule.
@@ -266,15 +261,14 @@ class Plan:
                 f"shards would begin elsewhere on every rank; pad the vocabulary to "
                 f"{-(-config.vocab_size // self.tp) * self.tp} words"
             )
-        if self.zero == 3 and self.pp > 1:
-            schedule = self.make_schedule()
-            ends = schedule.rank_of[0], schedule.rank_of[schedule.num_stages - 1]
-            if schedule.copies > 1 or (config.tie_embeddings and ends[0] != ends[1]):
-                yield (
-                    f"zero=3 reduces the gradients of one rank of pp at a time, but with "
-                    f"schedule={self.schedule}, tie_embeddings={config.tie_embeddings} the same "
-                    f"weights are on several, to be summed before"
-                )
+        if (self.zero == 3 and self.pp > 1) and (
+            config.tie_embeddings or self.make_schedule().splits_backward
+        ):
+            yield (
+                f"zero=3 gathers weights for a whole backward, and reduces gradients before ranks "
+                f"of pp with the same weights sum them: with pp={self.pp} it needs a schedule of F "
+                f"and B, not {self.schedule}, and tie_embeddings=False"
+            )
         if self.compression == "none":
             return
         if self.zero or self.num_ranks != self.dp:

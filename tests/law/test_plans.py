@@ -168,9 +168,8 @@ WITH_CAPACITY = [
     "dp=4",
     "ep=2,tp=2,expert_tensor_parallel,dispatch=padded",
     "pp=2,ep=2,dispatch=halves,microbatches=2",
-    # Weights that are gathered, in a backward that leaves their gradients for later:
-    "dp=2,pp=2,zero=3,schedule=zb_h1,microbatches=4",
-    "pp=2,ep=2,zero=3,schedule=zb_h1,dispatch=padded,checkpointing=full,microbatches=2",
+    "dp=2,pp=2,zero=3,microbatches=4",
+    "pp=2,ep=2,zero=3,dispatch=padded,checkpointing=full,microbatches=2",
 ]
 
 

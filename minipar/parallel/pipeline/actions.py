@@ -84,6 +84,11 @@ class Schedule:
         """True if the lists hold messages as well."""
         return any(not action.computes for row in self.actions for action in row)
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if some backward is I and W."""
+        return any(action.kind == "W" for row in self.actions for action in row)
+
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a rank, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]

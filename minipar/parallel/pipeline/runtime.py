@@ -55,7 +55,7 @@ from minipar.parallel.pipeline.messages import Mail, forward_only
 from minipar.parallel.pipeline.pairs import side_by_side
 from minipar.parallel.pipeline.schedules import check_pairs
 from minipar.parallel.pipeline.simulate import SPAN_KIND, lower
-from minipar.parallel.pipeline.split_backward import Job, PutOff, Used, weights_in
+from minipar.parallel.pipeline.split_backward import Job, PutOff
 from minipar.parallel.pipeline.stages import (
     balance,
     check_cut,
@@ -128,7 +128,7 @@ class Step:
 
     Each method takes the tensor that its action needs (None at the ends of the model) and returns
     the tensor for the next stage. From F to the end of its backward, `live` holds the input of a
-    stage, the weights that it used, and the node where backward begins. The output is not kept.
+    stage and the node where backward begins. The output is not kept.
     """
 
     pipeline: "Pipeline"
@@ -140,7 +140,7 @@ class Step:
     def __post_init__(self) -> None:
         device = self.microbatches[0][0].device
         self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses
-        self.live: dict[tuple[int, int], tuple[Tensor | None, Used, object]] = {}
+        self.live: dict[tuple[int, int], tuple[Tensor | None, object]] = {}
         self.owed: dict[tuple[int, int], list[Job]] = {}  # weight gradients, from I to W
 
     @property
@@ -158,21 +158,19 @@ class Step:
         module = self.pipeline.stages[action.stage]
         tokens, targets, *context = self.microbatches[action.microbatch]
         context = beside(self.pipeline.model, targets, context)
-        # The view is no leaf: fsdp's hooks on a leaf would not be called in I.
-        inputs = tokens if x is None else x.requires_grad_().view_as(x)
-        with self.autocast(), self.pipeline.put_off.watch() as used:
-            out = module(inputs, *context)
+        with self.autocast():
+            out = module(tokens if x is None else x.requires_grad_(), *context)
             if module.lm_head is not None:
                 loss = loss_of(self.pipeline.model)(out, targets)
                 self.total.add_(loss.detach())
                 out = self.weigh(loss)
         if out.requires_grad:
-            self.live[action.stage, action.microbatch] = x, used, get_gradient_edge(out)
+            self.live[action.stage, action.microbatch] = x, get_gradient_edge(out)
         return out.detach()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """B: gradient of the output (None: the loss) -> gradient of the input (None: tokens)."""
-        x, _, root = self._forward_of(action)
+        x, root = self._forward_of(action)
         if root is not None:
             with self._synchronise_last(action):
                 torch.autograd.backward(root, gradient)
@@ -181,14 +179,12 @@ class Step:
 
     def backward_input(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """I: as `backward`, but gradients of weights wait for `backward_weight`."""
-        x, used, root = self._forward_of(action)
+        x, root = self._forward_of(action)
         jobs = self.owed[action.stage, action.microbatch] = []
         grad = None
         if root is not None:
-            modules = self.pipeline.stages[action.stage].modules()
-            weights = list(dict.fromkeys(w for m in modules for w in used.get(m) or weights_in(m)))
-            # Otherwise fsdp would reduce the gradient now, and once more by W.
-            assert not any(getattr(w, "is_flat", False) for w in weights), "used without a call"
+            stage = self.pipeline.stages[action.stage]
+            weights = [weight for weight in stage.parameters() if weight.requires_grad]
             inputs = weights if x is None else [x, *weights]
             with self._synchronise_last(action), self.pipeline.put_off.to(jobs):
                 found = torch.autograd.grad(root, inputs, gradient, allow_unused=True)
@@ -204,9 +200,9 @@ class Step:
         with self._synchronise_last(action):
             split_backward.do(self.owed.pop((action.stage, action.microbatch)))
 
-    def _forward_of(self, action: Action) -> tuple[Tensor | None, Used, object]:
+    def _forward_of(self, action: Action) -> tuple[Tensor | None, object]:
         """Return what F kept in `live`; nothing where all weights so far are frozen."""
-        return self.live.pop((action.stage, action.microbatch), (None, {}, None))
+        return self.live.pop((action.stage, action.microbatch), (None, None))
 
     @contextmanager
     def _synchronise_last(self, action: Action) -> Iterator[None]:
@@ -247,7 +243,8 @@ class Pipeline(Strategy):
         own = schedule.stages_on(axis.rank)
         self.last_gradient = {stage: schedule.last_gradient(stage) for stage in own}
         self.put_off = PutOff()
-        if any(action.kind == "W" for action in schedule.actions[axis.rank]):
+        self.splits = schedule.splits_backward
+        if self.splits:
             split_backward.enable(model, self.put_off)
         self.stages: dict[int, Llama] = {}
         for stage in own:
@@ -309,12 +306,13 @@ class Pipeline(Strategy):
                 f"{num_microbatches} microbatches, but the schedule {self.schedule.name} is for "
                 f"{self.schedule.num_microbatches}; make another, or cut the batch so"
             )
-        is_shared = self.paired or any(len(weight.ranks) > 1 for weight in self.weights)
-        if is_shared and any(getattr(p, "is_flat", False) for p in self.model.parameters()):
+        if not any(getattr(p, "is_flat", False) for p in self.model.parameters()):
+            return
+        if self.splits or any(len(weight.ranks) > 1 for weight in self.weights):
             raise ValueError(
-                f"fsdp frees weights after a backward, which a forward in a pair may need, and "
-                f"reduces gradients before ranks of {self.axis.name} with the same weights have "
-                f"summed them; use zero or ddp, or no pairs, no tied embeddings and no dualpipe"
+                f"fsdp gathers weights for a whole backward, and reduces their gradients at its "
+                f"end: use a schedule of F and B, not {self.schedule.name}, and untie embeddings, "
+                f"which two ranks of {self.axis.name} have; or use zero or ddp"
             )
 
     def _play(

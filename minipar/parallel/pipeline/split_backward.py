@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Job = tuple[nn.Parameter, Callable[[], Tensor]]
-Used = dict[nn.Module, list[Tensor]]
 
 
 class PutOff:
@@ -33,21 +32,6 @@ class PutOff:
 
     def __init__(self) -> None:
         self._jobs: list[Job] | None = None
-        self._used: Used | None = None
-
-    @contextmanager
-    def watch(self) -> Iterator[Used]:
-        """In the body, note the weights that modules use: fsdp lends weights for each forward."""
-        self._used = used = {}
-        try:
-            yield used
-        finally:
-            self._used = None
-
-    def note(self, module: nn.Module, *_: Any) -> None:
-        """Note the weights of `module`, which has run forward: a forward hook."""
-        if self._used is not None:
-            self._used[module] = weights_in(module)
 
     @contextmanager
     def to(self, jobs: list[Job]) -> Iterator[None]:
@@ -67,23 +51,13 @@ class PutOff:
 
 
 def do(jobs: list[Job]) -> None:
-    """Compute the weight gradients of a list and add them up. Frees each input at its turn.
-
-    Weights of one fsdp block, which come from one node of the graph, get their gradients together,
-    so that fsdp reduces them once.
-    """
-    groups: dict[Any, list[Job]] = {}
-    for weight, job in jobs:
-        groups.setdefault(weight.grad_fn or weight, []).append((weight, job))
+    """Compute the weight gradients of a list and add them up. Frees each input at its turn."""
+    groups: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
+    for weight, job in jobs:  # a tied weight has two jobs
+        groups.setdefault(weight, []).append(job)
     jobs.clear()
-    for key in list(groups):
-        weights, group = zip(*groups.pop(key), strict=True)
-        torch.autograd.backward(weights, [job() for job in group])
-
-
-def weights_in(module: nn.Module) -> list[Tensor]:
-    """Return the weights of `module`, without its children, that want a gradient."""
-    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    for weight in list(groups):
+        torch.autograd.backward(weight, sum(job() for job in groups.pop(weight)))
 
 
 # ---------------------------------------------------------------------- layers that can wait
@@ -132,8 +106,6 @@ def enable(model: nn.Module, put_off: PutOff) -> None:
     """
     linear, embedding = (partial(_Split.apply, f, put_off) for f in (F.linear, F.embedding))
     for module in model.modules():
-        if module._parameters:
-            module.register_forward_hook(put_off.note)
         if "forward" in vars(module):  # other code has changed what it does
             continue
         if getattr(module, "multiply", None) is F.linear:
