@@ -261,9 +261,9 @@ class Plan:
                 f"shards would begin elsewhere on every rank; pad the vocabulary to "
                 f"{-(-config.vocab_size // self.tp) * self.tp} words"
             )
-        if (self.zero == 3 and self.pp > 1) and (
-            config.tie_embeddings or self.make_schedule().splits_backward
-        ):
+        schedule = self.make_schedule()
+        whole = schedule.copies == 1 and not schedule.splits_backward
+        if self.zero == 3 and self.pp > 1 and (config.tie_embeddings or not whole):
             yield (
                 f"zero=3 gathers weights for a whole backward, and reduces gradients before ranks "
                 f"of pp with the same weights sum them: with pp={self.pp} it needs a schedule of F "
