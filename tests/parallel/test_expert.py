@@ -84,14 +84,6 @@ def test_bytes_are_those_of_the_docstring(ranks, dispatch):
     assert len({tuple(there) for there in table}) > 1  # uneven
 
 
-def test_bytes_of_gathering(ranks):
-    ep, num, k, e = 2, 20, 2, 8
-    for sent, *_ in ranks(ep).run(_sent, "gather", ep):
-        rows, weights = (ep - 1) * num * 16 * e, (ep - 1) * num * k * e
-        assert sent["forward"] == {"all_gather": rows + 2 * weights, "reduce_scatter": rows}
-        assert sum(sent["all"].values()) == 4 * rows + 3 * weights
-
-
 EIGHT = MoEConfig(8, 3, 8)
 
 

@@ -19,7 +19,6 @@ from minipar.emulate import link
 from minipar.lab.memory import LiveBytes
 from minipar.model import hf
 from minipar.model.llama import IGNORE_INDEX, Llama, generate, token_loss
-from minipar.model.moe import MoEConfig
 from minipar.observe import timeline
 from minipar.parallel import matrices, overlap, tensor
 from minipar.parallel.base.norm import clip_grad_norm
@@ -68,24 +67,6 @@ def test_pieces_cover_everything_once_or_are_copies():
     assert matrices.evenly(61, 3) == ((0, 20), (20, 40), (40, 61))
     assert matrices.by_heads(4, 8, 2) == ((0, 16), (16, 32))
     assert matrices.by_heads(2, 8, 4) == ((0, 8), (0, 8), (8, 16), (8, 16))
-
-
-def _round_trip(size: int):
-    axis = Mesh(tp=size).tp
-    whole = torch.arange(7 * 5.0).view(7, 5)
-    for pieces in [
-        matrices.Pieces(0, matrices.evenly(7, size)),
-        matrices.Pieces(-1, matrices.evenly(5, size)),
-        matrices.Pieces(0, ((0, 3), (0, 3), (3, 7))),
-    ]:
-        own = pieces.own(whole, axis.rank)
-        assert own.shape[pieces.dim] < whole.shape[pieces.dim]
-        assert own.untyped_storage().nbytes() == own.nbytes  # no view that keeps the whole alive
-        assert torch.equal(pieces.join(own, axis), whole)
-
-
-def test_pieces_of_uneven_width_and_copies_are_joined(ranks):
-    ranks(3).run(_round_trip, 3)
 
 
 def _weights(size: int, steps: int):
@@ -449,13 +430,6 @@ def test_what_cannot_be_cut_is_refused_with_what_can(model, options, says):
     options.pop("n", None)
     with pytest.raises(ValueError, match=says):
         tensor.check(model, on_paper("tp", n), **options)
-
-
-def test_sizes_that_fit_are_taken():
-    for n in (1, 2, 4):
-        tensor.check(models.llama(0), on_paper("tp", n))
-    sparse = models.llama(0, intermediate_size=22, moe=MoEConfig(4, 2, 8)).config
-    tensor.check_sizes(sparse, 4)  # no matrix has intermediate_size
 
 
 def test_trap_14_a_bias_that_all_ranks_would_add_is_refused():

@@ -348,8 +348,7 @@ class Pipeline(Strategy):
         The gradient of a stand-in is a part of a sum. Data parallelism, whose hooks are on the
         parameter, must not send it. At the end the parameter gets the sum, as by one backward.
         """
-        here = set(self.model.parameters())  # fsdp has replaced some of them
-        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins if p in here}
+        stand_ins = {p: nn.Parameter(p.detach()) for p in self.twins}
         for p, stand_in in stand_ins.items():
             stand_in.grad_dtype = p.grad_dtype
         places = [
