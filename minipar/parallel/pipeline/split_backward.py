@@ -35,7 +35,7 @@ class PutOff:
 
     @contextmanager
     def to(self, jobs: list[Job]) -> Iterator[None]:
-        """In the body, backward puts weight gradients off into the list `jobs`."""
+        """In the body, put weight gradients of a backward off into the list `jobs`."""
         self._jobs = jobs
         try:
             yield
