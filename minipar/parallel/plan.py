@@ -173,8 +173,8 @@ class Plan:
 
     def _problems(self, config: LlamaConfig) -> Iterator[str]:
         for name, most in MOST.items():
-            if not 1 <= getattr(self, name) <= most:
-                yield f"{name}={getattr(self, name)} must be 1 to {most:,}"
+            if not 1 <= (own := getattr(self, name)) <= most:
+                yield f"{name}={own} must be {'1 or more' if own < 1 else f'at most {most:,}'}"
         if self.num_ranks > MOST_RANKS:
             yield f"{self.num_ranks:,} ranks are more than the {MOST_RANKS:,} of the largest plan"
         choices = {field.name: get_args(field.type) for field in fields(self)}
