@@ -261,14 +261,16 @@ class Plan:
                 f"shards would begin elsewhere on every rank; pad the vocabulary to "
                 f"{-(-config.vocab_size // self.tp) * self.tp} words"
             )
-        schedule = self.make_schedule()
-        whole = schedule.copies == 1 and not schedule.splits_backward
-        if self.zero == 3 and self.pp > 1 and (config.tie_embeddings or not whole):
-            yield (
-                f"zero=3 gathers weights for a whole backward, and reduces gradients before ranks "
-                f"of pp with the same weights sum them: with pp={self.pp} it needs a schedule of F "
-                f"and B, not {self.schedule}, and tie_embeddings=False"
-            )
+        if self.zero == 3 and self.pp > 1:
+            schedule = self.make_schedule()
+            is_simple = schedule.copies == 1 and not schedule.splits_backward
+            if config.tie_embeddings or not is_simple:
+                yield (
+                    f"zero=3 gathers weights for a whole backward, and reduces gradients before "
+                    f"ranks of pp with the same weights sum them: with pp={self.pp} it needs one "
+                    f"copy of the model, a schedule of F and B (this is {self.schedule}), and "
+                    f"tie_embeddings=False (this is {config.tie_embeddings})"
+                )
         if self.compression == "none":
             return
         if self.zero or self.num_ranks != self.dp:

@@ -71,7 +71,7 @@ REFUSED = [
     ("pp=4,schedule=zb_v", TIED, "8 stages, each with a layer", "pp=4"),
     ("pp=2,schedule=1f1b,stages_per_rank=2", TIED, "1f1b has v=1", "pp=2"),
     ("dp=2,tp=2,zero=1,sequence_parallel", ODD, "pad the vocabulary to 62 words", "dp=2,tp=2"),
-    ("dp=2,pp=2,zero=3", TIED, "and tie_embeddings=False", "dp=2,pp=2,zero=2"),
+    ("dp=2,pp=2,zero=3", TIED, "tie_embeddings=False (this is True)", "dp=2,pp=2,zero=2"),
     ("dp=2,pp=2,zero=3,schedule=zb_h1", UNTIED, "a schedule of F and B", "dp=2,pp=2,zero=2"),
     ("dp=2,compression=gzip", TIED, "compression=gzip is not one of none, ", "dp=2"),
     ("dp=2,zero=1,compression=int8", TIED, "(zero=0, dp=2)", "dp=2,compression=int8"),

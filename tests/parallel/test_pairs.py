@@ -165,7 +165,7 @@ def test_without_pairs_there_is_nothing_to_pair():
         ("pp=2,ep=2,schedule=dualpipe_v,microbatches=2", "use 4 or more"),
         (
             "pp=2,ep=2,schedule=dualpipe_v,microbatches=4,zero=3",
-            "and B, not dualpipe_v",
+            "(this is dualpipe_v)",
         ),
         ("pp=2,schedule=dualpipe_v,microbatches=4", "with ep=1 none do"),
     ],
