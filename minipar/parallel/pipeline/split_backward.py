@@ -99,23 +99,17 @@ class _Split(torch.autograd.Function):
 
 
 def enable(model: nn.Module, put_off: PutOff) -> None:
-    """Make linear layers and embeddings of `model` put off their weight gradients, in place.
+    """Make linear layers and embeddings of a Llama put off their weight gradients, in place.
 
-    Modules with a `multiply` of torch, as in tensor parallelism, put off as well. Modules with
-    another forward stay as they are; then I computes their gradients, and W has less to do.
+    Modules with another forward stay as they are; then I computes their gradients, and W has less
+    to do.
     """
-    linear, embedding = (partial(_Split.apply, f, put_off) for f in (F.linear, F.embedding))
+    functions = {nn.Linear: F.linear, nn.Embedding: F.embedding}
     for module in model.modules():
-        if "forward" in vars(module):  # other code has changed what it does
-            continue
-        if getattr(module, "multiply", None) is F.linear:
-            module.multiply = linear
-        elif type(module) is nn.Linear:
-            module.forward = partial(_forward, linear, module)
-        elif type(module) is nn.Embedding and module.padding_idx is None and not module.max_norm:
-            module.forward = partial(_forward, embedding, module)
+        function = functions.get(type(module))
+        if function is not None and "forward" not in vars(module):
+            module.forward = partial(_forward, partial(_Split.apply, function, put_off), module)
 
 
 def _forward(function: Callable, module: nn.Module, x: Tensor) -> Tensor:
-    y, bias = function(x, module.weight), getattr(module, "bias", None)
-    return y if bias is None else y + bias
+    return function(x, module.weight)
