@@ -327,9 +327,6 @@ def test_trap_17_a_stage_is_synchronised_while_other_stages_compute(ranks):
         assert sums[-1] > backwards[-1], order
 
 
-# ---------------------------------------------------------------------- measured beside simulated
-
-
 # ---------------------------------------------------------------------- messages
 def _met(schedule: Schedule) -> list[tuple]:
     axis = Mesh(pp=schedule.num_ranks).pp
