@@ -58,6 +58,15 @@ def check_heads(num_heads: int, axis: Axis) -> None:
     check_divides(axis.name, axis.size, "num_heads", num_heads)
 
 
+def check_mask(mask: Tensor | None, seq_len: int) -> None:
+    """Raise `ValueError` unless `mask` is that of a whole sequence of `seq_len` tokens."""
+    if mask is not None and mask.shape[2:] != (seq_len, seq_len):
+        raise ValueError(
+            f"a mask of shape {tuple(mask.shape)} is not that of {seq_len} tokens: ulysses needs "
+            f"all of it, [B, 1, {seq_len}, {seq_len}], as ulysses.shard_batch leaves it"
+        )
+
+
 # ---------------------------------------------------------------------- cutting a batch
 def shard(tensor: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """Cut this rank's tokens out of `dim`, the r-th of n equal parts: [..., T] -> [..., T/n].
@@ -112,12 +121,7 @@ class Ulysses(CutSequences):
     ) -> Tensor:
         """Call `core` on all tokens of H/n heads; `mask` is that of the whole sequence."""
         check_heads(q.shape[1], self.axis)
-        length = q.shape[2] * self.axis.size
-        if mask is not None and mask.shape[2:] != (length, length):
-            raise ValueError(
-                f"a mask of shape {tuple(mask.shape)} is not that of {length} tokens: ulysses "
-                f"needs all of it, [B, 1, {length}, {length}], as ulysses.shard_batch leaves it"
-            )
+        check_mask(mask, q.shape[2] * self.axis.size)
         k, v = repeated(k, self.axis.size), repeated(v, self.axis.size)
         q, k, v = heads_apart((q, k, v), self.axis)
         return tokens_apart(core(q, k, v, mask), self.axis)
