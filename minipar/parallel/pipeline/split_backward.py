@@ -57,7 +57,8 @@ def do(jobs: list[Job]) -> None:
         groups.setdefault(weight, []).append(job)
     jobs.clear()
     for weight in list(groups):
-        torch.autograd.backward(weight, sum(job() for job in groups.pop(weight)))
+        found = [job() for job in groups.pop(weight)]
+        torch.autograd.backward([weight] * len(found), found)
 
 
 # ---------------------------------------------------------------------- layers that can wait
