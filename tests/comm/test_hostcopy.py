@@ -64,7 +64,7 @@ def test_every_copy_is_a_span_of_the_timeline():
         with timeline.span("compute", "work"):
             called = time.monotonic()
             down = copies.to_host([torch.zeros(1000)])
-            while not down.call.work.is_over:
+            while not down.call.work._ended.is_set():
                 pass
             took = time.monotonic() - called
         left.wait()

@@ -8,14 +8,12 @@ import gzip
 import json
 import time
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd import backward as backward_imported_early
 from torch.optim import optimizer as optimizer_module
 from torch.utils.checkpoint import checkpoint
 
@@ -191,7 +189,9 @@ def llama(**changes):
 
 def step(model, tokens):
     logits = model(tokens)
-    nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    with span("backward", "backward"):
+        loss.backward()
 
 
 def in_order(t, kind):
@@ -286,7 +286,6 @@ def test_recording_changes_no_gradient_and_leaves_no_hook():
     model, x = InPlace(), torch.randn(4, 4)
     model(x).sum().backward()
     plain = [p.grad.clone() for p in model.parameters()]
-    functions = torch.autograd.backward, torch.autograd.grad
     hooks = [
         getattr(optimizer_module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")
     ]
@@ -294,25 +293,12 @@ def test_recording_changes_no_gradient_and_leaves_no_hook():
     model.zero_grad()
     with record(model) as t:
         model(x).sum().backward()
-        assert torch.autograd.backward is not functions[0]
         assert [len(of_steps) for of_steps in hooks] == [count + 1 for count in before]
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
     assert any(g.abs().sum() > 0 for g in plain) and in_order(t, "backward")
-    assert (torch.autograd.backward, torch.autograd.grad) == functions
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert [len(of_steps) for of_steps in hooks] == before
-
-
-def test_a_graph_that_outlives_the_recording_runs_without_it():
-    model = llama()
-    with record(model):
-        loss = model(torch.randint(64, (1, 4))).sum()
-        recorder = timeline.active()
-    before = len(recorder.spans)
-    with record() as other:
-        loss.backward()
-    assert other.spans == [] and len(recorder.spans) == before > 0
 
 
 def test_without_gradients_and_with_accumulation():
@@ -325,16 +311,6 @@ def test_without_gradients_and_with_accumulation():
             step(model, tokens)
     assert in_order(t, "backward") == 3 * list(blocks(model))[::-1]
     assert_disjoint(t)
-
-
-def test_a_backward_reached_around_the_patch_is_closed():
-    """`from torch.autograd import backward` at import time: seen from the first block on."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
-    with record(model) as t:
-        backward_imported_early(model(x).sum())
-        end = time.monotonic()
-    assert in_order(t, "backward") == ["1", "0"]
-    assert t.end <= end  # not open until the recording ends
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -386,75 +362,6 @@ def test_a_block_that_fails_is_closed():
     assert in_order(t, "forward") == ["0", "1"] and t.select(kind="forward").end <= end
 
 
-def test_an_optimizer_that_fails_is_closed_by_the_span_around_it():
-    """torch calls no hook after a step that raised. Catches a span that stays open for ever."""
-
-    class Fails(torch.optim.SGD):
-        def step(self, closure=None):
-            raise ValueError("on purpose")
-
-    broken = Fails([nn.Parameter(torch.ones(1))], lr=1)
-    with record() as t:
-        with pytest.raises(ValueError, match="on purpose"), span("compute", "around"):
-            broken.step()
-        end = time.monotonic()
-        time.sleep(0.002)
-        with span("compute", "after"):
-            pass
-    assert [s.kind for s in t][:2] == ["compute", "optimizer"]
-    assert all(s.end <= end for s in t if s.name != "after")
-
-
-@pytest.fixture
-def one_thread():
-    """Threads that fight over busy cores would make the step long, and the share small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-def test_recording_costs_under_two_percent_of_a_step(one_thread):
-    """Events of a step x cost of an event / length of the step.
-
-    The cost comes from many blocks that do next to nothing, recorded and not, in turns; the best of
-    several turns of each, so that a busy machine does not matter.
-    """
-
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return x * self.weight
-
-    tiny = nn.Sequential(*(Tiny() for _ in range(100)))
-    x = torch.ones(1)
-
-    def run(model, *args):
-        start = time.perf_counter()
-        model(*args).sum().backward()
-        return time.perf_counter() - start
-
-    plain, recorded = [], []
-    for _ in range(7):
-        plain.append(run(tiny, x))
-        with record(tiny):
-            recorded.append(run(tiny, x))
-    cost = (min(recorded) - min(plain)) / 100  # of one block, forward and backward
-    assert 0 < cost < 1e-3
-
-    model = llama(hidden_size=128, intermediate_size=384, num_layers=4, vocab_size=256).float()
-    tokens = torch.randint(256, (4, 128))
-    run(model, tokens)
-    seconds = median(run(model, tokens) for _ in range(5))
-    share = cost * len(blocks(model)) / seconds
-    print(f"{1e6 * cost:.0f} us a block, {share:.2%} of {1e3 * seconds:.0f} ms")
-    assert share < 0.02, f"{1e6 * cost:.0f} us a block is {share:.1%} of {1e3 * seconds:.0f} ms"
-
-
 # ---------------------------------------------------------------------- several ranks
 def _talk():
     mesh = Mesh(dp=2, tp=2)
@@ -490,7 +397,7 @@ def _on_machines_with_clocks_of_their_own():
     start = clock() + ahead
     mine = Timeline([Span("compute", "x", mesh.rank, start, start + 1)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeline, "boot_id", lambda: f"machine {mesh.rank}")
+        patch.setattr(timeline, "machine", lambda: f"machine {mesh.rank}")
         patch.setattr(time, "monotonic", lambda: clock() + ahead)
         return mine.gather(mesh.dp)
 
