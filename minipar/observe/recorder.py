@@ -87,7 +87,7 @@ class Recorder(Tap):
     def finish(self) -> None:
         """End the spans that are still in flight: the ledger has all bytes."""
         for flight in list(self.unwaited):
-            flight.note(flight.call.start, max(flight.call.start, clock.now()))
+            flight.note(flight.start, max(flight.start, clock.now()))
         self.unwaited.clear()
 
     # ------------------------------------------------------------------ compute spans
@@ -147,7 +147,9 @@ class Flight:
     """The work of a call. Its span ends when the work ends, not when somebody waits for it."""
 
     def __init__(self, call: Call, recorder: Recorder) -> None:
-        self.call, self._work, self._recorder = call, call.work, recorder
+        # Not the call itself, whose result would live as long as torch's work.
+        self.words, self.start = (call.verb, call.axis.name, call.num_bytes), call.start
+        self._work, self._recorder = call.work, recorder
         recorder.unwaited.add(self)
         self._first = threading.Lock()  # taken by the first `note`
         self._ended = threading.Event()
@@ -165,12 +167,11 @@ class Flight:
     def note(self, start: float, end: float) -> None:
         """Append the span of the call, once."""
         if self._first.acquire(blocking=False):
-            call = self.call
-            self._recorder.comm(call.verb, call.axis.name, call.num_bytes, start, end)
+            self._recorder.comm(*self.words, start, end)
 
     def _end(self) -> None:
         # A backend with a clock of its own (the emulated link) knows when the wire was busy.
-        start, end = getattr(self._work, "times", None) or (self.call.start, time.monotonic())
+        start, end = getattr(self._work, "times", None) or (self.start, time.monotonic())
         self.note(start, end)
         self._ended.set()
 
