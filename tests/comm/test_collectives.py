@@ -509,7 +509,7 @@ def bad_calls(axis: Axis) -> list[tuple[Callable[[], object], str]]:
     return [
         (lambda: comm.all_reduce(x, axis, "mean"), "all_reduce: op='mean'.*use one of sum, avg"),
         (lambda: comm.reduce(x, axis, 0, "prod"), "op='prod' is not a reduction"),
-        (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*int64 is no whole number; use sum"),
+        (lambda: comm.all_reduce(x.long(), axis, "avg"), "avg.*int64 is no whole number; use 'sum'"),
         (lambda: comm.reduce_scatter(x, axis), r"dp=3 does not divide dim 0 of shape \(5, 4\)"),
         (lambda: comm.reduce_scatter(x, axis, -1), "divide dim -1.*pad it to 6 or cut it to 3"),
         (lambda: comm.all_to_all(x, axis, 1), "pad it to 6 or cut it to 3"),
