@@ -170,7 +170,7 @@ class Mesh:
         return self._joint[names]
 
     def device_mesh(self) -> dist.DeviceMesh:
-        """Return torch's own mesh of the same ranks, names and process groups; all ranks call it."""
+        """Return torch's own mesh of the same ranks, names and groups; all ranks call it."""
         from torch.distributed.device_mesh import DeviceMesh  # takes long to import
 
         several = [self[name].group for name in self.sizes]
