@@ -273,23 +273,16 @@ def test_axes_of_one_name_count_apart_where_their_ranks_differ(watching):
     assert [(call.ranks, call.number) for call in begun] == [((0, 2), 3), ((0, 1), 1)]
 
 
-def test_a_call_costs_microseconds(watching):
-    """Far less than any collective; and the notes say what was called."""
-    axis, count = Axis("dp", 1, 3, (4, 6, 8)), 2000
-    fastest = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(count):
-            call = calls.Call("all_reduce", axis, 12)
-            watching.begin(call), watching.wait(call), watching.end(call)
-        fastest.append((time.perf_counter() - start) / count)
-    print(f"{1e6 * min(fastest):.1f} us a call")
-    assert min(fastest) < 20e-6
-    call = calls.Call("send", axis, 7, [0, 2])
-    watching.begin(call), watching.wait(call)
+def test_the_notes_say_what_was_called(watching):
+    axis = Axis("dp", 1, 3, (4, 6, 8))
+    for _ in range(3):
+        watching.begin(call := calls.Call("all_reduce", axis, 12))
+        watching.wait(call), watching.end(call)
+    watching.begin(call := calls.Call("send", axis, 7, [0, 2]))
+    watching.wait(call)
     collective, message = watching._begun.values()
     (awaited,) = watching._awaited.values()
-    assert str(collective) == f"all_reduce #{10 * count} on dp (12 bytes on the wire)"
+    assert str(collective) == "all_reduce #3 on dp (12 bytes on the wire)"
     assert str(message) == "send on dp with ranks 4, 8 (7 bytes on the wire)"
     assert awaited.key == message.key and awaited.peers == (4, 8)
     watching.end(call)
