@@ -61,10 +61,6 @@ def wire_bytes(verb: str, num_bytes: int, size: int) -> int:
     return 0 if size == 1 else num_bytes * rounds[verb] // size
 
 
-def _sent(verb: str, whole: Tensor, axis: Axis) -> int:
-    return wire_bytes(verb, whole.nbytes, axis.size)
-
-
 # ---------------------------------------------------------------------- reductions
 def all_reduce(
     tensor: Tensor, axis: Axis, op: Op = "sum", *, out: Tensor | None = None, async_op: bool = False
@@ -77,7 +73,7 @@ def all_reduce(
     reduce_op = check_op("all_reduce", op, tensor)
     result, finish = _copy("all_reduce", tensor, out), partial(_deliver, out=out)
     call = partial(dist.all_reduce, result, reduce_op, axis.group)
-    sent = _sent("all_reduce", tensor, axis)
+    sent = wire_bytes("all_reduce", tensor.nbytes, axis.size)
     return launch("all_reduce", axis, sent, call, result, async_op, finish)
 
 
@@ -86,10 +82,11 @@ def reduce(
 ) -> Tensor | Pending:
     """Combine over all ranks; rank `dst` gets the result, the others a tensor without meaning."""
     reduce_op = check_op("reduce", op, tensor)
-    check_peer("reduce", "dst", dst, axis)
+    _check_peer("reduce", "dst", dst, axis)
     result = _copy("reduce", tensor)
     call = partial(dist.reduce, result, None, reduce_op, axis.group, group_dst=dst)
-    return launch("reduce", axis, _sent("reduce", tensor, axis), call, result, async_op)
+    sent = wire_bytes("reduce", tensor.nbytes, axis.size)
+    return launch("reduce", axis, sent, call, result, async_op)
 
 
 def reduce_scatter(
@@ -110,7 +107,7 @@ def reduce_scatter(
     check_divides("reduce_scatter", tensor, dim, axis)
     pieces = _split(tensor, dim, axis.size)  # [n, ..., D/n, ...]
     _check_out("reduce_scatter", out, tensor, pieces.shape[1:])
-    sent = _sent("reduce_scatter", tensor, axis)
+    sent = wire_bytes("reduce_scatter", tensor.nbytes, axis.size)
     if axis.size > 1 and tensor.device.type != "cpu":
         result = pieces.new_empty(pieces.shape[1:]) if out is None else out
         whole = pieces.flatten(0, 1)
@@ -177,9 +174,9 @@ def all_to_all(
         _check_dim("all_to_all", tensor, concat_dim)
         pieces, rows = _split(tensor, split_dim, axis.size), ()
         arrived, finish = torch.empty_like(pieces), partial(_join, dim=concat_dim)
-        sent = _sent("all_to_all", tensor, axis)
+        sent = wire_bytes("all_to_all", tensor.nbytes, axis.size)
     else:
-        check_counts(tensor, axis, send_counts, recv_counts)
+        _check_counts(tensor, axis, send_counts, recv_counts)
         pieces, rows = tensor.detach().contiguous(), (list(recv_counts), list(send_counts))
         arrived, finish = pieces.new_empty(sum(recv_counts), *pieces.shape[1:]), None
         row_bytes = pieces.element_size() * math.prod(pieces.shape[1:])
@@ -194,10 +191,10 @@ def broadcast(
     tensor: Tensor, axis: Axis, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Pending:
     """Give all ranks the tensor of rank `src`. The others pass tensors of equal shape and dtype."""
-    check_peer("broadcast", "src", src, axis)
+    _check_peer("broadcast", "src", src, axis)
     result, finish = _copy("broadcast", tensor, out), partial(_deliver, out=out)
     call = partial(dist.broadcast, result, None, axis.group, group_src=src)
-    sent = _sent("broadcast", tensor, axis)
+    sent = wire_bytes("broadcast", tensor.nbytes, axis.size)
     return launch("broadcast", axis, sent, call, result, async_op, finish)
 
 
@@ -208,13 +205,14 @@ def scatter(
 
     Every rank passes a tensor of the whole shape; only the one of `src` is read.
     """
-    check_peer("scatter", "src", src, axis)
+    _check_peer("scatter", "src", src, axis)
     check_divides("scatter", tensor, 0, axis)
     pieces = _split(tensor, 0, axis.size)
     result = pieces[0].clone()
     source = list(pieces) if axis.rank == src else None
     call = partial(dist.scatter, result, source, None, axis.group, group_src=src)
-    return launch("scatter", axis, _sent("scatter", tensor, axis), call, result, async_op)
+    sent = wire_bytes("scatter", tensor.nbytes, axis.size)
+    return launch("scatter", axis, sent, call, result, async_op)
 
 
 def gather(
@@ -224,15 +222,12 @@ def gather(
 
     The other ranks get None.
     """
-    check_peer("gather", "dst", dst, axis)
+    _check_peer("gather", "dst", dst, axis)
     tensor = torch.atleast_1d(tensor.detach()).contiguous()
     places = [torch.empty_like(tensor) for _ in range(axis.size)] if axis.rank == dst else None
     if axis.size == 1:
         places = [tensor.clone()]
-
-    def finish(places: list[Tensor] | None) -> Tensor | None:
-        return None if places is None else torch.cat(places)
-
+    finish = torch.cat if axis.rank == dst else None
     call = partial(dist.gather, tensor, places, None, axis.group, group_dst=dst)
     sent = wire_bytes("gather", tensor.nbytes * axis.size, axis.size)
     return launch("gather", axis, sent, call, places, async_op, finish)
@@ -261,7 +256,7 @@ def send(
     tensor: Tensor, axis: Axis, peer: int, *, async_op: bool = False, name: str = "send"
 ) -> Tensor | Pending:
     """Send `tensor` to rank `peer` of the axis, which must call `recv`. The ledger says `name`."""
-    check_peer("send", "peer", peer, axis)
+    _check_peer("send", "peer", peer, axis)
     tensor = gloo.staged(tensor.detach().contiguous(), axis)
     call = lambda _: dist.isend(tensor, group=axis.group, group_dst=peer)  # noqa: E731
     return launch(name, axis, tensor.nbytes, call, tensor, async_op, peers=[peer])
@@ -328,7 +323,7 @@ def check_op(verb: str, op: Op, tensor: Tensor) -> dist.ReduceOp:
     return _OPS[op]
 
 
-def check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
+def _check_peer(verb: str, name: str, peer: int, axis: Axis) -> None:
     """Raise `ValueError` unless `peer` is a rank of `axis`."""
     if not 0 <= peer < axis.size:
         raise ValueError(
@@ -348,7 +343,7 @@ def check_divides(verb: str, tensor: Tensor, dim: int, axis: Axis) -> None:
         )
 
 
-def check_counts(
+def _check_counts(
     tensor: Tensor, axis: Axis, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
 ) -> None:
     """Raise `ValueError` unless the counts fit the ranks and the rows of `tensor`."""
@@ -380,7 +375,7 @@ def _check_out(verb: str, out: Tensor | None, like: Tensor, shape: Sequence[int]
 
 def _check_messages(verb: str, messages: Sequence[tuple[Tensor, int]], axis: Axis) -> None:
     for tensor, peer in messages:
-        check_peer(verb, "peer", peer, axis)
+        _check_peer(verb, "peer", peer, axis)
         if not tensor.is_contiguous():
             raise ValueError(f"{verb}: a buffer to receive in must be contiguous")
 
