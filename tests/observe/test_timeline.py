@@ -441,6 +441,7 @@ def test_what_still_travels_ends_with_the_recording():
     """Mutants: only what has arrived is in the ledger; what arrives later is there twice."""
     axis = Mesh(dp=2).dp
     with record() as recorded:
+        recorder = timeline.active()
         early = collectives.all_reduce(torch.ones(3), axis, async_op=True)
         early.wait()
         late = collectives.recv(torch.zeros(5), axis, 1 - axis.rank, async_op=True)
@@ -454,7 +455,7 @@ def test_what_still_travels_ends_with_the_recording():
     assert sizes == {"all_reduce": 12, "recv": 0, "send": 20}
     if axis.rank == 1:
         late.wait(), sent.wait()
-    assert len(recorded.spans) == 3 and all(span.start <= span.end for span in recorded.spans)
+    assert len(recorder.spans) == 3 and all(span.start <= span.end for span in recorded.spans)
 
 
 @on_ranks(2)
