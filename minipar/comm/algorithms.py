@@ -26,9 +26,6 @@ Chunks: Messages above `plans.CHUNK_BYTES` are cut, so that adding one chunk hid
         transfer of the next. A round is posted as soon as the data that it sends is there.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between messages. Scratch memory of a few chunks per call.
-Bounds: On gloo, small tensors take nearly as long as their messages alone. Above 1 MB, copying and
-        adding count: at 16 MB the ring takes 1.0 to 1.2 times as long as gloo's own
-        (`minipar bench collectives`).
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
         the emulated link; never tried on NCCL.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.
