@@ -48,7 +48,7 @@ class Recorder(Tap):
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.spans: list[Span] = []
         self.stack: list[Frame] = []  # the innermost last
-        self.unwaited: set[Flight] = set()
+        self.unwaited: set[RecordedWork] = set()
         self._thread = threading.get_ident()
 
     # ------------------------------------------------------------------ communication: a tap
@@ -60,7 +60,7 @@ class Recorder(Tap):
             # To wait here would stop the GPU. The profiler tells when the kernels ran.
             self.comm(call.verb, call.axis.name, call.num_bytes, call.start, time.monotonic())
         else:
-            call.work = Flight(call, self)
+            call.work = RecordedWork(call, self)
 
     def wait(self, call: Call) -> None:
         """Pause the open compute span: a rank that waits does not compute."""
@@ -74,20 +74,20 @@ class Recorder(Tap):
         """Append a finished communication; any thread may call (`list.append` is atomic)."""
         self.spans.append(Span("comm", name, self.rank, start, end, axis_name, num_bytes))
 
-    def land(self, patience: float) -> None:
-        """Wait until all communication has arrived, for `patience` seconds in all.
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all communication has arrived, at most `seconds` in all.
 
         torch's profiler ends the process by a SIGSEGV if it stops while gloo works for it.
         """
-        deadline = time.monotonic() + patience
-        for flight in list(self.unwaited):
+        deadline = time.monotonic() + seconds
+        for work in list(self.unwaited):
             with suppress(Exception):  # the caller who waits for the result hears of it
-                flight.land(max(0.0, deadline - time.monotonic()))
+                work.wait_for(max(0.0, deadline - time.monotonic()))
 
     def finish(self) -> None:
         """End the spans that are still in flight: the ledger has all bytes."""
-        for flight in list(self.unwaited):
-            flight.note(flight.start, max(flight.start, clock.now()))
+        for work in list(self.unwaited):
+            work.note(work.start, max(work.start, clock.now()))
         self.unwaited.clear()
 
     # ------------------------------------------------------------------ compute spans
@@ -143,7 +143,7 @@ class Recorder(Tap):
             self.spans.append(Span(frame.kind, frame.name, self.rank, frame.start, now))
 
 
-class Flight:
+class RecordedWork:
     """The work of a call. Its span ends when the work ends, not when somebody waits for it."""
 
     def __init__(self, call: Call, recorder: Recorder) -> None:
@@ -182,9 +182,9 @@ class Flight:
             self._error = error
         self._end()
 
-    def land(self, patience: float) -> None:
-        """Wait for the end, at most `patience` seconds. The caller still has to call `wait`."""
-        if self._ended.wait(patience) and self._thread is None:
+    def wait_for(self, seconds: float) -> None:
+        """Wait for the end, at most so many seconds. The caller still has to call `wait`."""
+        if self._ended.wait(seconds) and self._thread is None:
             self._work.wait()  # gloo sets its future a little before its end
 
     def wait(self) -> None:

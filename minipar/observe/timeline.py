@@ -289,7 +289,7 @@ def record(model: nn.Module | None = None, label: str = "") -> Iterator[Timeline
             finally:
                 recorder.close(rest)
                 if profiler is not None:
-                    recorder.land(patience=10.0)
+                    recorder.wait_for_all(seconds=10.0)
                 recorder.finish()
                 calls.taps.remove(recorder)
                 _active = None
