@@ -37,8 +37,6 @@ def register() -> None:
 class Mismatch(RuntimeError):
     """The ranks of a group did not all call the same thing. The group stays usable."""
 
-    everywhere = True  # all ranks of the group raise it
-
 
 class LinkWork(dist.Work):
     """One operation of a `LinkGroup`, from this rank's call at `t_issue` to its end at `t_end`.

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from minipar.comm.mesh import Mesh
 from minipar.emulate import device, strict
-from minipar.ranks.backends import compute_device, init
+from minipar.ranks.backends import compute_device, init, is_lost_connection
 from minipar.ranks.output import Output, Stream
 from minipar.ranks.pack import pack, unpack
 
@@ -44,7 +44,6 @@ class Failure:
     exitcode: int | None = None  # of a process that ended
     broken: bool = False  # it was the connection that failed, not the code
     stopped: bool = False  # because others had failed, not by itself
-    everywhere: bool = False  # the other ranks of the group find the same
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,13 @@ class Stopped(KeyboardInterrupt):
     """Raised inside a rank whose call was stopped because another rank failed."""
 
 
-CLEANING = 1.0
-"""Seconds in which a call that is to stop is not interrupted inside of an `except` or `finally`: it
-may be giving locks and files back."""
-
-_BROKEN = ("gloo", "NCCL", "Connection", "pair closure", "did not end", "was aborted", "destroyed")
-"""Words of a communication error after which the process group cannot be used."""
-
-
 class _Worker:
     """The loop of a rank: receive a call, run it, answer."""
 
     def __init__(self, setup: Setup, work: Connection, control: Connection) -> None:
         self.setup, self.work, self.control = setup, work, control
-        self.pid = os.getpid()
         self.call = 0  # number of the latest call
         self.stopped = 0  # number of the latest call that was stopped
-        self.clean_by = 0.0  # until then, `except` and `finally` are not interrupted
         self.world: dist.ProcessGroup | None = None  # that we have joined
         self.busy = threading.Event()  # set only while the user's code runs
         self.lock = threading.Lock()
@@ -111,10 +100,6 @@ class _Worker:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):  # the function may have put anything in their place
                     stream.flush()
-            if os.getpid() != self.pid:  # a child of os.fork(): the answer is not for it to give
-                if answer[0] == "failure":
-                    os.write(2, f"{answer[1].report}\n".encode())
-                os._exit(answer[0] == "failure")
             self.output.end()
             self.say(*answer, dist.group.WORLD is self.world)
 
@@ -161,9 +146,8 @@ class _Worker:
             type(error).__name__,
             message,
             report,
-            broken=isinstance(error, RuntimeError) and any(word in message for word in _BROKEN),
+            broken=is_lost_connection(error),
             stopped=self.stopped == self.call,
-            everywhere=getattr(error, "everywhere", False) is True,
         )
 
     def say(self, kind: str, *content: Any) -> None:
@@ -182,8 +166,7 @@ class _Worker:
 
     # ------------------------------------------------------------------ being stopped
     def _on_signal(self, *_: object) -> None:
-        cleans = sys.exception() is not None and time.monotonic() < self.clean_by
-        if self.busy.is_set() and not cleans:
+        if self.busy.is_set():
             raise Stopped("stopped because another rank failed or the call was interrupted")
 
     def _obey(self) -> None:
@@ -193,14 +176,10 @@ class _Worker:
         try:
             while parent not in wait([self.control, parent]):
                 unwanted = self.control.recv()  # the number of the call to stop
-
-                def runs(unwanted: int = unwanted) -> bool:
-                    return self.busy.is_set() and self.call == unwanted
-
-                if runs():
-                    self.stopped, self.clean_by = unwanted, time.monotonic() + CLEANING
+                if self.busy.is_set() and self.call == unwanted:
+                    self.stopped = unwanted
                     abort_groups()
-                while runs():  # plain Python: loops and sleeps
+                while self.busy.is_set() and self.call == unwanted:  # in Python: loops and sleeps
                     signal.pthread_kill(main, signal.SIGUSR2)
                     time.sleep(0.1)
         finally:
@@ -283,9 +262,6 @@ def say(kind: str, content: Any) -> None:
 
     Beyond `max_lines` of a call it is only counted.
     """
-    assert _worker is not None, "only a rank of a Ranks pool can speak to its parent"
-    if os.getpid() != _worker.pid:
-        raise RuntimeError("a process forked by a rank can print, but show no pictures")
     for stream in ("stdout", "stderr"):
         _worker.output.flush(stream)
     if _worker.output.make_room():
