@@ -46,8 +46,6 @@ class LinkWork(dist.Work):
     all-to-all, the bytes of its own slices for others.
     """
 
-    peer: int | None = None  # of a message: the group's rank at the other end
-
     def __init__(
         self,
         verb: str,
@@ -127,40 +125,24 @@ class LinkWork(dist.Work):
         return self.ended.then(lambda _: self.result())
 
 
-def _method(
-    verb: str, gloo: str, options: type, piece: int, each: bool = False
-) -> Callable[..., LinkWork]:
+def _method(verb: str, gloo: str, options: type, piece: int) -> Callable[..., LinkWork]:
     """Return the method of a process group that does `verb` by the method `gloo` of gloo.
 
-    Argument number `piece` is what one rank holds: it is alike on all ranks. With `each`, arguments
-    are lists: gloo is called once per pair of tensors, and the link carries all as one transfer.
+    Argument number `piece` is what one rank holds: it is alike on all ranks.
     """
 
     def method(group: "LinkGroup", *args: Any, opts: Any = None) -> LinkWork:
         if opts is None and args and isinstance(args[-1], options):
             *args, opts = args
         opts = opts or options()
-        if gloo in ("_allgather_base", "_reduce_scatter_base"):
-            _check_sizes(verb, group.size(), args[piece], args[1 - piece])
 
         def launch(args: Sequence[Any]) -> None:
-            calls = zip(*args, strict=True) if each else [args]
-            for work in [getattr(group.inner, gloo)(*call, opts) for call in calls]:
-                work.wait()  # not is_completed(), which gloo's reduce-scatter never reports
+            # Not is_completed(), which gloo's reduce-scatter never reports.
+            getattr(group.inner, gloo)(*args, opts).wait()
 
         return group._collective(verb, launch, args, opts, args[piece : piece + 1])
 
     return method
-
-
-def _check_sizes(verb: str, size: int, pieces: Any, wholes: Any) -> None:
-    """Raise `ValueError` unless a whole has the numbers of all pieces: gloo ends the process."""
-    for piece, whole in zip(tensors_in(pieces), tensors_in(wholes), strict=True):
-        if size * piece.numel() != whole.numel():
-            raise ValueError(
-                f"{verb} over {size} ranks: {size} pieces of {tuple(piece.shape)} are not "
-                f"{tuple(whole.shape)}"
-            )
 
 
 # ---------------------------------------------------------------------- the process group
@@ -255,23 +237,13 @@ class LinkGroup(dist.ProcessGroup):
 
     # -------- collectives: verb of the cost model, method of gloo, its options, number of the piece
     allreduce = _method("all_reduce", "allreduce", c10d.AllreduceOptions, 0)
-    allreduce_coalesced = _method(
-        "all_reduce", "allreduce_coalesced", c10d.AllreduceCoalescedOptions, 0
-    )
     broadcast = _method("broadcast", "broadcast", c10d.BroadcastOptions, 0)
     reduce = _method("reduce", "reduce", c10d.ReduceOptions, 0)
     allgather = _method("all_gather", "allgather", c10d.AllgatherOptions, 1)
-    allgather_coalesced = _method("all_gather", "allgather_coalesced", c10d.AllgatherOptions, 1)
     all_gather_single = _method("all_gather", "_allgather_base", c10d.AllgatherOptions, 1)
-    all_gather_single_coalesced = _method(
-        "all_gather", "_allgather_base", c10d.AllgatherOptions, 1, each=True
-    )
     reduce_scatter = _method("reduce_scatter", "reduce_scatter", c10d.ReduceScatterOptions, 0)
     reduce_scatter_single = _method(
         "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0
-    )
-    reduce_scatter_single_coalesced = _method(
-        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, 0, each=True
     )
     all_to_all_single = _method("all_to_all", "alltoall_base", c10d.AllToAllOptions, 1)
     alltoall = _method("all_to_all", "alltoall", c10d.AllToAllOptions, 1)
@@ -298,8 +270,8 @@ class LinkGroup(dist.ProcessGroup):
             whole = size * _num_bytes(pieces) if is_split else _num_bytes(args[:1])
             sent = wire_bytes(verb, whole := device.counted(whole), size)
         wires, checks, call = link.in_use(), link.checks, stands_for.get()
-        name, seconds = call.partition("(")[0] or verb, link.alone(wires, verb, whole, self.ranks)
-        mine, everyone = (0, rank, rank), [(0, each, each) for each in range(size)]
+        name, seconds = call.partition("(")[0] or verb, wires.seconds_among(verb, whole, self.ranks)
+        everyone = [(0, each, each) for each in range(size)]
         result, hold = tensors_in(args[:1]), None
         if strict.is_on():
             hold = strict.Handle(name, args, *self._read_and_written(verb, args, opts))
@@ -309,13 +281,10 @@ class LinkGroup(dist.ProcessGroup):
             if checks:
                 self._compare(self._describe(call or verb, pieces, opts), flows)
             self._num_collectives += 1
-            number, transfer = self._num_collectives, Transfer(ready, seconds, whole)
-            self._calls.post(mine, number, transfer)
+            number, mine = self._num_collectives, Transfer(ready, seconds)
+            self._calls.post((0, rank, rank), number, mine)
             launch(args)
-            transfer = self._calls.latest(everyone, number, transfer)
-            # As long as the busiest rank needs, whichever asks first.
-            lanes = wires.lanes(verb, int(transfer.num_bytes), self.ranks)
-            return self._calls.on_cards((0, 0, 0), number, transfer, lanes)
+            return self._calls.latest(everyone, number, mine)  # as long as the busiest rank needs
 
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
@@ -379,14 +348,19 @@ class LinkGroup(dist.ProcessGroup):
     def _message(
         self, verb: str, cell: Cell, tensors: list[torch.Tensor], peer: int, tag: int
     ) -> LinkWork:
+        if tag:
+            raise ValueError(
+                f"{verb} with tag={tag}: an emulated link numbers messages without one"
+            )
         self._raise_if_aborted(verb)
         device.synchronize()  # what is to be sent is there
         end, src, dst = cell
         other_end = (1 - end, src, dst)
         pair = self.ranks[src], self.ranks[dst]
-        num_bytes, call = _num_bytes(tensors), self._number(verb, peer, tag)
+        self._num_messages[verb, peer] += 1
+        num_bytes, call = _num_bytes(tensors), self._num_messages[verb, peer]
         wires, counted = link.in_use(), device.counted(num_bytes)
-        mine = Transfer(clock.now(), link.alone(wires, verb, counted, pair), num_bytes)
+        mine = Transfer(clock.now(), wires.seconds_among(verb, counted, pair), num_bytes)
         self._calls.post(cell, call, mine)
         other = self._calls.read(other_end, call)  # the rank that comes second knows both
         if link.checks and other is not None and other.num_bytes != num_bytes:
@@ -401,19 +375,12 @@ class LinkGroup(dist.ProcessGroup):
 
         def run(ready: float) -> Transfer:
             inner.wait()
-            transfer = self._calls.latest([other_end], call, mine._replace(start=ready))
-            lanes = wires.lanes(verb, counted, pair)
-            return self._calls.on_cards(cell, call, transfer, lanes)
+            return self._calls.latest([other_end], call, mine._replace(start=ready))
 
         latency = wires.between(pair).latency
         work = LinkWork(verb, wire_bytes(verb, counted, 2), tensors, run, latency, hold)
-        work.peer, work.t_issue = peer, mine.start  # the time that the other end sees
+        work.t_issue = mine.start  # the time that the other end sees
         return self._enqueue((verb, peer), work)
-
-    def _number(self, verb: str, peer: int, tag: int) -> int:
-        """Return the number of the next message: messages of one peer and tag arrive in order."""
-        self._num_messages[verb, peer, tag] += 1
-        return tag * Calls.PER_TAG + self._num_messages[verb, peer, tag]
 
 
 def _num_bytes(values: Sequence[Any]) -> int:
