@@ -327,6 +327,11 @@ def every_verb(group):
     dist.all_gather_object(out["objects"], {"rank": rank}, group=group)
     out["object"] = [f"from {rank}"]
     dist.broadcast_object_list(out["object"], 1, group=group)
+    out["coalesced"] = [data(2), data(3)]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for tensor in out["coalesced"]:
+            dist.all_reduce(tensor, group=group)
+    manager.wait()
     dist.barrier(group=group)
     for name, result in {
         "f.all_reduce": funcol.all_reduce(data(3), "sum", group),
