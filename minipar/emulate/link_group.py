@@ -190,7 +190,7 @@ class LinkGroup(dist.ProcessGroup):
             return any(work.t_start is not None for work in self._pending)
 
     def shutdown(self) -> None:
-        """Abort what is pending and end the threads."""
+        """Abort all pending operations and end the threads."""
         self.abort("the process group was destroyed")
         for works in self._lanes.values():
             works.put(None)
@@ -274,9 +274,9 @@ class LinkGroup(dist.ProcessGroup):
         opts: Any,
         pieces: Sequence[Any],
     ) -> LinkWork:
-        device.synchronize()  # what is to be sent is there
+        device.synchronize()  # the device has computed the tensors
         rank, size, flows = self.rank(), self.size(), [0] * 2 * self.size()
-        if verb == "all_to_all":  # slices may be uneven, and all of it another rank's
+        if verb == "all_to_all":  # slices may be uneven
             flows = _flows(size, *args)
             sent = device.counted(sum(flows[:size]) - flows[rank])
             whole = device.counted(_busiest(flows, rank, size) * size // max(size - 1, 1))
@@ -304,7 +304,7 @@ class LinkGroup(dist.ProcessGroup):
         return self._enqueue("collectives", LinkWork(name, sent, result, run, hold=hold))
 
     def _read_and_written(self, verb: str, args: Sequence[Any], opts: Any) -> list[list]:
-        """Return the tensors that an operation reads, and those that it fills."""
+        """Return the tensors that an operation reads, and the tensors that it fills."""
         if verb in ("broadcast", "reduce"):  # in place, and one-sided
             fills = (verb == "reduce") == (opts.rootRank == self.rank())
             return [[], tensors_in(args)] if fills else [tensors_in(args), []]
@@ -368,7 +368,7 @@ class LinkGroup(dist.ProcessGroup):
                 f"{verb} with tag={tag}: an emulated link numbers messages without one"
             )
         self._raise_if_aborted(verb)
-        device.synchronize()  # what is to be sent is there
+        device.synchronize()  # the device has computed the tensors
         end, src, dst = cell
         other_end = (1 - end, src, dst)
         pair = self.ranks[src], self.ranks[dst]

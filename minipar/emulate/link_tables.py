@@ -15,7 +15,7 @@ Cell = tuple[int, int, int]
 
 
 class Transfer(NamedTuple):
-    """When an operation starts, or one rank is ready to, and how long the wire needs for it."""
+    """Start of an operation, or of one rank's part, and the seconds that the wire needs."""
 
     start: float
     seconds: float
@@ -23,11 +23,11 @@ class Transfer(NamedTuple):
 
 
 class Calls:
-    """Who called when, of one process group.
+    """The times of all calls of one process group.
 
     A cell is (end, src, dst): end 0 is the sender's of a message from src to dst, end 1 the
     receiver's; (0, rank, rank) is for the collectives of `rank`. A rank posts before it hands the
-    operation to gloo, and reads when gloo is done: by then all that it waited for have posted.
+    operation to gloo, and reads when gloo is done: by then all other ranks of the call have posted.
     """
 
     SLOTS, FIELDS = 256, 4  # calls that one rank may be ahead of another; numbers per cell

@@ -100,7 +100,7 @@ def watching() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Look for no races in the body: what is timed there takes as long as ever."""
+    """Look for no races in the body, so that operations take as long as ever."""
     global _flying
     before, _flying = _flying, None
     try:

@@ -52,8 +52,8 @@ def compute_device() -> torch.device:
 def init(backend: str, timeout: float, **where: Any) -> None:
     """Join the default process group; `where` says how the ranks meet.
 
-    Where NCCL carries the tensors of GPUs, gloo carries those of the host, and objects, whose
-    pickles would else be copied to every GPU.
+    NCCL carries the tensors of GPUs. Beside NCCL, gloo carries tensors of the host, and pickled
+    objects, which NCCL would first copy to a GPU.
     """
     if backend == "link":
         from minipar.emulate import link_group
@@ -76,9 +76,9 @@ def is_lost_connection(error: BaseException) -> bool:
 
 # ---------------------------------------------------------------------- ranks of torchrun
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each rank."""
+"""Variables that torchrun sets for each rank."""
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""What srun and mpirun tell each task."""
+"""Variables by which srun and mpirun tell a task the number of tasks."""
 
 
 def under_torchrun() -> bool:
@@ -110,7 +110,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of its host; 0 without a launcher."""
+    """Return the number of this rank among the ranks of its host; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", 0)) if "RANK" in os.environ else 0
 
 

@@ -219,7 +219,7 @@ class Ranks:
         A call that is running in another thread fails.
         """
         if self._pid != os.getpid():
-            return  # a fork of the process whose ranks they are
+            return  # this process is a fork; its parent owns the ranks
         self.closed = True
         for process in self._processes:
             process.kill()
@@ -389,7 +389,7 @@ class Call:
             self.failures[rank] = answer
 
     def died(self, rank: int, exitcode: int) -> None:
-        """Note that a process has ended; that outranks the errors of those who missed it."""
+        """Note that a process has ended. Connections that broke elsewhere are a consequence."""
         self.waiting.discard(rank)
         self.dead = True
         if self.stopped and self.failures:

@@ -1,6 +1,6 @@
-"""How a function and its arguments travel to a rank: pickled, by value if they are of `__main__`.
+"""Pickles for ranks: a function travels by value if it is of `__main__`, else by name.
 
-Both ends of the pipe are our own processes; nothing that comes from elsewhere is unpickled.
+Both ends of the pipe are our own processes. Nothing that comes from elsewhere is unpickled.
 """
 
 import functools
@@ -19,7 +19,7 @@ class CannotTravel(TypeError):
     """A function or an argument cannot be sent to the ranks; says why."""
 
     def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()  # in a notebook: the frames would all be those of pickle
+        return str(self).splitlines()  # in a notebook; all frames would be frames of pickle
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a rank must know to start."""
+    """The facts that a rank needs to start."""
 
     size: int
     backend: str
@@ -65,7 +65,7 @@ class Setup:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised inside a rank whose call was stopped because another rank failed."""
+    """Raised inside a rank to stop its call, because another rank failed."""
 
 
 class _Worker:
@@ -85,7 +85,7 @@ class _Worker:
         threading.Thread(target=self._obey, daemon=True).start()
         torch.set_num_threads(self.setup.threads)
         device.use(self.setup.emulated)
-        if self.setup.backend != "link":  # which carries what is on the CPU
+        if self.setup.backend != "link":  # which carries tensors of the CPU only
             compute_device()
         if self.setup.capture:
             sys.stdout, sys.stderr = Stream("stdout", self.output), Stream("stderr", self.output)
@@ -119,7 +119,7 @@ class _Worker:
 
     def _join(self, meeting: int) -> None:
         if dist.is_initialized() and self.setup.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()  # others may never come to what is open
+            dist.distributed_c10d._abort_process_group()  # to destroy it would wait
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", self.setup.port, wait_for_workers=False)
@@ -132,7 +132,7 @@ class _Worker:
         report = getattr(error, "report", None)  # a notebook cell renders errors better than we do
         if not isinstance(report, str):
             add_hint(error)
-            # The first frames are this loop's; a reader wants those of the function.
+            # The first frames are frames of this loop; a reader wants the function's frames.
             tb = error.__traceback__
             for _ in range(2):
                 tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
@@ -221,7 +221,10 @@ def abort_groups() -> None:
 
 
 def _abort_together(groups: list[dist.ProcessGroup]) -> None:
-    """As torch's `_abort_process_group`: ended one by one, communicators may wait for another."""
+    """Abort groups over NCCL in one batch, as torch's `_abort_process_group` does.
+
+    Ended one by one, a communicator may wait for another.
+    """
     first = groups[0]._get_backend(torch.device("cuda"))
     first._group_start()
     for group in groups:
@@ -269,7 +272,7 @@ def say(kind: str, content: Any) -> None:
 
 
 def notify(kind: str, content: Any) -> None:
-    """As `say`, of what is no output: it is not counted."""
+    """Send a message that is no output, and is not counted."""
     _worker.say(kind, content)
 
 
