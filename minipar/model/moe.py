@@ -120,7 +120,10 @@ class MoEConfig:
         return min(seq_len, math.ceil(exact))
 
     def num_parameters(self, width: int, active: bool = False) -> int:
-        """Return the parameters of router and experts; if `active`, those of one path."""
+        """Return the parameters of router and experts.
+
+        If `active`: the parameters that one token passes.
+        """
         experts = (self.top_k if active else self.num_experts) + self.num_shared
         return self.num_experts * width + 3 * experts * self.expert_size * width
 
