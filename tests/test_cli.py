@@ -789,7 +789,7 @@ def test_torchrun_with_another_mesh_is_one_clear_line(work, capfd, monkeypatch, 
     for name, value in {**where, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     typed = "train", "--data", work / "a.txt", "--seq-len", 32, "--out", tmp_path, "--mesh", "dp=3"
-    says = "--mesh dp=3 needs 3 ranks but torchrun started 2; use --mesh dp=2 or --nproc-per-node 3"
+    says = "--mesh dp=3 needs 3 ranks but WORLD_SIZE=2; use --mesh dp=2 or torchrun's --nproc-per"
     assert_one_line(*call(capfd, *typed), says)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(main.time, "sleep", lambda _: None)  # so that the other ends first

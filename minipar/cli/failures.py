@@ -24,7 +24,7 @@ def exit_code(error: Exception) -> int:
             complain(error, f"{Mesh.label}: ")
             return 1
         case OSError():  # likewise, maybe before they have met
-            complain(error, f"rank {os.environ['RANK']}: " if backends.under_torchrun() else "")
+            complain(error, f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "")
             return 1
         case FloatingPointError():
             complain(error)

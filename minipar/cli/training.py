@@ -84,11 +84,12 @@ def _remedy(config: TrainConfig, folder: Path) -> str:
 
 
 def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str | None) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != config.num_ranks:
+    rank, size = backends.rank_and_size()
+    if size != (asked := config.num_ranks):
         raise ValueError(
-            f"--mesh {config.mesh} needs {config.num_ranks} ranks but torchrun started {size}; "
-            f"use --mesh dp={size} or --nproc-per-node {config.num_ranks}"
+            f"--mesh {config.mesh} needs {asked} ranks but WORLD_SIZE={size}; use --mesh dp={size} "
+            f"or torchrun's --nproc-per-node {asked}; if a pod set WORLD_SIZE, and no torchrun, "
+            f"unset it and RANK"
         )
     with backends.joined(config.backend, config.timeout):
         # One rank chooses, so that all speak of the same folder.
