@@ -18,6 +18,7 @@ from minipar.observe.spans import is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
+from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
 from minipar.tools.breakdown import breakdown
 from minipar.tools.prove.compare import RTOL
@@ -142,7 +143,7 @@ def hang(command: Hang) -> None:
     """Print what the dumps tell, and end the process with 1 where a call has not ended."""
     if not command.dumps:
         raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
-    report = prove_hang.explain(*prove_hang.read(command.dumps))
+    report = prove_hang.explain(*dumps.read(command.dumps))
     print(report)
     if command.out:
         print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
