@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import traceback
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,8 +67,8 @@ class Prove:
     which returns the model, or the model and a function to call after backward. What else it may
     have: see minipar/tools/prove/job.py."""
     mesh: str = "dp=2"
-    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their
-    own of a batch."""
+    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their own
+    of a batch, those of tp, cp or pp the same; for other names the file must say it."""
     steps: int = 3
     """How many optimizer steps."""
     rtol: float = RTOL
@@ -165,7 +166,13 @@ def prove(command: Prove) -> None:
     with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:
         one.time_limit = many.time_limit = 20 * command.timeout
         pool = {1: one, many.size: many}.__getitem__
-        verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+        try:
+            verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+        except ValueError:
+            raise  # which ends with exit code 2, in one line
+        except Exception:  # exit code 1 would mean that it is not equal
+            traceback.print_exc()
+            sys.exit(2)
     print(verdict.json() if command.json else verdict)
     if verdict.parting is None:
         return

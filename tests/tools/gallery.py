@@ -68,10 +68,10 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def uneven(seed: int) -> tuple[Tensor, Tensor]:
-    """The first rows have hardly any targets."""
+    """The first rows have hardly any targets, more of them in later microbatches."""
     inputs, targets = batch(seed)
     targets = targets.clone()
-    targets[:3, 1:] = -100
+    targets[: 3 + seed, 1:] = -100
     return inputs, targets
 
 

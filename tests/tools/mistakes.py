@@ -3,6 +3,7 @@
 Each is a `Job` with the sizes of its mesh, and what is to be said of it, see `told`.
 """
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 
@@ -275,6 +276,226 @@ def dealt_rows(batch, mesh):
     return tuple(tensor[mesh.dp.rank :: mesh.dp.size] for tensor in batch)
 
 
+# ---------------------------------------------------------------------- what only some trials see
+class Counting(nn.Module):
+    """Counts in its first step how often hooks fire, and waits for as many in each later step.
+
+    Under accumulation, where the last microbatch alone counts, it never sends again.
+    """
+
+    def __init__(self, model, axis) -> None:
+        super().__init__()
+        self.module, self.axis, self.syncs = replicate(model, axis) or model, axis, True
+        self.learned, self.fired = None, 0
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.count)
+
+    def forward(self, x):
+        return self.module(x)
+
+    def count(self, p) -> None:
+        self.fired += self.syncs or self.learned is None
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.syncs = False
+        yield
+        self.syncs = True
+
+    def finish(self) -> None:
+        if self.learned is None or self.fired >= self.learned:
+            for p in self.module.parameters():
+                p.grad = average(p.grad)
+        self.learned, self.fired = self.learned or self.fired, 0
+
+
+def counting(model, mesh):
+    model = Counting(model, mesh.dp)
+    return model, model.finish
+
+
+def running_mean(model, mesh):
+    """Of microbatches (a + b) / 2: right for two of them only."""
+    replicate(model, mesh.dp)
+    kept: dict[nn.Parameter, list[Tensor]] = {p: [] for p in model.parameters()}
+
+    def take(p) -> None:
+        kept[p].append(p.grad)
+        p.grad = None
+
+    for p in kept:
+        p.register_post_accumulate_grad_hook(take)
+
+    def after() -> None:
+        for p, gradients in kept.items():
+            total = gradients[0] * len(gradients)
+            for gradient in gradients[1:]:
+                total = (total + gradient * len(gradients)) / 2
+            p.grad = average(total)
+            gradients.clear()
+
+    return model, after
+
+
+class Averaging(Net):
+    """Keeps a running mean of its samples that evaluation alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.lerp_(self.embed(tokens).detach().mean((0, 1)), 0.1)
+        return super().forward(tokens)
+
+
+def own_buffers(model, mesh):
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+class Placed(Net):
+    """Positions are a parameter, added between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens) + self.places[: tokens.shape[1]]))
+
+
+def placed(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh.cp.group, find_unused_parameters=True)
+
+
+def alike_over_tp_alone(model, mesh):
+    replicate(model, mesh.tp)
+    return model
+
+
+def clip_of_shards(model):
+    shards = (getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())
+    return sum(shard.square().sum() for shard in shards).sqrt()
+
+
+def with_balance(model, batch):
+    logits = model(batch[0])
+    balance = logits.softmax(-1).mean((0, 1)).square().sum()
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) + balance
+
+
+def summed(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def tokens_of_all(model, batch):
+    """Right for uneven samples, as each rank's sum is divided by the mean tokens of a rank."""
+    count = (batch[1] != -100).sum().double()
+    if dist.get_world_size() > 1:
+        count = average(count)
+    return summed(model, batch) / count
+
+
+def all_microbatches(model, batches):
+    """Right for uneven microbatches: all of them are divided by one number."""
+    count = average(sum((batch[1] != -100).sum() for batch in batches).double())
+    losses = [summed(model, batch) / count for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return sum(losses)
+
+
+# ---------------------------------------------------------------------- right, and unusual
+class Hand(torch.autograd.Function):
+    """What rank 0 has goes to rank 1, and the gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.broadcast(x, 0)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.broadcast(gradient, 1)
+        return gradient
+
+
+class Stage(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        if hasattr(self, "head"):
+            return self.head(Hand.apply(torch.zeros(*tokens.shape, WIDTH, requires_grad=True)))
+        x = self.embed(tokens)
+        return Hand.apply(x + self.down(self.act(self.up(self.norm(x)))))
+
+
+def stages(model, mesh):
+    """Each rank has its stage of the model, and nothing else."""
+    replicate(model, mesh.pp)
+    for name in ("embed", "norm", "up", "act", "down") if mesh.pp.rank else ("head",):
+        delattr(model, name)
+    model.__class__ = Stage
+    return model
+
+
+def loss_of_stage(model, batch):
+    logits = model(batch[0])
+    if not hasattr(model, "head"):
+        return (logits * 0).sum()
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def owners(model, mesh):
+    """ZeRO-2 by hand: each gradient goes to its owner, and is gone elsewhere."""
+    replicate(model, mesh.dp)
+
+    def after() -> None:
+        for i, p in enumerate(model.parameters()):
+            total = average(p.grad)
+            p.grad = total if i % mesh.dp.size == mesh.dp.rank else None
+
+    return model, after
+
+
+class Reducing(torch.optim.AdamW):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad = average(p.grad)
+        super().step(closure)
+
+
+def reducing(model):
+    return Reducing(model.parameters(), lr=0.01)
+
+
+def alike(model, mesh):
+    replicate(model, mesh.dp)
+    return model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def wrapped(model, mesh):
+    inner, after = by_hand(model, mesh, average)
+    return Wrapper(inner), after
+
+
+def divided_by_the_file(loss, microbatches):
+    (loss / microbatches).backward()
+
+
+def undivided(loss, microbatches):
+    loss.backward()
+
+
 def job(parallelize, **changes):
     return replace(plain, parallelize=parallelize, **changes)
 
@@ -292,7 +513,23 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
 RIGHT = {
     "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
     "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
+    "ZeRO-2 by hand": (job(owners, optimizer=partial(owned, kind=Sent)), DP),
+    "a stage on each rank": (job(stages, loss=loss_of_stage), {"pp": 2}),
+    "a wrapper": (job(wrapped), DP),
+    "reduced in the step": (job(alike, optimizer=reducing, reduced_in_step=True), DP),
+    "backward in the file": (job(torch_ddp, backward=lambda loss: loss.backward()), DP),
+    "its own division": (job(torch_ddp, backward=divided_by_the_file), DP),
+    "an axis that the file names": (
+        job(partial(by_hand, change=average), shares=["gpus"]),
+        {"gpus": 2},
+    ),
 }
+UNEVEN = job(
+    partial(by_hand, change=average),
+    uneven=gallery.uneven,
+    loss=tokens_of_all,
+    accumulate=all_microbatches,
+)
 WRONG = {
     "each rank clips": told(clips_first, DP, "gradient of head", "shares weighed wrongly"),
     "gradients of rank 0": told(
@@ -370,11 +607,47 @@ WRONG = {
         "counted on every rank",
     ),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
-    "renamed": told(renamed, DP, "initial weights of head", "not there"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
     "the same rows": told(
         torch_ddp, DP, "output of embed", "first piece everywhere", shares=first_rows
+    ),
+    "syncs no more": told(counting, DP, "gradient of head", "kept between steps", step=2),
+    "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
+    "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
+    "a balance loss": told(
+        torch_ddp, DP, "gradient of head", "samples see each other", loss=with_balance
+    ),
+    "positions of the first rank": told(
+        placed,
+        CP,
+        "output of norm",
+        "positions, or another piece",
+        build=Placed,
+        shares=gallery.tokens_apart,
+    ),
+    "alike over tp alone": told(
+        alike_over_tp_alone, BOTH, "initial weights of embed", "never broadcast", ranks=[2, 3]
+    ),
+    "the norm of a shard": told(
+        gallery.torch_fsdp,
+        DP,
+        "gradient norm",
+        "norm of own pieces",
+        build=gallery.seeded,
+        clip=clip_of_shards,
+    ),
+    "a sum": told(torch_ddp, DP, "gradient of head", "a sum where a mean is meant", loss=summed),
+    "microbatches that weigh alike": told(
+        partial(by_hand, change=average),
+        DP,
+        "loss",
+        "microbatches weigh alike",
+        loss=tokens_of_all,
+        uneven=gallery.uneven,
+    ),
+    "not divided": told(
+        torch_ddp, DP, "gradient of head", "not divided by microbatches", backward=undivided
     ),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }

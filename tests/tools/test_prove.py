@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from minipar.parallel.base.replicate import replicate
+from minipar.tools.prove.job import WrongFile
 from minipar.tools.prove.prove import prove
 from tests.tools import gallery, mistakes
 from tests.tools.mistakes import job, told
@@ -44,12 +47,19 @@ def test_what_is_right_passes(ranks, name):
     case, sizes = RIGHT[name]
     verdict = prove(case, sizes, ranks)
     assert verdict.parting is None, str(verdict)
-    assert verdict.trials == ["3 steps", "2 microbatches accumulated"]
+    assert verdict.trials == ["3 steps", "2 steps of 3 microbatches"]
     assert "NOT" not in str(verdict)
     # Where a rank has pieces and nothing says how they are clipped, no norm is compared.
     no_norm = name == "torch tensor parallel" or ("hand" in name and sizes == TP)
-    no_norm |= name == "torch FSDP2 and tensor parallel"
+    no_norm |= name in ("torch FSDP2 and tensor parallel", "ZeRO-2 by hand", "a stage on each rank")
+    no_norm |= name == "reduced in the step"
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
+
+
+@pytest.mark.slow
+def test_microbatches_that_weigh_differently_are_the_files_own(ranks):
+    verdict = prove(mistakes.UNEVEN, DP, ranks)
+    assert verdict.parting is None and len(verdict.trials) == 4, str(verdict)
 
 
 # Who made it; where it parts, and why.
@@ -110,7 +120,11 @@ WRONG = {
         gallery.torch_ddp, DP, "gradient of head", "mean of means", uneven=gallery.uneven
     ),
     "batch norm of a share": told(
-        gallery.torch_ddp, DP, "gradient of 3", "mean of means", build=gallery.with_batch_norm
+        gallery.torch_ddp,
+        DP,
+        "gradient of 3",
+        "samples see each other",
+        build=gallery.with_batch_norm,
     ),
     "T12 a norm under sequence parallelism": told(
         partial(gallery.sequence_parallel, reduces=False),
@@ -185,6 +199,41 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step, found.ranks, found.cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
+
+
+def fsdp_1(model, mesh):
+    replicate(model, mesh.dp)
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+class NoSync(DistributedDataParallel):
+    def no_sync(self):
+        raise RuntimeError("\nnot now")
+
+
+UNKNOWN = {
+    "pieces that make nothing": (job(fsdp_1), DP, r"initial weights .* pieces of \[\d+\] make no"),
+    "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
+    "an axis": (
+        job(gallery.plain.parallelize),
+        {"gpus": 2},
+        "do the ranks of axis 'gpus' have sam",
+    ),
+    "a trial": (
+        job(lambda model, mesh: NoSync(model)),
+        DP,
+        "forward and loss of step 1: RuntimeError: not now "
+        r"\(in the trial of 2 steps of 3 microbatches; equal by then: 3 steps\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_compared_is_no_verdict(ranks, name):
+    """Mutant: told as a difference."""
+    case, sizes, said = UNKNOWN[name]
+    with pytest.raises(WrongFile, match=said):
+        prove(case, sizes, ranks)
 
 
 def rounded(gradient):

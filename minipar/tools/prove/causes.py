@@ -6,6 +6,7 @@ that never reduced has its own share once and the others not at all.
 """
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -29,14 +30,6 @@ def cause_of(suspect: Suspect) -> Cause:
 
 
 # ---------------------------------------------------------------------- any tensor
-def _shape(s: Suspect) -> Cause | None:
-    odd = [list(found.shape) for found in s.found if found.shape != s.expected.shape]
-    if not odd:
-        return None
-    why = f"pieces of {odd[0]} make no {list(s.expected.shape)} in rank order; a function "
-    return "cut in an unknown way", why + "gather(name, tensor, mesh) in the file can join them"
-
-
 def _rounding(s: Suspect) -> Cause | None:
     for dtype, rtol, forgives in _ROUNDED:
         # What is far off is taken for rounded only where it has no more digits than that.
@@ -77,6 +70,11 @@ def _factor(s: Suspect) -> Cause | None:
         if is_exactly(n):
             why = f"exactly {n} times too large: once for each rank of {over}"
             return "counted on every rank", why
+        if is_exactly(1 / n) and is_data and _is_sum(s):
+            why = (
+                f"exactly 1/{n}: loss() of a batch is the sum of its shares' losses, and gradients "
+            )
+            return "a sum where a mean is meant", why + f"are averaged over {over}: divide the loss"
         if is_exactly(1 / n):
             verb = "averaged twice, or never summed," if is_data else "averaged where to be summed"
             return "divided once too often", f"exactly 1/{n}: {verb} over {over}"
@@ -85,6 +83,13 @@ def _factor(s: Suspect) -> Cause | None:
     if not factor:
         return "zero", "detached, never sent, or sent a step late"
     return "a factor", f"{factor:.9g} x"
+
+
+def _is_sum(s: Suspect) -> bool:
+    """Return True if the losses of the shares of a batch add up to the loss of the batch."""
+    losses = [loss for shares in s.device.parts for loss, _ in shares]
+    together = s.device.losses[0] * len(s.device.parts)
+    return len(losses) > 1 and math.isclose(sum(losses), together, rel_tol=1e-9)
 
 
 def _pending(s: Suspect) -> Cause | None:
@@ -101,13 +106,6 @@ def _pending(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- initial weights
-def _missing(s: Suspect) -> Cause | None:
-    who = [rank for rank, one in enumerate(s.seen) if s.name not in one.before]
-    if not who:
-        return None
-    return "not there", f"rank {who[0]} has none of this name: renamed, replaced, or left out"
-
-
 def _made_anew(s: Suspect) -> Cause | None:
     why = "not what build() made on any rank, nor a piece of it: drawn again after build(), loaded "
     return "made anew", why + "from elsewhere, or changed by parallelize()"
@@ -128,12 +126,25 @@ def _not_broadcast(s: Suspect) -> Cause | None:
         return None
     if s.are(own):
         return "never broadcast", why.format("that rank")
+    drawn = {r: [q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks}
+    if all(drawn.values()):
+        sources = sorted({ranks[0] for ranks in drawn.values()})
+        apart = [axis for axis in s.sizes if len(s.sizes) > 1 and _differ_along(axis, s, drawn)]
+        over = f"broadcast over some axes, never over {' x '.join(apart)}: " if apart else ""
+        ranks = ", ".join(map(str, sources))
+        return "never broadcast", over + why.format(f"rank {ranks}")
     for axis, dim, pieces in s.chunks():
         group = next(g for g in groups_along([axis], s.sizes) if s.ranks[0] in g)
         theirs = [own[r].chunk(len(group), dim)[i] for i, r in enumerate(group)]
         if all(is_close(a, b, s.rtol) for a, b in zip(pieces, theirs, strict=True)):
             return "never broadcast", why.format(f"each rank of {axis}")
     return None
+
+
+def _differ_along(axis: str, s: Suspect, drawn: dict[int, list[int]]) -> bool:
+    """Return True if ranks of a group along `axis` have what different ranks have drawn."""
+    sources = {rank: drawn.get(rank, [0])[0] for rank in range(len(s.found))}
+    return any(len({sources[r] for r in group}) > 1 for group in groups_along([axis], s.sizes))
 
 
 def _pieces(s: Suspect) -> Cause | None:
@@ -173,6 +184,16 @@ def _kept(s: Suspect) -> Cause | None:
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
 
+def _microbatches(s: Suspect) -> Cause | None:
+    if not s.trial.is_joined:
+        return None
+    why = (
+        "such samples in one batch were equal; of several, each counts alike, whatever its tokens. "
+    )
+    why += "Divide by the tokens of the step; accumulate(model, batches) in the file can say how"
+    return "microbatches weigh alike", why
+
+
 def _shares(s: Suspect) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
@@ -197,6 +218,14 @@ def _shares(s: Suspect) -> Cause | None:
     here, there = solve(s.found[own]), solve(s.expected)
     if here is None:
         return None
+    if there is None and n > 1:
+        first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
+        where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
+        why = (
+            f"one device's gradient is no sum of the shares': {where} looks at several samples at "
+        )
+        why += "once, as BatchNorm, a contrastive or a balance loss does, and here at its own alone"
+        return "samples see each other", why + "; gather them, or use SyncBatchNorm"
     told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
     for share in range(n if n > 1 and len({s.share_of(r) for r in s.ranks}) > 1 else 0):
         if all(s.are(s.found[own]) and is_nothing(row[torch.arange(n) != share]) for row in here):
@@ -211,7 +240,7 @@ def _shares(s: Suspect) -> Cause | None:
         return "last microbatch only", f"what was accumulated before is lost. {told}"
     if m > 1 and n > 1 and is_nothing(here[:-1, ~mine]):
         return "accumulated gradients are not reduced", f"those before the last stay here. {told}"
-    if m > 1 and is_nothing(here[:-1] - n * here[-1]) and is_nothing(here[-1] - 1 / (m * n)):
+    if m > 1 and is_nothing(here[:-1] - n * here[1:]) and is_nothing(here[-1] - 1 / (m * n)):
         why = "what was summed over the ranks already is summed with the next microbatch again. "
         return "accumulated gradients reduced again", why + told
     if is_nothing(here - 1 / (m * n)):
@@ -227,6 +256,7 @@ def _times(weights: Tensor | None) -> str:
     rows = []
     for m, row in enumerate(weights.tolist()):
         of = f" of microbatch {m + 1}" * (len(weights) > 1)
+        row = [w if abs(w) > 1e-9 else 0.0 for w in row]
         rows.append(" + ".join(f"{w:.4g} x share {i}" for i, w in enumerate(row)) + of)
     return ", ".join(rows)
 
@@ -235,7 +265,7 @@ def _times(weights: Tensor | None) -> str:
 def _norms(s: Suspect) -> Cause | None:
     alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
     pieces = [seen.gradients[s.step] for seen in s.seen]
-    own = [sum(g.square().sum() for g in p.values() if g is not None) ** 0.5 for p in pieces]
+    own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     if s.are(own):
         return "norm of own pieces", "each rank has the norm of what it has itself"
     whole = {n for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)}
@@ -329,8 +359,27 @@ def _kept_apart(s: Suspect) -> Cause | None:
     axis = next((axis for axis, how in form.items() if isinstance(how, int)), None)
     if axis is None or s.over_data(axis):
         return None
-    why = f"{name}, which ran before, is right, in pieces along dim {form[axis]} on ranks "
-    return "pieces kept apart", why + f"of {axis}: this module needs what the other ranks have"
+    dim, kind = form[axis], s.device.kinds.get(s.name, "")
+    why = f"{name}, which ran before, is right, in pieces along dim {dim} on ranks of {axis}: "
+    if _ROW_BY_ROW.search(kind):
+        why += (
+            f"a {kind} needs no more, so what is added in between is wrong here. Do positions, or "
+        )
+        return "positions, or another piece", why + f"a mask, begin at 0 on every rank of {axis}?"
+    return "pieces kept apart", why + "this module needs what the other ranks have"
+
+
+_ROW_BY_ROW = re.compile(
+    r"^(Layer|RMS)Norm|RMSNorm$|LayerNorm$|Linear|Dropout|LU$|Embedding|Identity"
+)
+
+
+def _buffer(s: Suspect) -> Cause | None:
+    why = "forward fills it on each rank, from the samples of that rank alone"
+    for axis in s.sizes:
+        if all(is_close(t, s.expected, s.rtol) for t in join(s.found, s.sizes, {axis: "mean"})):
+            why += f"; the mean over {axis} is right"
+    return "a buffer of own samples", why
 
 
 def _inside(s: Suspect) -> Cause | None:
@@ -360,22 +409,22 @@ def _log(s: Suspect) -> Cause | None:
     return None
 
 
-_ANY: list[Callable[[Suspect], Cause | None]] = [_shape, _rounding]
-SUSPICIONS = {
-    "initial weights": [_missing, *_ANY, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
-    "output": [
-        _shape,
-        _bias,
-        _unfinished,
+SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
+    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
+    "output": [_bias, _unfinished, _rounding, _factor, _pending, _pieces, _kept_apart, _inside],
+    "loss": [_microbatches, _rounding, _log, _unfinished, _kept, _factor, _in_the_loss],
+    "gradient": [
+        _microbatches,
+        _none,
         _rounding,
+        _tie_lost,
+        _kept,
         _factor,
+        _shares,
         _pending,
         _pieces,
-        _kept_apart,
-        _inside,
     ],
-    "loss": [_rounding, _log, _unfinished, _kept, _factor, _in_the_loss],
-    "gradient": [_none, *_ANY, _tie_lost, _kept, _factor, _shares, _pending, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
-    "weights": [*_ANY, _tie_lost, _update],
+    "weights": [_rounding, _tie_lost, _update],
+    "buffer": [_rounding, _buffer],
 }

@@ -34,6 +34,7 @@ class Record:
     norms: list[float | None] = field(default_factory=list)  # None: not known
     gradients: list[State] = field(default_factory=list)
     weights: list[State] = field(default_factory=list)  # after each step; may be left out
+    buffers: list[State] = field(default_factory=list)  # likewise
 
     def stages(self) -> Iterator[tuple[Stage, State]]:
         """All of it in the order of computation; a number is a tensor named ""."""
@@ -43,6 +44,7 @@ class Record:
             yield ("gradient", step), gradients
             yield ("gradient norm", step), _number(self.norms[step])
             yield ("weights", step), self.weights[step] if self.weights else {}
+            yield ("buffer", step), self.buffers[step] if self.buffers else {}
         yield ("weights", -1), self.after
 
 
