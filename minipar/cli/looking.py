@@ -21,7 +21,7 @@ from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
 from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
-from minipar.tools.breakdown import breakdown
+from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
 from minipar.tools.prove.job import check_file, parse_mesh
 from minipar.tools.prove.prove import prove as judge

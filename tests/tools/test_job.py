@@ -41,7 +41,11 @@ WRONG = {
     "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
-    "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])", r"returned torch.float64 \[16, 1\];"),
+    "vector": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "model(batch[0])",
+        r"returned torch.float64 \[16, 1\];",
+    ),
     "nothing made": ("return model, after_backward", "return 7", r"parallelize\(\) returned int"),
     "a loss that is no number": (
         "F.mse_loss(model(batch[0]), batch[1])",

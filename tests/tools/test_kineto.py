@@ -19,7 +19,7 @@ from minipar.observe import gpu
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.tools import kernels, traces
-from minipar.tools.breakdown import breakdown
+from minipar.tools.overlap import breakdown
 from minipar.tools.traces import from_profiler
 from tests.comm.same import assert_disjoint
 
@@ -63,8 +63,9 @@ def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
 
 
 def _kernel(name, ts, dur, correlation, **args):
-    where = {"device": 0, "stream": 7, "correlation": correlation}
-    return _host(name, ts, dur, 7, "kernel", **where, **args) | {"pid": 0}
+    """Each kernel is on a stream of its own, unless `args` say another."""
+    where = {"device": 0, "stream": correlation, "correlation": correlation}
+    return _host(name, ts, dur, 7, "kernel", **{**where, **args}) | {"pid": 0}
 
 
 def _host(name, ts, dur, tid, cat="cpu_op", **args):
@@ -230,6 +231,7 @@ def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
         (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
         (["5.json", "trace6.json"], [5, 6]),
         (["a_1.2.json", "b_3.4.json"], [0, 1]),
+        (["job-master-0_77.16.pt.trace.json", "job-worker-0_78.17.pt.trace.json"], [0, 1]),
     ],
 )
 def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
@@ -257,6 +259,89 @@ def test_bad_profiles_are_named(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             from_profiler(paths)
+
+
+@pytest.mark.parametrize("name", ["worker0", "node7_4242"])
+def test_two_cycles_of_a_process_are_one_rank(tmp_path, name):
+    """Mutant: torch's own names, HOST_PID.TIME, are taken for two ranks."""
+    document = gpu_trace(0)
+    del document["distributedInfo"]
+    files = [write(tmp_path / f"{name}.168852752{i}.pt.trace.json", document) for i in range(2)]
+    with pytest.raises(ValueError, match="are both of rank 0; give one file per rank"):
+        from_profiler(files)
+
+
+def test_a_stream_runs_one_kernel_after_the_other(tmp_path):
+    """By hand: "b" says 2,000 us, and the next of its stream begins after 200. By less than 20 us
+    kernels do overlap. Mutants: nothing is cut; rounding is told; of any stream, the next one cuts.
+    """
+    events = [_kernel("a", 0, 110, 1), _kernel("b", 100, 2000, 2), _kernel("c", 300, 100, 3)]
+    events = [event | {"args": event["args"] | {"stream": 7}} for event in events]
+    events += [_kernel(NCCL, 150, 50, 20), _kernel(NCCL, 450, 100, 20, stream=20)]
+    t = from_profiler(write(tmp_path / "rank0.json", {"traceEvents": events}))
+    (row,) = t.overlap()
+    assert row.total == pytest.approx(150e-6) and row.exposed == pytest.approx(100e-6)
+    assert [round(1e6 * s.duration) for s in t.select(kind="compute")] == [110, 200, 100]
+    assert t.notes[0].endswith("are cut there: 1, by up to 1,800 us")
+
+
+def test_categories_of_torch_before_1_13(tmp_path):
+    events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 50, 100, 2), _host("aten::mm", -50, 20, 5)]
+    for event in events:
+        event["cat"] = {"kernel": "Kernel", "cpu_op": "Operator"}[event["cat"]]
+    (row,) = from_profiler(write(tmp_path / "a.json", {"traceEvents": events})).overlap()
+    assert row.total == pytest.approx(1e-4) and row.exposed == pytest.approx(5e-5)
+
+
+def test_devices_of_one_trace_are_ranks(tmp_path):
+    """Mutant: what one GPU computes hides what the other sends."""
+    events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 100, 100, 2), _kernel("gemm", 200, 9, 3)]
+    events += [_kernel("gemm", 100, 200, 4, device=1)]
+    events += [_kernel("copied", 0, 5, 5, device=2) | {"cat": "gpu_memcpy"}]
+    t = from_profiler(write(tmp_path / "rank3.json", {"traceEvents": events}))
+    (row,) = t.overlap()
+    assert t.ranks == [3, 4] and row.rank == 3 and row.exposed == pytest.approx(1e-4)
+    assert t.notes[0].startswith("rank 4 is a further device of ")
+
+
+@pytest.mark.parametrize("verb, moves", [("Broadcast", False), ("AllReduce", True)])
+def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, moves):
+    """A root ends early. Mutant: all collectives end together."""
+    group = {"Process Group Description": "mesh_dp", "Process Group Ranks": "[0, 1]"}
+    for rank in range(2):
+        events = [
+            _kernel(f"ncclDevKernel_{verb}_Sum", 20_000 * i, 1000 + 5000 * rank, i, Seq=i, **group)
+            for i in range(9)
+        ]
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"node{rank}") | {"traceEvents": events})
+    t = from_profiler(tmp_path)
+    assert any("clocks moved: rank 1 (node1) -5.000 ms" in note for note in t.notes) == moves
+    parts = breakdown(t)
+    assert bool(parts.waited) == moves and ("is not known" in str(parts)) != moves
+
+
+ON_NCCL = {"backend": "nccl", "rank": 0}
+ON_MTIA = {"backend": "mtia:hccl,cpu:gloo", "rank": 0}
+ON_BOTH = {"backend": "cpu:gloo,cuda:nccl", "rank": 0}
+
+
+@pytest.mark.parametrize(
+    "info, calls, is_refused",
+    [
+        (ON_NCCL, ["c10d::allreduce_", "nccl:all_reduce"], True),
+        (ON_NCCL, [], True),
+        (ON_MTIA, ["c10d::barrier", "gloo:barrier", "hccl:all_to_all"], True),
+        (ON_BOTH, ["c10d::barrier", "gloo:barrier", "c10d::allreduce_"], True),
+        (ON_BOTH, ["c10d::barrier", "gloo:barrier"], False),
+    ],
+)
+def test_a_job_on_gpus_is_not_read_from_its_host_alone(tmp_path, info, calls, is_refused):
+    """Mutant: how long the host takes to launch is told as communication."""
+    events = [_host("aten::mm", 10, 20, 9)]
+    events += [_host(name, 40 + 50 * i, 40, 9 + i) for i, name in enumerate(calls)]
+    path = write(tmp_path / "r0.json", {"traceEvents": events, "distributedInfo": info})
+    said = overlap(path)
+    assert ("lacks the GPU of its job" in (said or "")) == is_refused
 
 
 def test_the_whole_tensor_counts_whichever_end_holds_it(tmp_path):
@@ -481,6 +566,31 @@ def test_steps_call_sites_and_who_is_waited_for(two_hosts):
     (waited,) = parts.waited
     assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
     assert waited.seconds == pytest.approx(60e-6)
+
+
+def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
+    """The host runs ahead: both calls are launched in step 3, and one runs in the time of step 4.
+
+    Mutant: calls are counted where they run.
+    """
+    events = [_host(f"ProfilerStep#{i}", 100 * (i - 3), 90, 1, "user_annotation") for i in (3, 4)]
+    events += launched("gemm", 10, 100, 100, 1) + launched("gemm", 110, 300, 100, 2)
+    events += launched(NCCL, 20, 200, 50, 3) + launched(NCCL, 30, 320, 60, 4)
+    parts = breakdown(from_profiler(write(tmp_path / "a.json", {"traceEvents": events})))
+    _, third, fourth = parts.parts["step"]
+    assert (third.calls, fourth.calls) == (2, 0)
+    assert third.total == pytest.approx(110e-6) and third.exposed == pytest.approx(50e-6)
+    assert " -" in str(parts).splitlines()[1]  # bytes are not known
+
+
+def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
+    """Three wait at once for rank 1, which comes 500 us late. Mutant: 1,500 us are told."""
+    for rank in range(2):
+        named = {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}
+        events = [_kernel(NCCL, 500 * rank, 600 - 500 * rank, i, Seq=i, **named) for i in range(3)]
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": events})
+    (waited,) = breakdown(from_profiler(tmp_path)).waited
+    assert (waited.rank, waited.calls) == (1, 3) and waited.seconds == pytest.approx(500e-6)
 
 
 def test_steps_are_those_of_the_host(tmp_path):
