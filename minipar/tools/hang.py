@@ -102,13 +102,11 @@ class Report:
     def __str__(self) -> str:
         calls = sum(len(r.entries) for r in self.recordings.values())
         lines = [f"{calls:,} calls of {names(sorted(self.recordings))}"]
-        known = [rank for rank in self.culprits if self.knows(rank)]
         lines += [f"look at {names(self.blamed)} first"] if self.blamed else []
         lines += _most(self.findings) or ["no hang: every recorded call has ended"]
-        silent = [rank for rank in self.culprits if rank not in self.recordings]
-        heard = [rank for rank in self.culprits if rank not in silent and rank not in known]
-        lines += [self._whereabouts(rank) for rank in [*known, *heard][: MOST_LINES // 2]]
-        if silent:
+        here = [rank for rank in self.culprits if rank in self.recordings]
+        lines += [self._whereabouts(rank) for rank in here[: MOST_LINES // 2]]
+        if silent := [rank for rank in self.culprits if rank not in self.recordings]:
             lines.append(f"\n{names(silent)}: no dump. Ended, stopped, or the file elsewhere?")
         told = self._victims()
         lines += ["\nwho waits for whom:", *_most(told, 2 * MOST_LINES)] if told else []
@@ -189,6 +187,9 @@ def explain(recordings: dict[int, Recording], notes: Sequence[str] = ()) -> Repo
     told = {"sure": blamed, "accused": blamed, "stuck": stuck, "unknown": silent}
     for kind, those in told.items():
         report.findings += [f.text for f in said if f.kind == kind and {*f.ranks} & those]
+    report.findings = report.findings or [
+        f.text for f in said
+    ]  # something is open: never "no hang"
     report.waits.sort(key=lambda wait: wait.ranks)
     return report
 

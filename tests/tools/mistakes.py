@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import autograd
+from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
@@ -488,6 +490,20 @@ def wrapped(model, mesh):
     return Wrapper(inner), after
 
 
+def fsdp_1(model, mesh):
+    replicate(model, mesh.dp)
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+SHAPES = {name: p.shape for name, p in Net().named_parameters()}
+
+
+def from_flat_shards(name: str, tensor: Tensor | None, mesh: Mesh) -> Tensor:
+    """The `gather` of FSDP1, where a rank may have nothing of a parameter."""
+    shards = [shard for shard in all_gather_object(tensor, mesh.world) if shard is not None]
+    return torch.cat([shard.flatten() for shard in shards]).view(SHAPES[name])
+
+
 def divided_by_the_file(loss, microbatches):
     (loss / microbatches).backward()
 
@@ -515,6 +531,7 @@ RIGHT = {
     "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
     "ZeRO-2 by hand": (job(owners, optimizer=partial(owned, kind=Sent)), DP),
     "a stage on each rank": (job(stages, loss=loss_of_stage), {"pp": 2}),
+    "FSDP1": (job(fsdp_1, gather=from_flat_shards), DP),
     "a wrapper": (job(wrapped), DP),
     "reduced in the step": (job(alike, optimizer=reducing, reduced_in_step=True), DP),
     "backward in the file": (job(torch_ddp, backward=lambda loss: loss.backward()), DP),

@@ -403,6 +403,7 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
     "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(int)": "reduce_scatter",
     "void meta::comms::ddaAllReduceFlatIpc<float, 8, false>(float* const*)": "all_reduce",
     "void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<half>>": "all_reduce",
+    "void tensorrt_llm::kernels::oneShotAllReduceKernel<float, 8>": "all_reduce",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>": (
         "all_reduce"
     ),

@@ -5,11 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from minipar.parallel.base.replicate import replicate
 from minipar.tools.prove.job import WrongFile
 from minipar.tools.prove.prove import prove
 from tests.tools import gallery, mistakes
@@ -51,8 +50,8 @@ def test_what_is_right_passes(ranks, name):
     assert "NOT" not in str(verdict)
     # Where a rank has pieces and nothing says how they are clipped, no norm is compared.
     no_norm = name == "torch tensor parallel" or ("hand" in name and sizes == TP)
-    no_norm |= name in ("torch FSDP2 and tensor parallel", "ZeRO-2 by hand", "a stage on each rank")
-    no_norm |= name == "reduced in the step"
+    no_norm |= name in ("torch FSDP2 and tensor parallel", "ZeRO-2 by hand", "FSDP1")
+    no_norm |= name in ("reduced in the step", "a stage on each rank")
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
 
 
@@ -201,18 +200,17 @@ def test_a_mistake_is_named(ranks, name):
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
 
 
-def fsdp_1(model, mesh):
-    replicate(model, mesh.dp)
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
 class NoSync(DistributedDataParallel):
     def no_sync(self):
         raise RuntimeError("\nnot now")
 
 
 UNKNOWN = {
-    "pieces that make nothing": (job(fsdp_1), DP, r"initial weights .* pieces of \[\d+\] make no"),
+    "pieces that make nothing": (
+        job(mistakes.fsdp_1),
+        DP,
+        r"initial weights .* pieces of \[\d+\] make no",
+    ),
     "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
     "an axis": (
         job(gallery.plain.parallelize),
