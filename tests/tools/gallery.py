@@ -102,15 +102,14 @@ def torch_fsdp(model, mesh):
     return model
 
 
-def reduced(model, mesh, factor: float = 0.5, skip=()):
+def reduced(model, mesh, factor: float = 0.5):
     """By hand: one all-reduce per parameter after backward."""
     replicate(model, mesh.dp)
 
     def after() -> None:
-        for name, p in model.named_parameters():
-            if name not in skip:
-                dist.all_reduce(p.grad, group=mesh.dp.group)
-                p.grad *= factor
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=mesh.dp.group)
+            p.grad *= factor
 
     return model, after
 
@@ -397,28 +396,11 @@ def early_or_not(model):
     return getattr(model, "early", None) or torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def vocabulary_twice(model, mesh):
-    return megatron(model, mesh)
-
-
-def loss_of_pieces(model, batch):
-    """T14: a loss for logits that are cut by words, fed with whole ones."""
-    axis = Mesh(tp=dist.get_world_size()).tp
-    logits, targets = model(batch[0]), batch[1][..., None]
-    total = autograd.all_reduce(logits.exp().sum(-1), axis, to="I")
-    return (total.log() - logits.gather(-1, targets)[..., 0]).mean()
-
-
 def clip_counting_all(model):
     """T9: squares of all ranks are added, also of what all ranks have."""
     total = sum(p.grad.square().sum() for p in model.parameters())
     dist.all_reduce(total)
     return total.sqrt()
-
-
-def clip_of_own(model):
-    """T9: torch's function, on pieces."""
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
 def torch_tensor(model, mesh):

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from minipar.comm import autograd
-from minipar.comm.collectives import all_gather_object
 from minipar.comm.mesh import Mesh
 from minipar.parallel.base.replicate import replicate
 from tests.tools import gallery
@@ -41,29 +39,9 @@ def by_hand(model, mesh, change):
     return model, after
 
 
-def clips_first(model, mesh):
-    """Each rank clips by the norm of its own share."""
-    model, reduce = by_hand(model, mesh, average)
-
-    def after() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        reduce()
-
-    return model, after
-
-
 def sends_one(gradient: Tensor) -> Tensor:
     dist.broadcast(gradient, 0)
     return gradient
-
-
-def largest(gradient: Tensor) -> Tensor:
-    dist.all_reduce(gradient, dist.ReduceOp.MAX)
-    return gradient
-
-
-def in_bfloat16(gradient: Tensor) -> Tensor:
-    return average(gradient.bfloat16()).double()
 
 
 def fills_once(model, mesh):
@@ -104,14 +82,6 @@ def divides_again(model, mesh):
     return model, after
 
 
-def one_module_summed(model, mesh):
-    def after() -> None:
-        for p in model.up.parameters():
-            p.grad *= 2
-
-    return torch_ddp(model, mesh), after
-
-
 def over_the_world(model, mesh, group=None, parts: int = 4):
     """Pieces of tensor parallelism, averaged over all ranks as if they were copies."""
     replicate(model, mesh.world)
@@ -123,15 +93,6 @@ def over_the_world(model, mesh, group=None, parts: int = 4):
             p.grad /= parts
 
     return model, after
-
-
-def global_denominator(model, batch):
-    """Divided by the tokens of all ranks; then DDP divides by the ranks, too."""
-    total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    count = (batch[1] != -100).sum().double()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(count)
-    return total / count
 
 
 # ---------------------------------------------------------------------- the optimizer
@@ -152,18 +113,12 @@ class Owned(torch.optim.AdamW):
 
 
 class Sent(Owned):
-    """And then everything is sent: by its owner, or by the next rank."""
-
-    shift = 0
+    """And then everything is sent by its owner."""
 
     def step(self, closure=None):
         super().step(closure)
         for i, p in enumerate(self.param_groups[0]["params"]):
-            dist.broadcast(p.data, (i + self.shift) % dist.get_world_size())
-
-
-class SentByTheNext(Sent):
-    shift = 1
+            dist.broadcast(p.data, i % dist.get_world_size())
 
 
 def owned(model, kind=Owned):
@@ -204,22 +159,6 @@ def local_attention(model, mesh, starts: bool = True):
 
 def averaged(x: Tensor, axis, to: str) -> Tensor:
     return autograd.all_reduce(x, axis, to=to) / axis.size
-
-
-class WithoutBias(Row):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) - self.bias.detach()
-
-
-def forgets_bias(model, mesh):
-    model = megatron(model, mesh)
-    model.down.__class__ = WithoutBias
-    return model
-
-
-def twice_reduced(x: Tensor, axis, to: str) -> Tensor:
-    """Summed in forward, and once more in backward, as of torch.distributed.nn (T14)."""
-    return autograd.all_reduce(x, axis, to="R")
 
 
 def drawn_again(model, mesh):
@@ -265,17 +204,8 @@ def words_apart(model, batch):
     return (logits.exp().sum(-1).log() - target).mean()
 
 
-def first_rows(batch, mesh):
-    return tuple(tensor.chunk(mesh.dp.size)[0] for tensor in batch)
-
-
 def overlapping_rows(batch, mesh):
     return tuple(tensor[mesh.dp.rank :][:4] for tensor in batch)
-
-
-def dealt_rows(batch, mesh):
-    """Right: as a DistributedSampler has it."""
-    return tuple(tensor[mesh.dp.rank :: mesh.dp.size] for tensor in batch)
 
 
 # ---------------------------------------------------------------------- what only some trials see
@@ -398,116 +328,6 @@ def tokens_of_all(model, batch):
     return summed(model, batch) / count
 
 
-def all_microbatches(model, batches):
-    """Right for uneven microbatches: all of them are divided by one number."""
-    count = average(sum((batch[1] != -100).sum() for batch in batches).double())
-    losses = [summed(model, batch) / count for batch in batches]
-    for loss in losses:
-        loss.backward()
-    return sum(losses)
-
-
-# ---------------------------------------------------------------------- right, and unusual
-class Hand(torch.autograd.Function):
-    """What rank 0 has goes to rank 1, and the gradient back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.broadcast(x, 0)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.broadcast(gradient, 1)
-        return gradient
-
-
-class Stage(Net):
-    def forward(self, tokens: Tensor) -> Tensor:
-        if hasattr(self, "head"):
-            return self.head(Hand.apply(torch.zeros(*tokens.shape, WIDTH, requires_grad=True)))
-        x = self.embed(tokens)
-        return Hand.apply(x + self.down(self.act(self.up(self.norm(x)))))
-
-
-def stages(model, mesh):
-    """Each rank has its stage of the model, and nothing else."""
-    replicate(model, mesh.pp)
-    for name in ("embed", "norm", "up", "act", "down") if mesh.pp.rank else ("head",):
-        delattr(model, name)
-    model.__class__ = Stage
-    return model
-
-
-def loss_of_stage(model, batch):
-    logits = model(batch[0])
-    if not hasattr(model, "head"):
-        return (logits * 0).sum()
-    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-
-def owners(model, mesh):
-    """ZeRO-2 by hand: each gradient goes to its owner, and is gone elsewhere."""
-    replicate(model, mesh.dp)
-
-    def after() -> None:
-        for i, p in enumerate(model.parameters()):
-            total = average(p.grad)
-            p.grad = total if i % mesh.dp.size == mesh.dp.rank else None
-
-    return model, after
-
-
-class Reducing(torch.optim.AdamW):
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad = average(p.grad)
-        super().step(closure)
-
-
-def reducing(model):
-    return Reducing(model.parameters(), lr=0.01)
-
-
-def alike(model, mesh):
-    replicate(model, mesh.dp)
-    return model
-
-
-class Wrapper(nn.Module):
-    def __init__(self, model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-
-def wrapped(model, mesh):
-    inner, after = by_hand(model, mesh, average)
-    return Wrapper(inner), after
-
-
-def fsdp_1(model, mesh):
-    replicate(model, mesh.dp)
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-SHAPES = {name: p.shape for name, p in Net().named_parameters()}
-
-
-def from_flat_shards(name: str, tensor: Tensor | None, mesh: Mesh) -> Tensor:
-    """The `gather` of FSDP1, where a rank may have nothing of a parameter."""
-    shards = [shard for shard in all_gather_object(tensor, mesh.world) if shard is not None]
-    return torch.cat([shard.flatten() for shard in shards]).view(SHAPES[name])
-
-
-def divided_by_the_file(loss, microbatches):
-    (loss / microbatches).backward()
-
-
 def undivided(loss, microbatches):
     loss.backward()
 
@@ -526,62 +346,18 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
     return job(parallelize, **changes), sizes, (stage, module, step, list(ranks), cause)
 
 
-RIGHT = {
-    "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
-    "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
-    "ZeRO-2 by hand": (job(owners, optimizer=partial(owned, kind=Sent)), DP),
-    "a stage on each rank": (job(stages, loss=loss_of_stage), {"pp": 2}),
-    "FSDP1": (job(fsdp_1, gather=from_flat_shards), DP),
-    "a wrapper": (job(wrapped), DP),
-    "reduced in the step": (job(alike, optimizer=reducing, reduced_in_step=True), DP),
-    "backward in the file": (job(torch_ddp, backward=lambda loss: loss.backward()), DP),
-    "its own division": (job(torch_ddp, backward=divided_by_the_file), DP),
-    "an axis that the file names": (
-        job(partial(by_hand, change=average), shares=["gpus"]),
-        {"gpus": 2},
-    ),
-}
-UNEVEN = job(
-    partial(by_hand, change=average),
-    uneven=gallery.uneven,
-    loss=tokens_of_all,
-    accumulate=all_microbatches,
-)
 WRONG = {
-    "each rank clips": told(clips_first, DP, "gradient of head", "shares weighed wrongly"),
     "gradients of rank 0": told(
         partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
     ),
-    "maximum": told(
-        partial(by_hand, change=largest), DP, "gradient of head", "largest, not summed"
-    ),
-    "bfloat16": told(partial(by_hand, change=in_bfloat16), DP, "gradient of head", "rounding"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
-    "one module summed": told(one_module_summed, DP, "gradient of up", "summed, not averaged"),
     "pieces averaged": told(
         over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
     ),
-    "averaged over tp": told(
-        partial(over_the_world, group=lambda mesh: mesh.tp.group, parts=2),
-        BOTH,
-        "gradient of head",
-        "not reduced",
-        ranks=[0, 1, 2, 3],
-    ),
-    "tokens of all, and ranks": told(
-        torch_ddp, DP, "gradient of head", "divided once too often", loss=global_denominator
-    ),
     "nothing sent": told(
         torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
-    ),
-    "sent by another": told(
-        torch_ddp,
-        DP,
-        "weights of embed",
-        "not in the optimizer",
-        optimizer=partial(owned, kind=SentByTheNext),
     ),
     "rate times ranks": told(
         torch_ddp,
@@ -597,14 +373,6 @@ WRONG = {
         "another weight decay",
         optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
     ),
-    "positions from 0": told(
-        partial(local_attention, starts=False),
-        CP,
-        "output of positions",
-        "first piece everywhere",
-        build=PositionNet,
-        shares=gallery.tokens_apart,
-    ),
     "local attention": told(
         local_attention,
         CP,
@@ -616,19 +384,9 @@ WRONG = {
     "averaged": told(
         partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
     ),
-    "no bias": told(forgets_bias, TP, "output of down", "bias left out"),
-    "summed in backward": told(
-        partial(megatron, row={"leave": twice_reduced}),
-        TP,
-        "gradient of down",
-        "counted on every rank",
-    ),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
-    "the same rows": told(
-        torch_ddp, DP, "output of embed", "first piece everywhere", shares=first_rows
-    ),
     "syncs no more": told(counting, DP, "gradient of head", "kept between steps", step=2),
     "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
     "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
