@@ -76,10 +76,10 @@ def memory() -> Line:
 
 def gpus() -> Line:
     """Return the GPUs, and the shared memory through which NCCL sends between them."""
+    if not torch.cuda.is_available() and os.path.exists("/dev/nvidia0"):
+        says = f"PyTorch, built for CUDA {torch.version.cuda}, cannot use the GPUs here"
+        return Line("FAIL", "GPUs", says)
     if not torch.cuda.is_available():
-        if os.path.exists("/dev/nvidia0"):
-            says = f"PyTorch, built for CUDA {torch.version.cuda}, cannot use the GPUs here"
-            return Line("FAIL", "GPUs", says)
         return Line("note", "GPUs", "none: ranks compute on the CPU, and talk by gloo")
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     says = "; ".join(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB" for gpu in found)

@@ -61,7 +61,8 @@ def usable(events: list[Any]) -> tuple[list[Event], int]:
         ):
             bad += 1
             continue
-        event = {"args": {}, "dur": 0, "tid": None} | event
+        for key, usual in ("args", {}), ("dur", 0), ("tid", None):
+            event.setdefault(key, usual)
         event["cat"] = _OLD.get(event.get("cat", ""), event.get("cat", ""))
         if _is_launch(event) or event["ts"] + event["dur"] > event["ts"]:
             good.append(event)

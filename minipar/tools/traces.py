@@ -154,7 +154,7 @@ def _read(file: Path) -> list[_Trace]:
     events = document.pop("traceEvents")
     good, bad = usable(events)
     notes = [f"{printable(file)}: skipped {bad} of {len(events)} events, which are malformed"]
-    if gpu := any(event["cat"] == "kernel" for event in good):
+    if any(event["cat"] == "kernel" for event in good):
         devices = kineto.gpu_spans(good)
         for spans in devices.values():
             notes += [f"{printable(file)}: {note}" for note in kineto.cut_short(spans)]
@@ -171,7 +171,7 @@ def _read(file: Path) -> list[_Trace]:
     ordered = sorted(filter(None, devices.values()), key=busy, reverse=True)
     working = [spans for spans in ordered if busy(spans)] or ordered[:1]
     working[0] += chain.from_iterable(spans for spans in ordered if not busy(spans))
-    return [_Trace(file, document, spans, _steps(good, spans, gpu), notes) for spans in working]
+    return [_Trace(file, document, spans, _steps(good, spans), notes) for spans in working]
 
 
 # ---------------------------------------------------------------------- clocks and steps
@@ -225,7 +225,7 @@ def matched(spans: Iterable[Span], but: Sequence[str] = ()) -> dict[Any, Span]:
     return found
 
 
-def _steps(events: list[Event], spans: list[Span], has_kernels: bool) -> list[Step]:
+def _steps(events: list[Event], spans: list[Span]) -> list[Step]:
     """Return the ProfilerStep#N of the host; one that launched kernels lasts from the first on.
 
     Each span is told the step that launched it; without a launch, the step in which it begins.
@@ -245,10 +245,11 @@ def _steps(events: list[Event], spans: list[Span], has_kernels: bool) -> list[St
     ends += [step[2] for step in steps[-1:]]
     found = [(step[0], step[1], end) for step, end in zip(steps, ends, strict=True)]
     found = [step for step in found if step[1] < step[2]]
+    launched = [(name, start, end) for name, _, _, start, end in steps]
     for span in spans:
         at = span.meta.get("launched")
-        windows = found if at is None else [(name, a, b) for name, _, _, a, b in steps]
-        i = bisect_right(windows, span.start if at is None else at, key=lambda w: w[1]) - 1
-        if i >= 0 and (span.start if at is None else at) < windows[i][2]:
+        windows, at = (found, span.start) if at is None else (launched, at)
+        i = bisect_right(windows, at, key=lambda window: window[1]) - 1
+        if i >= 0 and at < windows[i][2]:
             span.meta["step"] = windows[i][0]
     return found

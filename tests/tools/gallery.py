@@ -149,20 +149,6 @@ def averages_twice(model, mesh):
     return wrapped, after
 
 
-def to_the_root(model, mesh):
-    """A reduce where an all-reduce is needed: rank 0 alone has the sum."""
-    replicate(model, mesh.dp)
-
-    def after() -> None:
-        for p in model.parameters():
-            total = p.grad / 2
-            dist.reduce(total, 0, group=mesh.dp.group)
-            if mesh.rank == 0:
-                p.grad = total
-
-    return model, after
-
-
 SYNC = {"on": True}
 
 

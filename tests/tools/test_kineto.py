@@ -188,11 +188,6 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
     ]
 
 
-def test_without_a_gpu_no_profiler_runs():
-    if not torch.cuda.is_available():
-        assert gpu.start_profiler() is None
-
-
 def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
     """A hook that all-reduces within backward: 20..80 us of 0..100 are spent waiting."""
     engine = "autograd::engine::evaluate_function: MmBackward0"
@@ -336,15 +331,12 @@ def test_one_late_collective_does_not_move_a_clock(tmp_path):
 # ---------------------------------------------------------------------- names of kernels
 COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the verb
     NCCL: "all_reduce",
-    "ncclSymkDevKernel_AllGather_STMC(ncclSymkDevWorkArgs4K)": "all_gather",
     "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": "ncclDevKernel_Generic_1",
     "mscclKernel_Sum_hip_bfloat16_Simple_false": "mscclKernel_Sum_hip_bfloat16_Simple_false",
     "allgather(mscclpp::SmChannelDeviceHandle*, mscclpp::DeviceSyncer*)": "all_gather",
     "oneccl_allreduce_pcie": "all_reduce",
     "hcom_allReduce__503_0_1": "all_reduce",
     "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "all_to_all",
-    "void deep_ep::internode_ll::combine<(bool)0, (int)6144>(void *)": "all_to_all",
-    "void deep_ep::elastic::hybrid_dispatch_impl<false, true, 24>(void*)": "all_to_all",
     "void uccl::internode_ll::dispatch<true, 7168>(void*)": "all_to_all",
     "dispatch(hybrid_ep::dispatch_kernel_param_t<unsigned char>)": "all_to_all",
     "void (anonymous namespace)::dispatchKernel<16u, true, true>(int*)": "all_to_all",
@@ -352,8 +344,6 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
     "EpDispatchIntraNodeKernel_bf16": "all_to_all",
     "moeA2ADispatchKernel": "all_to_all",
     "one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)": "all_reduce",
-    "void two_shot_all_reduce_kernel_inplace<float, 16, 4>(float**)": "all_reduce",
-    "void multimem_all_gather_kernel<16>(char*, char*)": "all_gather",
     "allToAllV(void*, void*, long*)": "all_to_all",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",

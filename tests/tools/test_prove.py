@@ -93,9 +93,6 @@ WRONG = {
     "averaged twice": told(
         gallery.averages_twice, DP, "gradient of head", "divided once too often"
     ),
-    "reduced to rank 0": told(
-        gallery.to_the_root, DP, "gradient of head", "not reduced", ranks=[1]
-    ),
     "T29 a rank without gradient": told(
         gallery.forgotten_rank, DP, "gradient of norm", "no gradient", ranks=[1]
     ),

@@ -11,10 +11,11 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -89,9 +90,10 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
     usual, doing = torch.get_default_dtype(), ["reading it"]
     torch.set_default_dtype(torch.float64)
     mesh = Mesh() if alone else Mesh(**sizes)
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+    variables = mock.patch.dict(os.environ, _of_torchrun(mesh))
     try:
-        quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with torch.enable_grad(), quiet, _like_torchrun(mesh), blamed(_file_of(source), doing):
+        with torch.enable_grad(), quiet, variables, blamed(getattr(source, "file", source), doing):
             job = Job.load(source) if isinstance(source, str) else source
             data = job.data_axes(sizes)
             seen = _Run(job, mesh, trial, alone, doing).train()
@@ -100,32 +102,17 @@ def observe(source: str | Job, sizes: dict[str, int], trial: Trial, alone: bool)
             seen.has_gradients = not job.reduced_in_step
             if alone:
                 doing.append("loss() of a share")
-                seen.parts = _parts(job, trial, math.prod(sizes[a] for a in seen.data), seen)
+                seen.parts = _parts(job, trial, math.prod(sizes[a] for a in data), seen)
             return seen
     finally:
         torch.set_default_dtype(usual)
 
 
-def _file_of(source: str | Job) -> str:
-    return source if isinstance(source, str) else source.file
-
-
-@contextlib.contextmanager
-def _like_torchrun(mesh: Mesh) -> Iterator[None]:
-    """Give the file the variables that torchrun sets, which libraries read."""
+def _of_torchrun(mesh: Mesh) -> dict[str, str]:
+    """Return the variables that torchrun sets, which libraries read."""
     rank, size = str(mesh.rank), str(mesh.size)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def _build(job: Job, seed: int) -> nn.Module:
@@ -176,10 +163,10 @@ class _Run:
             doing.append(f"what follows backward in {at}")
             self.after()
             doing.append(f"gathering the gradients of {at}")
-            own = {n: g for n, g in _gradients(self.model, self.clean).items() if g is not None}
-            locals_ = [g.to_local() if _is_torchs(g) else g for g in own.values()]
-            seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in locals_)))
             gradients = _gradients(self.model, self.clean)
+            own = {name: g for name, g in gradients.items() if g is not None}
+            shards = [g.to_local() if _is_torchs(g) else g for g in own.values()]
+            seen.own_norms.append(math.sqrt(sum(float(g.square().sum()) for g in shards)))
             seen.gradients.append(self.whole(gradients, "full_gradients"))
             self.check_is_finite(seen.gradients[-1], at)
             doing.append(f"clipping in {at}")

@@ -61,7 +61,7 @@ class Verdict:
     notes: list[str]
 
     def json(self) -> str:
-        """All of it, to be read by programs."""
+        """Return all of it, to be read by programs."""
         return json.dumps({"equal": self.parting is None, **asdict(self)}, indent=1)
 
     def __str__(self) -> str:
