@@ -364,12 +364,8 @@ COMPUTING = [
     "void flash_fwd_splitkv_combine_kernel<128>",
     "void deep_ep::ep::combine_reduce_epilogue_impl<true, 24>(void*)",
     "void uccl::layout::get_dispatch_layout<256, 32, 8>(int const*)",
-    "void aiter::local_device_load_rmsnorm<__hip_bfloat16>(int)",
-    "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(int const*)",
-    "void at::native::reduce_kernel<512, 1>",
     "void at::native::index_elementwise_kernel<gather>",
     "occlusion_kernel",
-    "void at::native::vectorized_broadcast_kernel",
 ]
 
 
