@@ -87,7 +87,6 @@ MALFORMED = {
     # what is typed (W is the folder of `work`): what must be said
     "trian": "'trian' is no command; did you mean train? There are train, ",
     "wash": "'wash' is no command; use one of train",
-    "bench tea": "'bench tea' is no command",
     "train --step 5": "Unrecognized options: --step",
     "train extra": "extra",
     "train --steps many": "many",

@@ -47,15 +47,10 @@ GROUPS = {
         "calibrate": Command("sim.calibrate:run", "measure this machine, for `minipar plan`"),
     },
     "Measure ours beside PyTorch's own": {
-        "bench ddp": Command("lab.bench.ddp:run", "data parallel"),
-        "bench collectives": Command("lab.bench.collectives:run", "all-reduce algorithms"),
         "bench compression": Command("lab.bench.compression:run", "every way to send less"),
-        "bench fsdp": Command("lab.bench.fsdp:run", "ZeRO and FSDP"),
-        "bench tensor": Command("lab.bench.tensor:run", "tensor parallelism"),
-        "bench context": Command("lab.bench.context:run", "context parallelism"),
-        "bench expert": Command("lab.bench.expert:run", "expert parallelism"),
-        "bench mixture": Command("lab.bench.mixture:run", "a mixture of experts, and a dense one"),
-        "bench pipeline": Command("lab.bench.pipeline:run", "pipelines, and how idle ranks are"),
+        "bench experts": Command("lab.bench.expert_overlap:run", "ways to hide the all-to-alls"),
+        "bench idle": Command("lab.bench.pipeline_idle:run", "idle time of pipeline schedules"),
+        "bench": Command("lab.bench.strategies:run", "a strategy: ddp, fsdp, tensor, ..."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -72,12 +67,12 @@ def parse(argv: list[str]) -> tuple[str, Any]:
     if argv[0] in ("-V", "--version"):
         print(f"minipar {__version__}")
         sys.exit(0)
+    # The longest command that the line begins with: "bench idle" stands before "bench".
     name = next((n for n in COMMANDS if argv[: len(n.split())] == n.split()), None)
     if name is None:
-        asked = " ".join(argv[: 2 if argv[0] == "bench" else 1])
-        near = difflib.get_close_matches(asked, COMMANDS, 1)
+        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
         hint = f"did you mean {near[0]}? There are" if near else "use one of"
-        raise ValueError(f"{asked!r} is no command; {hint} {', '.join(COMMANDS)}")
+        raise ValueError(f"{argv[0]!r} is no command; {hint} {', '.join(COMMANDS)}")
     flags, default = argv[len(name.split()) :], tyro.MISSING_NONPROP
     if name == "train":
         asked = [_value_of(flag, flags) for flag in ("--resume", "--config")]
