@@ -120,9 +120,9 @@ class NoiseScale:
         return watched
 
     def own_numbers(self, own_tokens: Tensor, num_tokens: Tensor, loss_scale: Tensor) -> Tensor:
-        """Return what to add up over the ranks, [2]: N/n |g|^2, and 1; zeros for no token here.
+        """Return the numbers to add up over the ranks, [2]: N/n |g|^2, and 1; zeros without tokens.
 
-        `loss_scale` is still in the gradients that were watched.
+        The gradients that were watched still contain `loss_scale`.
         """
         square = self._own_square / loss_scale.double().square()
         self._own_square = 0.0

@@ -20,7 +20,6 @@ Proved by: tests/train/test_checkpoint.py.
 
 import json
 import math
-import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,20 +44,9 @@ FORMAT = 4  # of the layout above
 ALONE = Axis("world", 0, 1, (0,))
 Files = dict[str, dict[str, int]]  # by name of a file: {"num_bytes": ..., "crc32": ...}
 CHUNK = 1 << 22  # bytes of a file that are read at once for its CRC
-DTYPES = {  # in safetensors' words
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPE_OF = {word: dtype for dtype, word in DTYPES.items()}
-_NAME = re.compile(r"step_([0-9]{6,18})")
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+"""Kinds of numbers, in the words of safetensors."""
 
 
 class CheckpointError(ValueError):
@@ -69,7 +57,7 @@ class CheckpointError(ValueError):
 def available(folder: Path) -> list[Path]:
     """Return the complete checkpoints below `folder`, by steps."""
     found = folder.glob("step_*") if folder.is_dir() else []
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in found if path.name[5:].isdecimal()), key=step_of)
 
 
 def newest(run: Path) -> Path | None:
@@ -139,8 +127,8 @@ def load(
     """Return (weights, state) of a checkpoint, as they were saved.
 
     With `axis`, a collective: its ranks share the check of the contents. `lazily`, a `Stored`
-    stands in the place of every weight and of every tensor of the optimizer or of compression, for
-    each rank to read its part. Raises `CheckpointError` on all ranks if the checkpoint is damaged.
+    stands in the place of every weight and of every tensor of the optimizer, for each rank to read
+    its part. Raises `CheckpointError` on all ranks if the checkpoint is damaged.
     """
     manifest = verify(folder)
     own = sorted(manifest["files"])[axis.rank :: axis.size]
@@ -154,10 +142,11 @@ def load(
     weights, tensors = (find(folder, manifest["files"], k) for k in ("weights_", "state_"))
     with reading(folder, "manifest.json"):
         weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
-    left = ("optimizer/state/", "compression/") if lazily else ()
-    weights = weights if lazily else {name: stored() for name, stored in weights.items()}
+    if not lazily:
+        weights = {name: stored() for name, stored in weights.items()}
     tensors = {
-        name: stored if name.startswith(left) else stored() for name, stored in tensors.items()
+        name: stored if lazily and name.startswith("optimizer/state/") else stored()
+        for name, stored in tensors.items()
     }
     with reading(folder, "state.pt"):
         skeleton = torch.load(folder / "state.pt", weights_only=True)
@@ -170,6 +159,7 @@ def load(
 def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
     """Return where the tensors of a kind are, in the files of all ranks; read only their heads."""
     facts: dict[str, tuple] = {}
+    kinds = {word: dtype for dtype, word in DTYPES.items()}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for file in sorted(name for name in files if name.startswith(kind)):
         with reading(folder, file), _open(folder / file) as contents:
@@ -180,7 +170,7 @@ def find(folder: Path, files: Files, kind: str) -> dict[str, Stored]:
                 name, shape, offset = key, size, [0] * len(size)
                 if key in told:
                     name, shape, offset = json.loads(told[key])
-                fact = tuple(shape), _DTYPE_OF[head.get_dtype()]
+                fact = tuple(shape), kinds[head.get_dtype()]
                 if facts.setdefault(name, fact) != fact or not len(size) == len(offset):
                     raise ValueError(f"{name} has another shape here than {facts[name][0]}")
                 boxes[name].append(Box(file, key, tuple(offset), size))

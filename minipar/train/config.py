@@ -32,13 +32,9 @@ WORDS = {
 
 LARGEST = 10**9
 """The largest number that a flag takes. More would overflow a clock, an index or the memory."""
-SMALLEST = 1e-12
-"""The smallest number of a flag that must be positive. Less would vanish in a product."""
-
-_FROM_ONE = "steps", "batch_size", "seq_len", "save_every", "keep", "timeout"
-_FROM_ZERO = "warmup_steps", "weight_decay", "eval_every", "sample_tokens", "record_steps"
-_LEAST = {**dict.fromkeys(_FROM_ONE, 1.0), **dict.fromkeys(_FROM_ZERO, 0.0)}
-_LEAST |= {"lr": SMALLEST, "max_norm": SMALLEST}
+LEAST = dict.fromkeys(("steps", "batch_size", "seq_len", "save_every", "keep", "timeout"), 1)
+LEAST |= {"lr": 1e-12, "max_norm": 1e-12}
+"""The smallest number of a flag, if it is not 0."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,8 @@ class TrainConfig:
     """Tokens per sequence."""
     lr: float = 3e-3
     """Learning rate of AdamW at its peak."""
-    schedule: Literal["cosine", "stable"] = "cosine"
-    """After the warm-up: half a cosine, or a plateau with a line down over the last fifth."""
     warmup_steps: int = 20
-    """Steps over which the learning rate rises."""
+    """Steps over which the learning rate rises; then it falls by half a cosine."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
     max_norm: float = 1.0
@@ -177,7 +171,7 @@ class TrainConfig:
         plan = self.as_plan()
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset} is unknown; use one of {', '.join(PRESETS)}")
-        check_numbers(self, _LEAST)
+        check_numbers(self, LEAST)
         link.parse(self.link)
         if Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"--name {self.name!r} must be a plain name; --out chooses the folder")
@@ -316,16 +310,11 @@ def check_numbers(record: Any, least: Mapping[str, float]) -> None:
     `least` has the smallest value of a field by its name. A seed may be what torch takes.
     """
     for field in fields(record):
-        values, low = getattr(record, field.name), least.get(field.name, -LARGEST)
-        for value in values if isinstance(values, tuple) else (values,):
-            if not isinstance(value, (int, float)):
-                continue
-            asked = f"--{field.name.replace('_', '-')} {str(value)[:80]} must be"
-            if field.name == "seed":
-                if not 0 <= value < 2**63:
-                    raise ValueError(f"{asked} 0 or more, and below 2^63")
-            elif not value >= low:
-                how = f"above 0, {low:g} at least" if low == SMALLEST else f"{low:g} or more"
-                raise ValueError(f"{asked} {how}")
-            elif value > LARGEST:
-                raise ValueError(f"{asked} a number up to {LARGEST:,}")
+        value, low, most = getattr(record, field.name), least.get(field.name, 0), LARGEST
+        if field.name == "seed":
+            most = 2**63 - 1
+        if isinstance(value, (int, float)) and not low <= value <= most:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} {str(value)[:80]} must be {low:g} or more, and "
+                f"at most {most:,}"
+            )

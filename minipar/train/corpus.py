@@ -104,9 +104,8 @@ def load_corpus(
         at = error.filename or source
         raise ValueError(f"cannot read {at}: {error.strerror or one_line(error)}") from error
 
-    skipped = [f"{_count(num_skipped, 'binary file')} skipped"] if num_skipped else []
     if not num_bytes:
-        raise ValueError(f"{source} holds no text" + "".join(f" ({s})" for s in skipped))
+        raise ValueError(f"{source} holds no text ({_count(num_skipped, 'binary file')} skipped)")
     num_tokens = sum(map(len, tokens))
     if num_tokens < 2 * MIN_TOKENS:
         raise ValueError(
@@ -116,13 +115,17 @@ def load_corpus(
     files.discard("")
     counts = [_count(len(files), "file")] if files else []
     counts += [_count(len(names), "document")] if len(names) != len(files) else []
-    notes = skipped
-    notes += [f"{_count(num_damaged, 'file')} not UTF-8"] * (num_damaged > 0)
-    notes += [f"cut at {size_of(num_bytes)}"] * (num_bytes == limit_bytes)
-    if tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer):
-        notes.append("nothing between documents: the tokenizer names no token that ends one")
+    notes = {
+        f"{_count(num_skipped, 'binary file')} skipped": num_skipped,
+        f"{_count(num_damaged, 'file')} not UTF-8": num_damaged,
+        f"cut at {size_of(num_bytes)}": num_bytes == limit_bytes,
+        "nothing between documents: the tokenizer names no token that ends one": (
+            tokenizer.separator is None and not isinstance(tokenizer, ByteTokenizer)
+        ),
+    }
+    told = ", ".join(note for note, holds in notes.items() if holds)
     description = f"{', '.join(counts)}, {size_of(num_bytes)} of {label}"
-    description += f" ({', '.join(notes)})" if notes else ""
+    description += f" ({told})" if told else ""
     train, validation = _split(names, tokens, validation_fraction, seed)
     return Corpus(train, validation, len(files), num_bytes, description)
 

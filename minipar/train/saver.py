@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ from minipar.train.checkpoint import (
 
 Parts = Mapping[str, Mapping[str, Part]]  # by kind, "weights" or "state", and name
 Share = dict[str, dict[str, Tensor | Part]]  # what one rank writes, likewise
-_T = TypeVar("_T")
 
 
 class _InProgress(NamedTuple):
@@ -148,7 +147,7 @@ class Saver:
             self._writing.files.exception()
             self._writing = None
 
-    def _together(self, step: int, work: Callable[[], _T]) -> list[_T]:
+    def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Do `work` on every rank; return what each returned. If it fails on one, all raise."""
         result = problem = None
         try:

@@ -30,15 +30,13 @@ def save(
     saver: Saver,
     step: int,
     state: dict[str, Any],
-    own: Mapping[str, Part] | None = None,
 ) -> None:
     """Write a checkpoint of weights, optimizer and `state`; a collective of names and numbers.
 
-    `own` has more tensors of `state` that this rank alone writes, by their path in it. Raises
-    `OSError` as `Saver.save`.
+    Raises `OSError` as `Saver.save`.
     """
     weights, optimizer, entries = parts(strategy)
-    own = {f"optimizer/state/{name}": part for name, part in entries.items()} | (own or {})
+    own = {f"optimizer/state/{name}": part for name, part in entries.items()}
     tied = {n: strategy.serial_name(n) for n in strategy.shapes if n != strategy.serial_name(n)}
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -26,7 +26,7 @@ from minipar.train.corpus import Corpus, load_corpus
 from minipar.train.data import Batches, Sequences, check_same, on_device
 from minipar.train.folder import held
 from minipar.train.metrics import Log, say
-from minipar.train.optim import warmup_cosine, warmup_stable_decay
+from minipar.train.optim import warmup_cosine
 from minipar.train.precision import COMPUTE_DTYPES, Precision
 from minipar.train.report import (
     PROFILED_STEPS,
@@ -202,16 +202,10 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        config = self.config
-        common = dict(
-            peak=config.lr,
-            warmup_steps=min(config.warmup_steps, config.steps),
-            total_steps=config.steps,
+        steps, warmup_steps = self.config.steps, min(self.config.warmup_steps, self.config.steps)
+        return warmup_cosine(
+            step, peak=self.config.lr, warmup_steps=warmup_steps, total_steps=steps
         )
-        if config.schedule == "cosine":
-            return warmup_cosine(step, **common)
-        decay_steps = min(config.steps // 5, config.steps - common["warmup_steps"])
-        return warmup_stable_decay(step, decay_steps=decay_steps, **common)
 
     def _set_learning_rate(self) -> float:
         lr = self.learning_rate(self.step - 1)
@@ -271,7 +265,7 @@ class Trainer:
         with checkpoint.reading(folder):
             _check_shape(state["model"], asdict(self.model.config))
             self.batches.load_state_dict(state["data"])
-            self.setup.load(weights, state, f"checkpoint {folder}")
+            self.setup.load(weights, state["optimizer"], f"checkpoint {folder}")
             self.precision.load_state_dict(state["precision"])
             random_states = state["random"]
             torch.set_rng_state(random_states[self.mesh.rank % len(random_states)])
@@ -357,8 +351,8 @@ class Trainer:
 def _check_shape(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise `ValueError` where models differ, also in what the shapes of weights do not show."""
     saved, own = ({**shape, **(shape["moe"] or {})} for shape in (saved, own))
-    for name in own.keys() - {"moe", "max_seq_len"}:
-        if saved.get(name) != own[name]:
+    for name in own:
+        if name not in ("moe", "max_seq_len") and saved.get(name) != own[name]:
             now = f"{saved.get(name)}, and this one has {own[name]}"
             raise ValueError(f"it is of a model with {name}={now}")
 
