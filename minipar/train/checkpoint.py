@@ -140,10 +140,10 @@ def load(
                 f"CRC-32; resume from an earlier one"
             )
     weights, tensors = (find(folder, manifest["files"], k) for k in ("weights_", "state_"))
-    with reading(folder, "manifest.json"):
-        weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
     if not lazily:
         weights = {name: stored() for name, stored in weights.items()}
+    with reading(folder, "manifest.json"):
+        weights |= {alias: weights[name] for alias, name in manifest["tied"].items()}
     tensors = {
         name: stored if lazily and name.startswith("optimizer/state/") else stored()
         for name, stored in tensors.items()

@@ -139,7 +139,7 @@ class Batches:
         self.position = 0  # samples of this epoch that were handed out, over all ranks
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on every rank."""
+        """Return the steps of a whole epoch, the same on every rank."""
         return -(-len(self.sequences) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -180,7 +180,7 @@ class Batches:
         return [rank for m in rounds for rank in range(self.size) if m < self.shares[rank]]
 
     def forever(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """One epoch after another, from wherever this object stands."""
+        """Yield one epoch after another, from wherever this object stands."""
         while True:
             yield from self
 
@@ -193,7 +193,7 @@ class Batches:
         return inputs, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, in samples over all ranks: the same on every rank."""
+        """Return where the epoch stands, in samples over all ranks: the same on every rank."""
         return {
             "epoch": self.epoch,
             "position": self.position,

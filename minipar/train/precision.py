@@ -53,7 +53,7 @@ COMPUTE_DTYPES["autocast-bf16"] = torch.bfloat16  # as a plan says it, of which 
 
 # ---------------------------------------------------------------------- 1. master weights
 class Precision:
-    """What a training step does about precision; the default does nothing::
+    """The precision of a training step; the default casts nothing and scales nothing::
 
         with precision.autocast():
             loss = ...
@@ -84,7 +84,7 @@ class Precision:
         self.scaler = scaler
 
     def autocast(self) -> AbstractContextManager:
-        """Around forward and loss, not around backward, which repeats the casts by itself."""
+        """Return the context of forward and loss; backward repeats the casts by itself."""
         if self.dtype is None:
             return nullcontext()
         return casts.autocast(self.device.type, self.dtype)
@@ -107,13 +107,13 @@ class Precision:
             self.scaler.update()
 
     def report(self) -> dict[str, Tensor]:
-        """What belongs into the metrics of a step: the loss scale and the steps left out so far."""
+        """Return metrics of a step: the loss scale and the steps left out so far."""
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.loss_scale, "skipped_steps": self.scaler.num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return what a checkpoint needs."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class LossScaler:
         self.found_inf = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return what a checkpoint needs."""
         return {name: getattr(self, name) for name in ("loss_scale", "good_steps", "num_skipped")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def runs_fp8(a: Tensor, b: Tensor) -> bool:
-    """Whether the device multiplies fp8 (NVIDIA Ada, Hopper and later) and likes these shapes."""
+    """True if the device multiplies fp8 (NVIDIA Ada, Hopper and later) of these shapes."""
     if a.device.type != "cuda" or any(size % 16 for size in (*a.shape, *b.shape)):
         return False
     return torch.cuda.get_device_capability(a.device) >= (8, 9)

@@ -41,7 +41,7 @@ from minipar.train.report import (
 from minipar.train.sampling import write
 from minipar.train.saver import Saver
 from minipar.train.setup import Setup, make_model
-from minipar.train.step import evaluate, train_step
+from minipar.train.step import StepResult, evaluate, train_step
 from minipar.train.stop import StopRequest
 from minipar.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -118,56 +118,70 @@ class Trainer:
         written; if it is written in the background, after a later step.
         """
         config, request = self.config, request or StopRequest()
-        first, num_steps = self.step + 1, config.steps - self.step
-        most = num_steps - PROFILED_STEPS if config.profile else num_steps
-        blocks = None if self.strategy.run else self.model  # a pipeline records by itself
-        recorder = StepRecorder(blocks, num_steps, max(0, min(config.record_steps, most)))
         path = self.folder / "metrics.jsonl" if self.is_first else None
+        log = Log(path, self.step, self.device, self._complete, progress)
+        recorder, steps = self._recorder(), range(self.step + 1, config.steps + 1)
         profiling = nullcontext()
         if config.profile:
             profiling = profiler(self.folder / "profile", self.mesh.rank)
         batches = on_device(self.batches.forever(), self.device, self.strategy.shard)
         with closing(self.saver), closing(recorder), profiling as profile:
-            log = Log(path, self.step, self.device, self._complete, progress)
-            for self.step in range(first, config.steps + 1):
+            for self.step in steps:
                 with recorder.step():
-                    lr = self._set_learning_rate()
-                    result = train_step(
-                        self.model,
-                        [self.strategy],
-                        self.optimizer,
-                        next(batches),
-                        self.strategy.axis,
-                        max_norm=config.max_norm,
-                        precision=self.precision,
-                    )
-                numbers = result.numbers() | self.precision.report()
-                numbers |= expert_slots(self.model, self.mesh, self.device)
-                recorded = {"recorded": True} if recorder.is_on else {}
-                log.write({"step": self.step, "lr": lr, **numbers, **recorded})
-                if profile is not None and self.step < first + PROFILED_STEPS:
-                    if self.plan.zero in (1, 2):  # whose weights are still on their way:
-                        self.strategy.full_state_dict()  # gloo would crash where profiling ends
-                    profile.step()
-                is_to_stop = self._agree(request.came)
-                if self._is_due(config.eval_every) and self.step < config.steps:
+                    result = self._train_step(next(batches))
+                log.write(self._line(result, recorder.is_on))
+                self._profile(profile)
+                is_last, is_to_stop = self.step == config.steps, self._agree(request.came)
+                if self._is_due(config.eval_every) and not is_last:
                     log.add(validation_loss=self.validate())
                     log.restart_clock()
-                if self._is_due(config.save_every) or self.step == config.steps or is_to_stop:
+                if self._is_due(config.save_every) or is_last or is_to_stop:
                     log.flush()  # no checkpoint of a step that was not finite
                     self.save()
                     log.restart_clock()
-                if is_to_stop and self.step < config.steps:
+                if is_to_stop and not is_last:
                     self._finish_save()
                     return None
             self._finish_save()
             validation_loss = self.validate()
-            if num_steps:
+            if log.lines:
                 log.add(validation_loss=validation_loss)
         return self._report(log.lines, validation_loss, recorder)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
+
+    def _train_step(self, batch: list[tuple[Tensor, ...]]) -> StepResult:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.step - 1)
+        return train_step(
+            self.model,
+            [self.strategy],
+            self.optimizer,
+            batch,
+            self.strategy.axis,
+            max_norm=self.config.max_norm,
+            precision=self.precision,
+        )
+
+    def _line(self, result: StepResult, is_recorded: bool) -> dict[str, Any]:
+        """Return the metrics of a step: numbers are tensors, and no device is waited for."""
+        line = {"step": self.step, "lr": self.learning_rate(self.step - 1), **result.numbers()}
+        line |= self.precision.report() | expert_slots(self.model, self.mesh, self.device)
+        return line | ({"recorded": True} if is_recorded else {})
+
+    def _recorder(self) -> StepRecorder:
+        num_steps = most = self.config.steps - self.step
+        if self.config.profile:
+            most -= PROFILED_STEPS  # on a GPU, both look with the same profiler
+        blocks = None if self.strategy.run else self.model  # a pipeline records by itself
+        return StepRecorder(blocks, num_steps, max(0, min(self.config.record_steps, most)))
+
+    def _profile(self, profile: torch.profiler.profile | None) -> None:
+        if profile is not None and self.step <= self.first_step + PROFILED_STEPS:
+            if self.plan.zero in (1, 2):  # their weights are still on their way:
+                self.strategy.full_state_dict()  # gloo would crash when the profiler ends
+            profile.step()
 
     def _complete(self, line: dict[str, Any]) -> None:
         """Check the numbers of a step, and put what follows from them into its line."""
@@ -203,15 +217,8 @@ class Trainer:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         steps, warmup_steps = self.config.steps, min(self.config.warmup_steps, self.config.steps)
-        return warmup_cosine(
-            step, peak=self.config.lr, warmup_steps=warmup_steps, total_steps=steps
-        )
-
-    def _set_learning_rate(self) -> float:
-        lr = self.learning_rate(self.step - 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+        common = dict(peak=self.config.lr, total_steps=steps, warmup_steps=warmup_steps)
+        return warmup_cosine(step, **common)
 
     def validate(self) -> float:
         """Return the loss on the same sample of text every time."""

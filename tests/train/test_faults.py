@@ -30,6 +30,7 @@ from minipar.ranks.launch import RankError, Ranks
 from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.metrics import read
+from minipar.train.step import StepResult
 from minipar.train.trainer import Trainer
 from tests.patience import busy
 
@@ -64,14 +65,14 @@ def train_and_be_hit(
     faults: Sequence[Fault], config: TrainConfig, folder: str, start: str | None
 ) -> None:
     """Train as usual, but for `faults`."""
-    usual_rate, usual_save = Trainer._set_learning_rate, Trainer.save
+    usual_step, usual_save = Trainer._train_step, Trainer.save
     first_step = 0 if start is None else checkpoint.step_of(Path(start))
 
-    def set_learning_rate(self: Trainer) -> float:  # called once per step, as it begins
+    def train_step(self: Trainer, batch: list) -> StepResult:
         for fault in faults:
             if self.step - 1 - first_step == fault.after:
                 hit_in_step(fault, self, undo)
-        return usual_rate(self)
+        return usual_step(self, batch)
 
     def save(self: Trainer, *args, **kwargs):
         with ExitStack() as saving:
@@ -81,7 +82,7 @@ def train_and_be_hit(
             return usual_save(self, *args, **kwargs)
 
     with ExitStack() as undo:  # the ranks will go on with something else
-        undo.enter_context(patch.object(Trainer, "_set_learning_rate", set_learning_rate))
+        undo.enter_context(patch.object(Trainer, "_train_step", train_step))
         undo.enter_context(patch.object(trainer, "STALL_SECONDS", STALL))
         undo.enter_context(patch.object(Trainer, "save", save))
         trainer.train(config, folder, start)

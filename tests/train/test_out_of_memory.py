@@ -66,5 +66,5 @@ def test_a_run_out_of_memory_ends_with_a_line(tmp_path, text):
         env=environment(),
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "minipar: error: out of memory in step 1: of " in done.stderr
+    assert "minipar: error: rank 0 of 1 (dp=0): out of memory in step 1: of " in done.stderr
     assert "parameters 0.00" in done.stderr and "minipar plan --fix" in done.stderr

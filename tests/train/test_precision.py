@@ -114,23 +114,6 @@ def test_small_updates_are_lost_without_master_weights():
     torch.testing.assert_close(ends[torch.float32], torch.full((3,), 1 - 1000 / 1024))
 
 
-@pytest.mark.slow
-def test_a_llama_stalls_without_master_weights_and_learns_with_them():
-    """At a low learning rate, as at the end of every schedule. The scales of norms are all 1, and
-    not one of them moves; the embedding loses its larger weights.
-    """
-    start = Llama(SHAPE, seed=0)
-    with_master, losses = learn("bf16", lr=5e-5)
-    without, stalled = learn("float32", dtype=torch.bfloat16, lr=5e-5)
-    for name, parameter in without.named_parameters():
-        first, master = start.get_parameter(name), with_master.get_parameter(name)
-        moved = (parameter.float() != first.bfloat16().float()).float().mean()
-        assert (master != first).float().mean() > 0.95, name
-        assert moved == 0 if "norm" in name else moved < 0.9, name
-    gained, lost = (ls[0] - end_of(ls) for ls in (losses, stalled))
-    assert gained > 1.5 * lost > 0
-
-
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="'fp4' is unknown; use float32, bf16, fp16"):
         Precision("fp4")
@@ -202,25 +185,6 @@ def test_scaler_equals_torchs_on_any_trajectory_of_overflows(optimizer, seed):
         history.append(ours.loss_scale.item())
     assert any(b > a for a, b in pairwise(history)) and any(b < a for a, b in pairwise(history))
     assert 0 < ours.num_skipped < 60
-
-
-def test_scaler_stops_growing_where_float32_ends():
-    """As torch's: the last finite scale stays, and the count starts again."""
-    options = dict(init_scale=1.5e38, growth_interval=2)
-    ours, theirs = LossScaler(**options), torch.amp.GradScaler("cpu", **options)
-    weight, scales = nn.Parameter(torch.ones(1)), []
-    opt = torch.optim.SGD([weight], lr=0.0)
-    theirs.scale(torch.ones(()))  # only then has it a state
-    for _ in range(7):
-        weight.grad = torch.ones(1)
-        ours.unscale([weight])
-        ours.update()
-        theirs.step(opt)
-        theirs.update()
-        scales.append(ours.loss_scale.item())
-        assert scales[-1] == theirs.get_scale()
-        assert ours.good_steps.item() == theirs._growth_tracker.item()
-    assert scales[0] < scales[1] == scales[-1] < math.inf
 
 
 def test_nobody_waits_for_the_device():
@@ -439,34 +403,6 @@ def test_gradients_are_reduced_in_the_dtype_of_choice(ranks, dtype, op):
         assert sent == 2 * 2 * 1000 * dtype.itemsize // 3
 
 
-def _ddp_in(dtype, version: str):
-    """Weights after three steps of data parallelism, and the bytes of the last."""
-    mesh = Mesh(dp=2)
-    model = Llama(SHAPE, seed=mesh.rank)
-    reduce = reduce_in(dtype)
-    strategy = ddp.apply(
-        model, mesh.dp, version=version, bucket_mb=0.01, average=False, reduce=reduce
-    )
-    optimizer = make_optimizer(model, lr=3e-3, weight_decay=0.1)
-    for step in range(3):
-        inputs, targets = batch(step)
-        mine = inputs[mesh.rank :: 2], targets[mesh.rank :: 2]
-        with timeline.record() as recorded:
-            train_step(model, [strategy], optimizer, [mine], mesh.dp, max_norm=1.0)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return weights, recorded.bytes_by_axis()["dp"]
-
-
-@pytest.mark.parametrize("version", ["overlapped", "bucketed"])
-def test_data_parallelism_with_gradients_in_bf16(ranks, version):
-    """Half the bytes, nearly the same weights, and the same ones on all ranks."""
-    (wide, wide_sent), _ = ranks(2).run(_ddp_in, torch.float32, version)
-    (one, sent), (two, _) = ranks(2).run(_ddp_in, torch.bfloat16, version)
-    assert torch.equal(one, two) and not torch.equal(one, wide)
-    assert (one - wide).norm() < 0.01 * wide.norm()
-    assert sent - 16 == pytest.approx((wide_sent - 16) / 2, abs=20)  # the trainer's own 16 bytes
-
-
 def test_whole_numbers_are_no_gradients():
     with pytest.raises(ValueError, match="cannot be sent as torch.int8"):
         reduce_in(torch.int8)
@@ -606,21 +542,6 @@ def test_fp8_leaves_names_weights_and_the_head_alone():
     assert "lm_head" in use_fp8(model, skip=())
     with pytest.raises(ValueError, match="Llama has no linear layer apart from"):
         use_fp8(model)
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_fp8_recomputes_to_the_same_bits(recompute):
-    grads = []
-    for mode in ("none", recompute):
-        model = Llama(SHAPE, seed=0)
-        use_fp8(model)
-        checkpoint_activations(model, mode)
-        inputs, targets = batch(0)
-        with Precision("bf16").autocast():
-            loss = token_loss(model(inputs), targets)
-        loss.backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.slow

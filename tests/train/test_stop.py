@@ -95,18 +95,18 @@ def test_a_signal_before_the_first_step_is_noted(text, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- whole runs
 def train(config: TrainConfig, folder: str, start: str | None, signalled: dict[int, int]):
     """Train on this rank; it gets SIGUSR1 in the middle of the step that `signalled` has for it."""
-    learning_rate = trainer.Trainer.learning_rate
+    train_step = trainer.Trainer._train_step
 
-    def interrupted(self, step):
+    def interrupted(self, batch):
         if signalled.get(self.mesh.rank) == self.step:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return learning_rate(self, step)
+        return train_step(self, batch)
 
-    trainer.Trainer.learning_rate = interrupted
+    trainer.Trainer._train_step = interrupted
     try:
         return trainer.train(config, folder, start)
     finally:
-        trainer.Trainer.learning_rate = learning_rate
+        trainer.Trainer._train_step = train_step
 
 
 def curve(folder: Path) -> list[tuple]:
