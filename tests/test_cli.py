@@ -178,7 +178,7 @@ def test_what_only_the_ranks_can_see_is_one_clear_line_too(work, capfd, tmp_path
 
 
 # ---------------------------------------------------------------------- 2. help
-@pytest.mark.parametrize("name", ["train", "generate", "overlap", "plan"])
+@pytest.mark.parametrize("name", ["train", "generate", "plan"])
 def test_help_has_every_flag(capfd, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call(capfd, name, "--help")

@@ -125,9 +125,10 @@ class FileTokenizer:
         """Raise `ValueError` with the path for whatever goes wrong in the body."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of the package is no Exception
+        except BaseException as error:
+            # A panic of the package is no Exception. Ctrl-C is none either, and is not ours.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{self.path} is no tokenizer.json: {one_line(error)}") from None
 
 
