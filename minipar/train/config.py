@@ -71,8 +71,6 @@ class TrainConfig:
     """auto: nccl where each rank has a GPU, else gloo. link: gloo behind an emulated link."""
     link: str = "1gbe"
     """The link that --backend link emulates."""
-    strict: bool = False
-    """On that link: stop at what would be a race on a GPU. Slow."""
 
     # ------------------------------------------------------------------ the model and the text
     preset: str = "tiny"
@@ -212,8 +210,6 @@ class TrainConfig:
             )
 
     def _check_clashes(self, plan: Plan) -> None:
-        if self.strict and self.backend != "link":
-            raise ValueError(f"--strict watches --backend link, not {self.backend}")
         if plan.precision != "float32" and self.dtype != "float32":
             raise ValueError(
                 f"--precision {plan.precision} casts from master weights in float32, and --dtype "

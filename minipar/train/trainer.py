@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minipar.comm.collectives import all_gather_object, all_reduce, broadcast
 from minipar.comm.mesh import Mesh
-from minipar.emulate import link, strict
+from minipar.emulate import link
 from minipar.model import hf
 from minipar.model.llama import Llama
 from minipar.observe import watchdog
@@ -376,10 +376,9 @@ def train(
     the caller. None if the run was asked to stop, and has saved.
     """
     place, world = Path(folder), Mesh(**config.as_plan().mesh_sizes()).world
-    watched = strict.watching() if config.strict else nullcontext()
     stalls = watchdog.watch(STALL_SECONDS, dump=place / STALLED)
     holding, explained = held(place, world), out_of_memory.explained()
-    with StopRequest() as request, stalls, holding, watched, explained as known:
+    with StopRequest() as request, stalls, holding, explained as known:
         if config.backend == "link":
             link.use(config.link)
         known.append(trainer := Trainer(config, place))

@@ -50,7 +50,6 @@ def test_short_flags_are_words_of_the_plan():
         (dict(mesh="pp=2", microbatches=1000), "1000 is too many: each of the 1 ranks .* only 32"),
         (dict(mesh="pp=2", microbatches=4, batch_size=5), "makes 3 .* --batch-size that 4 divides"),
         (dict(plan="tp2"), "plan 'tp2'"),
-        (dict(strict=True), "--strict watches --backend link, not auto"),
         (dict(precision="bf16", dtype="float64"), "casts from master weights in float32"),
         (dict(zero=1, ddp="naive"), "--ddp naive is about all-reduces of gradients, and --zero 1"),
         (dict(plan="dp=4,compression=int8", ddp="naive"), "compression=int8 needs buckets"),
