@@ -14,10 +14,9 @@ from minipar.comm.mesh import Mesh
 from minipar.model.llama import Llama, LlamaConfig, token_loss
 from minipar.model.recompute import checkpoint_activations
 from minipar.observe import timeline
-from minipar.parallel import ddp, fsdp, zero
+from minipar.parallel import fsdp, zero
 from minipar.train import checkpoint, precision, trainer
 from minipar.train.config import TrainConfig
-from minipar.train.data import IGNORE
 from minipar.train.metrics import MEASURED, read
 from minipar.train.optim import make_optimizer
 from minipar.train.precision import (
@@ -209,31 +208,6 @@ OPTIMIZERS = {
 }
 
 
-def test_a_llama_in_fp16_overflows_and_recovers_as_with_torchs_scaler():
-    """`train_step` beside a loop as torch's documentation has it: equal to the bit."""
-    options = dict(init_scale=2.0**26, growth_interval=3)
-    ours, theirs = LossScaler(**options), torch.amp.GradScaler("cpu", **options)
-    mine, other = Llama(SHAPE, seed=0), Llama(SHAPE, seed=0)
-    my_opt, other_opt = (make_optimizer(m, lr=3e-3, weight_decay=0.1) for m in (mine, other))
-    scales = []
-    for step in range(14):
-        inputs, targets = batch(step)
-        how = Precision("fp16", scaler=ours)
-        train_step(mine, [], my_opt, [(inputs, targets)], Mesh().dp, precision=how)
-        other_opt.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = token_loss(other(inputs), targets)
-        theirs.scale(loss / targets.numel()).backward()
-        theirs.step(other_opt)
-        theirs.update()
-        scales.append(ours.loss_scale.item())
-        assert scales[-1] == theirs.get_scale()
-        for ours_, theirs_ in zip(mine.parameters(), other.parameters(), strict=True):
-            assert torch.equal(ours_, theirs_)
-    assert 2 <= ours.num_skipped < 10
-    assert any(b > a for a, b in pairwise(scales))
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(optimizer):
     weight = nn.Parameter(torch.randn(5))
@@ -337,45 +311,6 @@ def test_all_ranks_leave_out_the_same_step_wherever_the_overflow_was(ranks, wher
     assert alone == [float(rank == where) for rank in range(4)]
 
 
-def _fp16_steps(init_scale: float, microbatches: int):
-    """Four steps in which the first of three ranks has all targets; what this rank ends with."""
-    mesh = Mesh(dp=3)
-    model = Llama(SHAPE, seed=mesh.rank)
-    strategies = [ddp.apply(model, mesh.dp, bucket_mb=0.01, average=False)]
-    optimizer = make_optimizer(model, lr=3e-3, weight_decay=0.1)
-    how = Precision("fp16", scaler=LossScaler(init_scale))
-    before, results = model.model.embed_tokens.weight.detach().clone(), []
-    for step in range(4):
-        inputs, targets = batch(step)
-        if mesh.rank:
-            targets = torch.full_like(targets, IGNORE)
-        share = list(
-            zip(inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True)
-        )
-        results.append(
-            train_step(model, strategies, optimizer, share, mesh.dp, max_norm=1.0, precision=how)
-        )
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    moved = not torch.equal(before, model.model.embed_tokens.weight)
-    norms = [result.grad_norm.item() for result in results]
-    return weights, moved, how.scaler.num_skipped.item(), norms
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_an_overflow_on_one_rank_of_ddp_is_skipped_by_all(ranks, microbatches):
-    """The infinity survives the sum over ranks; weights stay equal to the bit."""
-    for init_scale, skips in [(2.0**30, 4), (2.0**16, 0)]:
-        outcomes = ranks(3).run(_fp16_steps, init_scale, microbatches)
-        for weights, moved, skipped, norms in outcomes:
-            assert skipped == skips and moved == (skips == 0)
-            assert torch.equal(weights, outcomes[0][0]) and weights.isfinite().all()
-            assert all(math.isfinite(norm) == (skips == 0) for norm in norms)
-            # Unscaled before it is measured: the true norm. Mutant: clipping scaled gradients.
-            assert skips or all(0.1 < norm < 10 for norm in norms)
-
-
 def _reduced(dtype, op: str):
     """(what arrived, what it should be, bytes sent) for a different tensor on each rank."""
     mesh = Mesh(dp=3)
@@ -401,11 +336,6 @@ def test_gradients_are_reduced_in_the_dtype_of_choice(ranks, dtype, op):
         assert (error <= 2 * 2 * bits * size + 1e-6).all()  # of two additions and two roundings
         assert error.max() > bits / 100 * size.max()
         assert sent == 2 * 2 * 1000 * dtype.itemsize // 3
-
-
-def test_whole_numbers_are_no_gradients():
-    with pytest.raises(ValueError, match="cannot be sent as torch.int8"):
-        reduce_in(torch.int8)
 
 
 # ---------------------------------------------------------------------- fp8
@@ -542,21 +472,6 @@ def test_fp8_leaves_names_weights_and_the_head_alone():
     assert "lm_head" in use_fp8(model, skip=())
     with pytest.raises(ValueError, match="Llama has no linear layer apart from"):
         use_fp8(model)
-
-
-@pytest.mark.slow
-def test_fp8_learns_like_bf16_and_only_because_it_scales(in_float32, monkeypatch):
-    _, in_bf16 = learn("bf16")
-    _, in_fp8 = learn("bf16", fp8=True)
-    assert in_fp8 != in_bf16
-    assert end_of(in_fp8) == pytest.approx(end_of(in_bf16), rel=0.05)
-    # Gradients 4096 times as small, as those of a larger batch are: all one to a scale per tensor.
-    tiny = LossScaler(2.0**-12)
-    assert learn("bf16", fp8=True, scaler=tiny)[1] == in_fp8
-    monkeypatch.setattr(
-        precision, "quantise", lambda t, dtype: precision.Scaled(t.to(dtype), torch.ones(()))
-    )
-    assert end_of(learn("bf16", fp8=True, scaler=tiny)[1]) > 1.2 * end_of(in_bf16)
 
 
 # ---------------------------------------------------------------------- whole runs

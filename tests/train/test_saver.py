@@ -1,9 +1,7 @@
 """Several ranks write one checkpoint: all of it or nothing, in the background as well."""
 
-import os
 import random
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -303,42 +301,3 @@ def test_kill_of_any_rank_at_any_byte(tmp_path):
         ranks.run(save_together, tmp_path, 2, 20)
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert_is(tmp_path / "step_000002", 2, 20)
-
-
-@pytest.mark.slow
-def test_kill_9_while_all_wait_for_each_other(tmp_path):
-    """Rank 1 dies before each of the three agreements of a save. Mutant: rename before the last."""
-    with Ranks(2, grace=0.3) as ranks:
-        ranks.run(save_together, tmp_path, 1, 20)
-        for number in range(3):
-            with pytest.raises(RankError, match="SIGKILL"):
-                ranks.run(save_until, tmp_path, 2, number)
-            found = [step_of(path) for path in available(tmp_path)]
-            assert found == ([1] if number < 2 else [1, 2])  # the last is after the rename
-            for path in available(tmp_path):
-                assert_is(path, step_of(path), 20)
-            shutil.rmtree(tmp_path / "step_000002", ignore_errors=True)
-
-
-def save_until(folder: Path, step: int, number: int) -> None:
-    """Save; rank 1 is killed at agreement `number`."""
-    agree, count = saver.all_gather_object, iter(range(9))
-
-    def dies(outcome, axis):
-        if next(count) == number and axis.rank == 1:
-            wait_until_quiet(folder)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return agree(outcome, axis)
-
-    saver.all_gather_object = dies
-    try:
-        save_together(folder, step, 20)
-    finally:
-        saver.all_gather_object = agree
-
-
-def wait_until_quiet(folder: Path) -> None:
-    """Until the other rank has written what it can without this one."""
-    seen = None
-    while seen != (seen := sorted(folder.rglob("*"))):
-        time.sleep(0.2)
