@@ -30,7 +30,7 @@ def defaults(resume: str, file: str) -> TrainConfig:
     """Return the defaults of all flags: those of the run to resume, then those of a TOML file."""
     config = TrainConfig()
     if resume and resume != "latest":
-        run = run_of(resume)
+        run, _ = found(resume)
         config = TrainConfig.load(run / "config.json")
         if config.tokenizer and (run / "tokenizer.json").exists():
             config = replace(config, tokenizer=str(run / "tokenizer.json"))
@@ -117,7 +117,7 @@ def _place(config: TrainConfig) -> tuple[Path, str | None]:
         folder = Path(config.out) / config.name
         saved = checkpoint.newest(folder)
     else:
-        folder, saved = run_of(config.resume), checkpoint_of(config.resume)
+        folder, saved = found(config.resume)
     if saved is not None:
         checkpoint.verify(saved)
         if saved.name != checkpoint.newest(folder).name:
@@ -143,26 +143,19 @@ def new_folder(config: TrainConfig) -> Path:
     raise AssertionError("there is always another number")
 
 
-def run_of(path: str, asked: str = "--resume") -> Path:
-    """Return the folder of the run that `path`, a run or one of its checkpoints, belongs to."""
-    folder = Path(path).absolute()
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else Path(path)
-    if not folder.exists():
+def found(path: str, asked: str = "--resume") -> tuple[Path, Path]:
+    """Return a run, named by its folder or one of its checkpoints, and that or its newest one."""
+    whole = Path(path).absolute()
+    is_checkpoint = whole.parent.name == "checkpoints"
+    run = whole.parent.parent if is_checkpoint else Path(path)
+    if not whole.exists():
         raise ValueError(f"{asked} {path} does not exist; name the folder of a run")
     if not (run / "config.json").is_file():
         raise ValueError(f"{asked} {path} is no run: it has no config.json")
-    return run
-
-
-def checkpoint_of(path: str, asked: str = "--resume") -> Path:
-    """Return `path` if it is a checkpoint, else the newest one of the run."""
-    folder = Path(path).absolute()
-    if folder.parent.name == "checkpoints":
-        return folder
-    saved = checkpoint.newest(Path(path))
+    saved = whole if is_checkpoint else checkpoint.newest(run)
     if saved is None:
         raise ValueError(f"{asked} {path}: the run has no checkpoint; start it again instead")
-    return saved
+    return run, saved
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from minipar.cli.training import checkpoint_of, run_of
+from minipar.cli.training import found
 from minipar.model import hf
 from minipar.model.llama import Llama
 from minipar.ranks.backends import compute_device
@@ -50,14 +50,14 @@ class Generate:
 
 def export(command: Export) -> None:
     """Write the newest weights of a run as a Hugging Face folder, with its tokenizer."""
-    run, folder = run_of(command.run, "export"), Path(command.folder)
+    (run, start), folder = found(command.run, "export"), Path(command.folder)
     if (folder / "checkpoints").is_dir():
         raise ValueError(f"export: {folder} is a run, and would lose its config.json; name another")
     if any(folder.glob("model*.safetensors")) and not command.overwrite:
         raise ValueError(
             f"export: {folder} has weights already; name another folder, or say --overwrite"
         )
-    start, tokenizer = checkpoint_of(command.run, "export"), _tokenizer_of(run)
+    tokenizer = _tokenizer_of(run)
     try:
         checkpoint.export(start, folder)
     except OSError as error:
@@ -79,8 +79,8 @@ def generate(command: Generate) -> None:
         raise ValueError("--prompt is empty; a model needs something to go on with")
     path = Path(command.model).absolute()
     if path.parent.name == "checkpoints" or (path / "checkpoints").is_dir():
-        tokenizer = _tokenizer_of(run_of(command.model, "generate"))
-        weights, shape = checkpoint.model_of(checkpoint_of(command.model, "generate"))
+        run, saved = found(command.model, "generate")
+        tokenizer, (weights, shape) = _tokenizer_of(run), checkpoint.model_of(saved)
         with torch.device("meta"):
             model = Llama(shape)
         model = hf.fill(model, weights).float()
