@@ -105,46 +105,6 @@ def test_damage_is_told_on_all_ranks_alike(ranks, tmp_path):
     assert_is(tmp_path / "step_000001", 1)
 
 
-# ---------------------------------------------------------------------- a rank that cannot write
-def save_with_little_room(folder: Path, step: int, victim: int, num_bytes: int, **options) -> str:
-    """Save where the files of one rank cannot grow beyond so many bytes; return the error."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    axis = world()
-    if axis.rank == victim:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        own = Saver(folder, axis, **options)
-        own.save(step, *some(step, scale=20))
-        own.finish()
-    except OSError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_rank_that_cannot_write_tells_all(ranks, tmp_path, in_background):
-    """At any byte of any file. Mutants: the others go on, or wait; a part stays behind."""
-    ranks(3).run(save_together, tmp_path, 1, 20)
-    generator = random.Random(3)
-    for attempt in range(9):
-        room = generator.randrange(8000)
-        errors = ranks(3).run(
-            save_with_little_room, tmp_path, 2, attempt % 3, room, in_background=in_background
-        )
-        assert len(set(errors)) == 1
-        assert errors[0].startswith(
-            f"cannot write checkpoint {tmp_path}/step_000002: rank {attempt % 3} of 3: "
-        )
-        assert "File too large" in errors[0]
-        assert names(tmp_path) == ["step_000001"]
-    assert_is(tmp_path / "step_000001", 1, 20)
-    assert ranks(3).run(save_with_little_room, tmp_path, 2, 0, 10**7) == [""] * 3
-    assert_is(tmp_path / "step_000002", 2, 20)
-
-
 # ---------------------------------------------------------------------- parts
 def save_parts(folder: Path, in_background: bool) -> None:
     """Each rank a part of 10 numbers [2, 5]: rank 0 numbers 0 to 6, rank 2 the rest."""

@@ -132,10 +132,3 @@ def test_all_stop_after_the_same_step_and_go_on_to_the_bit(ranks, text, tmp_path
     last = "checkpoints/step_000006"
     ours, theirs = checkpoint.load(folder / last)[0], checkpoint.load(tmp_path / "whole" / last)[0]
     assert all(ours[name].equal(theirs[name]) for name in theirs)
-
-
-def test_a_signal_in_the_last_step_changes_nothing(text, tmp_path):
-    torch.set_num_threads(1)
-    config = replace(CONFIG, data=str(text), mesh="dp=1", steps=2)
-    report = train(config, str(tmp_path), None, {0: 2})
-    assert report.steps == 2 and (tmp_path / "report.json").exists()
