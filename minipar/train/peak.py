@@ -50,12 +50,12 @@ def of_ranks(device: torch.device, dtype: torch.dtype, axis: Axis) -> Peak:
     """
     sheet, kind = data_sheet(device, dtype), str(dtype).removeprefix("torch.")
     barrier(axis)  # so that ranks measure at the same time, as they will compute
-    if sheet is None:
-        own = axis.rank, matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
-        source = f"a {kind} matmul, measured on {axis.size} ranks at once"
-    else:
+    if device.type == "cuda" and sheet is not None:
         own = str(torch.cuda.get_device_properties(device).uuid), sheet
         source = f"{torch.cuda.get_device_name(device)} in {kind}, by its data sheet"
+    else:
+        own = axis.rank, matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+        source = f"a {kind} matmul, measured on {axis.size} ranks at once"
     rates = dict(all_gather_object(own, axis))
     return Peak(sum(rates.values()), source)
 
