@@ -242,6 +242,7 @@ def test_resume_finds_a_checkpoint_of_a_run(tmp_path, monkeypatch, capsys):
 
 def test_flags_beat_a_file_which_beats_the_run_that_is_resumed(tmp_path):
     TrainConfig(steps=9, lr=0.5, mesh="dp=3", ddp="naive").save(tmp_path / "config.json")
+    save(tmp_path / "checkpoints", 3, {"w": torch.zeros(2)}, {})
     twice = ["--resume=another", "--resume", str(tmp_path)]  # the last one counts
     for typed in ([f"--resume={tmp_path}"], twice):
         _, config = commands.parse(["train", *typed, "--steps", "20", "--mesh", "dp=2,tp=2"])
