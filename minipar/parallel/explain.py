@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from minipar.model.llama import Llama, LlamaConfig
-from minipar.parallel import expert, fsdp, matrices, tensor
+from minipar.parallel import expert, matrices, tensor
 from minipar.parallel.base.shards import axes_of, copies_axis, full_shape
 from minipar.parallel.pipeline import runtime, simulate, stages
 from minipar.parallel.plan import Plan
@@ -107,11 +107,6 @@ def explain(plan: Plan, config: LlamaConfig, dtype: torch.dtype = torch.float32)
             if config.tie_embeddings and name == "lm_head.weight":
                 name = "model.embed_tokens.weight"
             found.setdefault(name, _row(plan, by_tensor, pipeline, name, p))
-    table = "model.embed_tokens.weight"
-    is_unit = plan.tp == 1 and whole.model.embed_tokens in fsdp.find_blocks(whole)
-    if plan.zero == 3 and config.tie_embeddings and is_unit:  # so is the head: both reduce it
-        row = found[table]
-        found[table] = replace(row, sent={axis: 2 * sent for axis, sent in row.sent.items()})
     return Explanation(plan, tuple(found[name] for name, _ in whole.named_parameters()))
 
 

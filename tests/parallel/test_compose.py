@@ -1,7 +1,6 @@
 """Plans: read, refused with the nearest that works, explained; parity is in tests/law/."""
 
 import gc
-import math
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -241,16 +240,6 @@ def test_a_plan_explains_itself():
     assert "dp (reduce-scatter), tp (all-reduce)" in text
     with pytest.raises(ValueError, match="nearest plan"):
         explain(replace(plan, tp=3), TIED)
-
-
-def test_a_tied_table_that_is_two_units_is_reduced_twice():
-    """Mutants: once, as every other weight; twice where it is smaller than a layer."""
-    large, small = replace(TIED, vocab_size=512), TIED
-    for config, times in ((large, 2), (small, 1)):
-        for text, count in (("dp=2,zero=3", times), ("dp=2,zero=1", 1), ("dp=2,tp=2,zero=3", 1)):
-            row = explain(Plan.parse(text), config).rows[0]
-            assert row.name == "model.embed_tokens.weight"
-            assert row.sent["dp"] == count * math.prod(row.shape) * 4 // 2, (text, config)
 
 
 @pytest.mark.slow

@@ -138,13 +138,15 @@ class Strategy:
         check_not_summed(p)
         self.is_finished = False
 
-    def tell_used(self, used: list[bool]) -> Callable[[], list[bool]]:
+    def tell_used(self, used: list[bool], replicas: Axis | None = None) -> Callable[[], list[bool]]:
         """Start to tell all ranks, in a byte for each parameter, which of them this rank used.
 
         The result waits, and returns which of them any rank used. It looks at the bytes only if
         this rank has unused ones, as a look waits for the GPU. On "meta" all ranks are alike.
         """
         told = flags(used, self.device)
+        if replicas is not None:
+            all_reduce(told, replicas, "max", out=told)
         pending = all_reduce(told, self.axis, "max", out=told, async_op=True)
 
         def used_by_any() -> list[bool]:
