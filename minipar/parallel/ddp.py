@@ -151,13 +151,9 @@ class Bucketed(Naive):
         self.buckets, self.launched = buckets, 0  # the first `launched` of them are on their way
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
 
-    def _launch_next(self) -> None:
-        self.buckets[self.launched].launch(self.axis, self.op)
-        self.launched += 1
-
     def finish_backward(self) -> None:
-        while self.launched < len(self.buckets):  # such as those of parameters that were not used
-            self._launch_next()
+        for bucket in self.buckets[self.launched :]:  # a rank that did not use it, too
+            bucket.launch(self.axis, self.op)
         if self.reduce is not None:  # a compressor has a thread: until it ends, the axis is its own
             for bucket in self.buckets:
                 bucket.pending.wait()
@@ -193,7 +189,8 @@ class Overlapped(Bucketed):
         if self.synchronises:
             bucket.missing.discard(p)
             while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self._launch_next()
+                self.buckets[self.launched].launch(self.axis, self.op)
+                self.launched += 1
 
 
 # ---------------------------------------------------------------------- 4. in buckets that fit

@@ -19,12 +19,11 @@ Memory. Bytes per rank at the highest point, for gradients G and optimizer state
           stage 1  P + G + O/n               gradients are whole until the end of backward
           stage 2  P + G/n + O/n             and two buckets: one travels, one is being filled
         On a CPU the slices of all ranks arrive in memory of their own: 3 more buckets, and 2.
-Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. After
-        `finish_backward` gradients lie in the pieces, and ``p.grad`` is None. After a step weights
-        travel until the next forward: call `ShardedOptimizer.synchronize` before you read or write
-        them outside of a forward. Stage 2 wants as many backward passes on every rank.
-Source. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-        Models" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
+Costs you. The optimizer must step each number alone: not Muon, Adafactor, LBFGS. Gradients lie in
+        the pieces, and ``p.grad`` is None. After a step weights travel until the next forward: call
+        `ShardedOptimizer.synchronize` before you read or write them outside of a forward. Stage 2
+        wants as many backward passes on every rank.
+Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 In torch: `torch.distributed.optim.ZeroRedundancyOptimizer` for stage 1, on top of `ddp`: 3 P bytes.
 Proved by tests/parallel/test_zero.py and tests/law/test_law.py.
 
@@ -69,24 +68,23 @@ class Bucket(Row):
         axis = copies_axis(parameters[0], data_axis)
         self.share = axis.size / data_axis.size  # of an expert, fewer ranks have copies
         layout = Layout([p.numel() for p in parameters], axis)
+        weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
+        super().__init__(parameters, layout, axis, weights.view(axis.size, -1)[axis.rank])
         self.parameters = parameters
-        self.weights = parameters[0].new_zeros(layout.total)  # [N], zeros at its end
-        super().__init__(parameters, layout, axis, self.weights.view(axis.size, -1)[axis.rank])
+        for p, piece in zip(parameters, self.pieces, strict=True):
+            p.piece = piece
+        self.bind(weights)
         self.whole: Tensor | None = None  # [N]: gradients of this rank
         self.views: dict[nn.Parameter, Tensor] = {}  # of `whole`
         self.reducing: Pending | None = None  # from `whole` to
         self.reduced: Tensor | None = None  # [N/n]: gradients of all ranks
-        self.used: set[nn.Parameter] = set()  # by this rank, in this step
         self.gathering: Pending | None = None  # slices of all ranks to `weights`
-        for p, piece in zip(parameters, self.pieces, strict=True):
-            p.piece = piece
-        self.bind(self.weights)
 
     @torch.no_grad()
     def bind(self, weights: Tensor) -> None:
         """Make the parameters views of `weights` [N]; their values stay."""
-        self.weights, self.places = weights, self.split(weights)
-        for p, place in zip(self.parameters, self.places, strict=True):
+        self.weights = weights
+        for p, place in zip(self.parameters, self.split(weights), strict=True):
             p.data = place.copy_(p.data)
 
     def add(self, *with_gradients: nn.Parameter) -> None:
@@ -98,18 +96,21 @@ class Bucket(Row):
             if p.grad is not self.views[p]:
                 p.grad = self.views[p].copy_(p.grad.detach())
 
-    def reduce(self, op: Op) -> None:
-        """When all gradients are there: start to sum them, each slice for its owner."""
+    def reduce(self, op: Op) -> list[nn.Parameter]:
+        """When all gradients are there: start to sum them, each slice for its owner.
+
+        Returns the parameters that this rank has used.
+        """
         self.wait_for_reduce()  # of the microbatch before
         own = [p for p in self.parameters if p.grad is not None]
         self.add(*own)
-        self.used.update(own)
         if op == "avg" and self.share < 1:  # the average is over all ranks all the same
             self.whole.mul_(self.share)
         self.reducing = reduce_scatter(self.whole, self.axis, op=op, async_op=True)
         self.whole, self.views = None, {}  # freed when it has been sent
         for p in own:
             p.grad = None
+        return own
 
     def wait_for_reduce(self) -> None:
         """Wait for the sum of this microbatch; add it to that of the microbatches before."""
@@ -124,12 +125,11 @@ class Bucket(Row):
 
     def gather(self) -> None:
         """After the step: start to collect the slices of all ranks."""
-        for p, place in zip(self.parameters, self.places, strict=True):
-            if p.data_ptr() != place.data_ptr():
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has got new memory since its optimizer "
-                    f"was made; move or cast the model first"
-                )
+        if self.parameters[0].data_ptr() != self.weights.data_ptr():
+            raise RuntimeError(
+                "the model was moved or cast after its ShardedOptimizer was made, which does not "
+                "reach it any more; move or cast the model first"
+            )
         shard = self.shard.to(self.weights.dtype)  # rounded, if it holds masters
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
@@ -143,7 +143,6 @@ class Bucket(Row):
         """In `zero_grad`: forget all gradients."""
         self.wait_for_reduce()
         self.whole, self.views, self.reduced = None, {}, None
-        self.used.clear()
         for p in (*self.parameters, *self.pieces):
             p.grad = None
 
@@ -184,6 +183,7 @@ class Stage1(Strategy):
         place |= {p: 1 for p in place if hasattr(p, "comes_last")}
         self.buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
         self.in_flight: deque[Bucket] = deque()
+        self.used: set[nn.Parameter] = set()  # by this rank, in this step
         self._begin_round()
         optimizer.names = {p: name for name, p in model.named_parameters()}
         let_modules_wait(model, optimizer)
@@ -200,10 +200,9 @@ class Stage1(Strategy):
         bucket = self.bucket_of[p]
         if self.optimizer.has_stepped or bucket not in self.missing:
             raise RuntimeError(
-                f"a backward would add to a finished sum (a parameter of shape {tuple(p.shape)}): "
-                f"call zero_grad() of the ShardedOptimizer, as that of the model does not reach "
-                f"it; finish_backward() after each backward outside of no_sync(); and one "
-                f"backward in each no_sync()"
+                "a backward would add to a finished sum: call zero_grad() of the ShardedOptimizer, "
+                "as that of the model does not reach it; finish_backward() after each backward "
+                "outside of no_sync(); and one backward in each no_sync()"
             )
         if p.grad.grad_fn is None:  # else a penalty on the gradient may follow
             bucket.add(p)
@@ -215,7 +214,7 @@ class Stage1(Strategy):
     def _reduce_next(self) -> None:
         bucket = next(iter(self.missing))
         del self.missing[bucket]
-        bucket.reduce(self.op)
+        self.used.update(bucket.reduce(self.op))
         self.in_flight.append(bucket)
         if len(self.in_flight) > self.most_in_flight:
             self.in_flight.popleft().wait_for_reduce()
@@ -228,16 +227,14 @@ class Stage1(Strategy):
 
     def finish_backward(self) -> None:
         self._end_round()
-        used = {p for bucket in self.buckets for p in bucket.used}
-        used_by_any = self.tell_used([p in used for p in self.bucket_of])
+        used_by_any = self.tell_used([p in self.used for p in self.bucket_of])
         while self.in_flight:
             self.in_flight.popleft().wait_for_reduce()
         # A parameter that no rank used has no gradient, as on one device: AdamW would decay it.
         for p, is_used in zip(self.bucket_of, used_by_any(), strict=True):
             if is_used:
                 self.bucket_of[p].hand_out(p)
-        for bucket in self.buckets:
-            bucket.used.clear()
+        self.used.clear()
         super().finish_backward()
 
     def with_gradients(self) -> Iterable[nn.Parameter]:
@@ -280,15 +277,13 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: parameters, pairs with names, or groups, as for `optimizer_class`; alike on all
-            ranks. Parameters among them that are frozen stay so.
-        optimizer_class: made on this rank's pieces, which lie where the parameters do.
-        bucket_mb: capacity of a bucket in MB (10^6 bytes); a larger parameter has one to itself. By
-            default an eighth of the parameters, at most 25 MB.
-        options: of `optimizer_class`.
+            ranks. Frozen ones among them stay so.
+        bucket_mb: capacity of a bucket in MB (10^6 bytes). By default an eighth of the parameters,
+            at most 25 MB.
+        options: of `optimizer_class`, which steps the pieces of this rank.
 
-    To schedulers it is an optimizer like any other; `param_groups` list the pieces. Raises
-    `ValueError` when nothing is trainable, for a bucket without capacity, and for an optimizer that
-    looks at whole matrices.
+    To schedulers it is an optimizer like any other. Raises `ValueError` when nothing is trainable,
+    for a bucket without capacity, and for an optimizer that looks at whole matrices.
     """
 
     elementwise = True  # as `optimizer_class` is
@@ -432,8 +427,7 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """Make each module wait, before it runs, for those of its weights that are on their way.
 
     A weight may be used without a call of its module, as `nn.MultiheadAttention` uses `out_proj`.
-    So `model` itself waits for the weights of modules that were never called. In the first forward
-    all weights are there.
+    So `model` itself waits for the weights of modules that were never called.
     """
     needs: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
     for module in model.modules():
@@ -441,10 +435,9 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
         needs[module] = [bucket for bucket in own if bucket is not None]
     never_called = WeakKeyDictionary(needs)
 
-    # One hook for all modules, or torch.compile would make a graph for each layer. Inside of a
-    # graph no module is called, so `model` waits for its weights.
+    # One hook for all modules, or torch.compile would make a graph for each layer.
     def wait(module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # inside of a graph no module is called
             never_called.pop(module, None)
             for bucket in needs.get(module, ()):  # none of a deep copy
                 bucket.wait_for_gather()

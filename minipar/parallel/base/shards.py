@@ -65,21 +65,20 @@ def copies_axis(p: Tensor, axis: Axis | None) -> Axis | None:
     """Return the ranks of the data axis `axis` with copies of `p`, over which gradients are summed.
 
     Raises `ValueError` unless each rank of `axis` has a copy of this expert, or another expert. An
-    expert's first shard axis is that of expert parallelism. `spread_outside` of its ranks share a
-    batch as ranks of tensor parallelism do, and are not of the data axis.
+    expert's first shard axis is that of expert parallelism; `spread_outside` of its ranks share a
+    batch as ranks of tensor parallelism do.
     """
     copies = getattr(p, "copies", axis)
-    if axis is None or not hasattr(p, "copies"):
-        return copies
-    spread = axes_of(p)[0]
-    sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
-    if sharing != axis.size:
-        raise ValueError(
-            f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, so "
-            f"{sharing} ranks share their gradients, but data is over "
-            f"{axis.name}={axis.size}; let both be the same ranks, as expert.apply(model, mesh.ep, "
-            f'copies=mesh.dp) and then data over mesh.joint("dp", "ep")'
-        )
+    if axis is not None and hasattr(p, "copies"):
+        spread = axes_of(p)[0]
+        sharing = spread.size // getattr(p, "spread_outside", 1) * copies.size
+        if sharing != axis.size:
+            raise ValueError(
+                f"experts are spread over {spread.name}={spread.size} with copies={copies.size}, "
+                f"so {sharing} ranks share their gradients, but data is over "
+                f"{axis.name}={axis.size}; let both be the same ranks: copies=mesh.dp and data "
+                f'over mesh.joint("dp", "ep")'
+            )
     return copies
 
 
@@ -277,17 +276,15 @@ def boxes_of(
     """
     if not shape:
         return [((), ())][start:stop]
-    row, found = math.prod(shape[1:]), []
+    units, found = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))], []
     while start < stop:
-        i, at = divmod(start, row)
-        rows = 0 if at else (stop - start) // row
-        end = min(stop, start + rows * row if rows else (i + 1) * row)
-        if rows:
-            found.append(((i, *(0 for _ in shape[1:])), (rows, *shape[1:])))
-        else:
-            inner = boxes_of(shape[1:], at, at + end - start)
-            found += [((i, *offset), (1, *size)) for offset, size in inner]
-        start = end
+        # The first dim of which a whole unit begins here. A box has some of them, side by side.
+        whole = (d for d, unit in enumerate(units) if not start % unit and start + unit <= stop)
+        dim = next(whole)
+        offset = tuple(start // unit % size for unit, size in zip(units, shape, strict=True))
+        count = min((stop - start) // units[dim], shape[dim] - offset[dim])
+        found.append((offset, (*(1 for _ in range(dim)), count, *shape[dim + 1 :])))
+        start += count * units[dim]
     return found
 
 

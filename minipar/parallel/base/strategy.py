@@ -72,9 +72,8 @@ class Strategy:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of the whole model, as torch's function of this name has it on one device.
-        A collective. Raises `RuntimeError` before `finish_backward`, `ValueError` for a `max_norm`
-        that is not positive.
+        The norm is that of the whole model, as torch has it on one device. A collective. Raises
+        `RuntimeError` before `finish_backward`, `ValueError` unless `max_norm` is positive.
         """
         self.check_finished("clip_grad_norm_()")
         parameters = list(self.with_gradients())
@@ -84,17 +83,17 @@ class Strategy:
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Call ``scaler.unscale_(optimizer)``, and tell all ranks of an overflow in one shard.
 
-        Call it before ``scaler.step``: either all ranks skip the step then, or none. A collective.
-        Where gradients are whole, torch's own `unscale_` is enough.
+        A collective. ``scaler.step`` then skips the step on all ranks, or on none.
         """
         self.check_finished("unscale_()")
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
         found.setdefault(self.device, torch.zeros((), device=self.device))
-        for axis in in_order([axis for p in self.with_gradients() for axis in axes_of(p)]):
+        parameters = list(self.with_gradients())
+        for axis in in_order([axis for p in parameters for axis in axes_of(p)]):
             for flag in found.values():
                 all_reduce(flag, axis, "max", out=flag)
-        for p in self.with_gradients():
+        for p in parameters:
             if p.grad is not None:
                 p.grad.unscaled = True
         self.note_reduced()
@@ -102,8 +101,7 @@ class Strategy:
     def note_reduced(self) -> None:
         """Remember the gradients of shards as they are now; the step refuses later changes.
 
-        `clip_grad_norm_` and `unscale_` renew this. After a change of your own that looks at each
-        number alone, such as ``p.grad *= 2``, call it yourself.
+        Call it after a change of your own that looks at each number alone, as ``p.grad *= 2``.
         """
         note_reduced(self.with_gradients())
 
@@ -159,9 +157,9 @@ class Strategy:
         """Raise `RuntimeError` if `what` comes between a backward and its `finish_backward`."""
         if not self.is_finished:
             raise RuntimeError(
-                f"{what} came before finish_backward(): the gradients here are those of this rank, "
-                f"not of the batch. Call finish_backward() of the {type(self).__name__} strategy "
-                f"along {self.axis.name} once per step, after the last backward, on all ranks"
+                f"{what} came before finish_backward(), so gradients are those of this rank, not "
+                f"of the batch. Call finish_backward() of {type(self).__name__} along "
+                f"{self.axis.name} once per step, after the last backward, on all ranks"
             )
 
     def check_step(self) -> None:
@@ -174,18 +172,18 @@ class Strategy:
             )
 
     def replaced(
-        self, old: Iterable[nn.Parameter], why: str = "make the optimizer after fsdp.apply"
+        self, old: Iterable[nn.Parameter], remedy: str = "make the optimizer after fsdp.apply"
     ) -> None:
         """Refuse optimizers that step `old`: other parameters are stepped in their place."""
         for p in old:
-            p.stepped_elsewhere = why
+            p.stepped_elsewhere = remedy
 
     # ------------------------------------------------------------------ whole tensors, out and in
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return copies of all parameters and buffers, named and shaped as in the serial model.
 
-        Of parameters with masters, the masters. Tied weights stay one tensor. Buffers, such as the
-        averages of BatchNorm, are this rank's own. A collective: all ranks call it.
+        Masters come in the place of weights that were rounded. Tied weights stay one tensor.
+        Buffers are this rank's own. A collective: all ranks call it.
         """
         state = self.model.state_dict(keep_vars=True)
         masters = {p: master_of(p) for p in self.model.parameters() if hasattr(p, "master")}
@@ -226,29 +224,21 @@ class Strategy:
             }
         )
         for name, p in self.model.named_parameters():
-            if piece_of(p) is not p:
-                piece_of(p).copy_(row_of[piece_of(p)].part_of(piece_of(p), state[name]))
+            piece = piece_of(p)
+            if piece is not p:  # the slice of a master, perhaps
+                piece.copy_(row_of[piece].part_of(piece, state[name]))
             elif hasattr(p, "master"):
                 p.master.copy_(state[name])
 
     def members(self, optimizer: Optimizer) -> Members:
-        """Return the parameters that `optimizer` steps, by group, each by its name in the model.
-
-        Raises `RuntimeError` where these are shards that only `compose.apply` puts together.
-        """
-        if self.shard_axes and not self.rows:
-            raise RuntimeError(
-                f"{type(self).__name__} has shards along {self.shard_axes[0].name}, and does not "
-                f"join the state of their optimizer; let compose.apply put strategies together"
-            )
+        """Return the parameters that `optimizer` steps, by group, each by its name in the model."""
         names = {p: name for name, p in self.model.named_parameters()}
         return labelled([group["params"] for group in optimizer.param_groups], names)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` as of one device, on the CPU; all ranks call it.
 
-        "param_names" of each group name its parameters, so it fits any number of ranks, and an
-        optimizer of a serial model.
+        It fits any number of ranks, and an optimizer of the serial model.
         """
         return join_state(optimizer, self.members(optimizer), self.rows)
 
@@ -283,14 +273,14 @@ def claim(model: nn.Module, name: str, axis: Axis) -> None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(
-                f"{path or type(module).__name__} has sparse=True, and only dense gradients can be "
-                f"shared here; make it with sparse=False"
+                f"{path or type(module).__name__} has sparse=True, and gradients that ranks share "
+                f"are dense; make it with sparse=False"
             )
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
-                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: its forward "
-                f"writes into the rows that it looks up, and ranks look up others; make it with "
-                f"max_norm=None, and scale its weights after the step"
+                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: each rank's "
+                f"forward would write into other rows; make it with max_norm=None, and scale "
+                f"weights after the step"
             )
     for p in model.parameters():
         p.claimed_by = Local([f"{name} along {axis.name}"])
@@ -360,8 +350,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Check the contract before each step of any optimizer."""
     parameters = stepped_by(optimizer)
     for p in parameters:
-        if why := getattr(p, "stepped_elsewhere", None):
-            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {why}")
+        if remedy := getattr(p, "stepped_elsewhere", None):
+            raise RuntimeError(f"this {type(optimizer).__name__} changes nothing: {remedy}")
     for strategy in {strategy for p in parameters for strategy in getattr(p, "watched_by", ())}:
         strategy.check_step()
     shards = [p for p in parameters if axes_of(p)]
@@ -394,12 +384,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copied(state: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return `state` with a copy of each tensor; a tensor with two names is copied once.
-
-    Entries that are no tensors stay as they are: those of modules with `get_extra_state`.
-    """
-    copies = {t: copy(t) for t in state.values() if isinstance(t, Tensor)}
-    return {name: copies[t] if isinstance(t, Tensor) else t for name, t in state.items()}
+    """Return `state` with a copy of each tensor; a tensor with two names is copied once."""
+    copies = {t: copy(t) for t in state.values()}
+    return {name: copies[t] for name, t in state.items()}
 
 
 def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
@@ -408,10 +395,9 @@ def flags(values: Sequence[bool | int], device: torch.device) -> Tensor:
 
 
 def share_counts(model: nn.Module, *axes: Axis, anew: bool = False) -> None:
-    """Make routers that count the tokens of their own rank count the tokens of all ranks of `axes`.
+    """Make routers count the tokens of all ranks of `axes`, in the place of their own rank's.
 
-    With `anew`, also routers that count for several ranks already. A collective where routers
-    balance over a batch: it makes process groups.
+    With `anew`, also routers that count for several ranks already. A collective.
     """
     own = [router for _, router in routers(model) if anew or router.sum_counts is alone]
     if any(router.config.balance == "batch" for router in own):
