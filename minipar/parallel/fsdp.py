@@ -53,8 +53,8 @@ from minipar.parallel.base.replicate import replicate
 from minipar.parallel.base.shards import Layout, Row, copies_axis
 from minipar.parallel.base.strategy import Strategy, claim, refuse_state, share_counts
 
-Blocks = Sequence[type[nn.Module] | nn.Module]
 Gradients = Sequence[Tensor | None]
+REENTRANT = "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
 LARGE = 2**20  # weights from which a table is a block
 Init = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -90,19 +90,19 @@ class FullySharded(Strategy):
             self.release()  # weights that were gathered before the last optimizer step
             self.in_forward = True
         if not (self.in_forward or recomputes):
-            path = next(path for path, m in self.model.named_modules() if m is block)
             how = 'name the methods that call it: fsdp.apply(..., forward_methods=("encode",))'
-            refuse(f"{path} was called outside of the model's forward; {how}")
+            refuse(f"a {type(block).__name__} was called outside of the model's forward; {how}")
         self.unshard(block, "backward" if recomputes else "forward")
         for unit in self.units[block]:
-            unit.bind(refuse_reentrant if recomputes else partial(self.post_backward, unit))
+            after = partial(self.post_backward, unit)
+            unit.bind(partial(refuse, REENTRANT) if recomputes else after)
         if dtype := self.options.compute_dtype:
             is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
             args, kwargs = tree_map(lambda x: x.to(dtype) if is_float(x) else x, (args, kwargs))
         if not any(p.requires_grad for unit in self.units[block] for p in unit.pieces):
             # No gradient of a weight tells when its backward ends: those of the inputs do.
             inputs = list(filter(wants_gradient, tree_leaves((args, kwargs))))
-            register_multi_grad_hook(inputs, lambda _: self.reshard(block))
+            register_multi_grad_hook(inputs, lambda _: [u.reshard() for u in self.units[block]])
         return args, kwargs
 
     def post_forward(self, block: nn.Module, _: nn.Module, args: Any, output: Any) -> Any:
@@ -112,12 +112,11 @@ class FullySharded(Strategy):
         if block is self.model:
             self.in_forward = False
         # Backward needs the root from its beginning, and the last block first.
-        stays = block is self.model or self.follows["forward"].get(block, block) is None
+        is_first = block is self.model or self.follows["forward"].get(block, block) is None
+        stays = is_first or not self.options.reshard_after_forward
         has_backward = any(map(wants_gradient, tree_leaves(output)))
         for unit in self.units[block]:
-            unit.put(unit.pieces)
-        if not has_backward or self.options.reshard_after_forward and not stays:
-            self.reshard(block)
+            unit.put(unit.pieces) if stays and has_backward else unit.reshard()
         if type(block) is nn.Embedding and list(block._parameters) == ["weight"]:
             return output  # the gradient of a look-up needs no weights
         leave = partial(Border.apply, partial(self.pre_backward, block))
@@ -125,21 +124,21 @@ class FullySharded(Strategy):
 
     def pre_backward(self, block: nn.Module, gradients: Gradients) -> Gradients:
         """Gather the weights of `block` again, also for checkpoints inside of it."""
-        creates_graph = torch.is_grad_enabled()
-        if creates_graph:
+        if torch.is_grad_enabled():
             refuse("weights are freed after backward; use ddp or zero for create_graph=True")
         self.unshard(block, "backward")
         with torch.enable_grad():
             for unit in self.units[block]:
-                unit.bind(refuse_reentrant)
+                unit.bind(partial(refuse, REENTRANT))
         return gradients
 
     def post_backward(self, unit: "Unit", gradients: Gradients) -> Gradients:
         """Free the weights of the block, and start to reduce the gradients of `unit`."""
         self.is_finished = False
-        self.reshard(unit.block)
-        for other in self.rows:  # gradients of one block at a time are on their way
-            if other.block is not unit.block:
+        for other in self.rows:
+            if other.block is unit.block:
+                other.reshard()
+            else:  # gradients of one block at a time are on their way
                 other.wait_for_reduce()
         unit.reduce(gradients)
         unit.is_last = self.synchronises
@@ -154,14 +153,15 @@ class FullySharded(Strategy):
             unit.finalize_backward()
         for (p, unit), is_used in zip(unit_of.items(), used_by_any(), strict=True):
             if is_used:  # else it has no gradient, as on one device: AdamW would decay it
-                unit.hand_out(p)
+                own = unit.gradient[unit.spans[p]].view_as(p)
+                p.grad = own if p.grad is None else p.grad.add_(own)
         for unit in self.rows:
             unit.gradient, unit.used = None, set()
         self.release()
         super().finish_backward()
 
     def unshard(self, block: nn.Module, phase: str) -> None:
-        """Start to gather `block`, and the block that came next before: "forward" or "backward"."""
+        """Start to gather `block`, and the block that followed in this phase the last time."""
         before, self.latest[phase] = self.latest.get(phase), block
         if before is not block:
             self.follows[phase][before] = block
@@ -169,15 +169,10 @@ class FullySharded(Strategy):
         for unit in (*self.units[block], *self.units.get(ahead, ())):
             unit.unshard()
 
-    def reshard(self, block: nn.Module) -> None:
-        """Free the weights of `block`, and put the shards in their place."""
-        for unit in self.units[block]:
-            unit.reshard()
-
     def release(self) -> None:
         """Free all weights that are gathered, also those of a forward that an error ended."""
-        for block in self.units:
-            self.reshard(block)
+        for unit in self.rows:
+            unit.reshard()
         self.follows["forward"][self.latest.get("forward")] = None  # the last block
         self.latest, self.in_forward = {}, False
 
@@ -295,12 +290,10 @@ class Unit(Row):
         self.used |= {p for p, g in zip(self.pieces, gradients, strict=True) if g is not None}
         padded = zip([*gradients, None], self.layout.splits, strict=True)
         parts = [self.full.new_zeros(n) if g is None else g.reshape(-1) for g, n in padded if n]
-        if len(parts) == 1:
-            flat = parts[0].to(self.reduce_dtype)
-        else:
-            flat = self.full.new_empty(self.layout.total, dtype=self.reduce_dtype)
-            memory.tag("gradients", torch.cat(parts, out=flat))
-        if self.op == "avg" and self.axis.size < self.options.axis.size:  # copies of an expert
+        flat = self.full.new_empty(0, dtype=self.reduce_dtype)
+        flat = parts[0].to(flat) if len(parts) == 1 else torch.cat(parts, out=flat)
+        memory.tag("gradients", flat)
+        if self.op == "avg" and self.axis.size < self.options.axis.size:  # an expert has few copies
             flat = flat * (self.axis.size / self.options.axis.size)
         self.reducing = reduce_scatter(flat, self.axis, op=self.op, async_op=True)
 
@@ -313,11 +306,6 @@ class Unit(Row):
     def finalize_backward(self) -> None:
         """Complete the gradient of the step."""
         self.wait_for_reduce()
-
-    def hand_out(self, p: nn.Parameter) -> None:
-        """Give `p` its ``grad``."""
-        own = self.gradient[self.spans[p]].view_as(p)
-        p.grad = own if p.grad is None else p.grad.add_(own)
 
     # Where the shard lives: on the device that computes, unless offload replaces these two.
     def fetch(self) -> Tensor:
@@ -360,36 +348,26 @@ class Hybrid(Unit):
 # ---------------------------------------------------------------------- 3. put on a model
 @dataclass(frozen=True)
 class Options:
-    """How weights are sharded along `axis`: the options of `apply`."""
+    """The options of `apply`: how weights are sharded along `axis`."""
 
     axis: Axis
+    blocks: Sequence[type[nn.Module] | nn.Module] | None = None  # or classes; see `find_blocks`
     reshard_after_forward: bool = True  # free a block's weights between forward and backward
     prefetch: bool = True  # gather the next block while a block computes
     compute_dtype: torch.dtype | None = None  # of gathered weights, and of floats that blocks take
     reduce_dtype: torch.dtype | None = None  # of gradients that are sent; by default of computing
     average: bool = True  # divide the sum of the gradients by the number of ranks
     replicate_axis: Axis | None = None  # hybrid sharding: its ranks have copies of all shards
+    forward_methods: Sequence[str] = ()  # methods of the model that run blocks, beside `forward`
     init: Init | None = None  # (name, shape) -> a weight or buffer of a model on "meta"
 
 
-def apply(
-    model: nn.Module,
-    axis: Axis,
-    *,
-    blocks: Blocks | None = None,
-    forward_methods: Sequence[str] = (),
-    **options: Any,
-) -> FullySharded:
+def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """Shard `model` along `axis`, in place; make the optimizer afterwards.
 
-    Parameters keep names, ties and ``ndim``, and become shards. Values are those of rank 0.
-
-    Args:
-        blocks: modules that are gathered one by one, or their classes. By default the members of
-            every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the top down; and each
-            `nn.Embedding` and `nn.Linear` beside them of a million weights. All other weights, and
-            tied ones, are gathered for the whole forward and backward.
-        forward_methods: methods of `model` that run blocks, beside `forward`: ("encode",).
+    Parameters keep names, ties and ``ndim``, and become shards. Values are those of rank 0. Weights
+    outside of blocks, and tied ones, are gathered for the whole forward and backward. `options` are
+    fields of `Options`.
 
     Raises `ValueError` for options that do not fit, for a model with sparse gradients or hooks on
     gradients, or one that a strategy trains already, before the first collective.
@@ -399,15 +377,15 @@ def apply(
     if replicas is not None and {*replicas.ranks} & {*axis.ranks} != {axis.ranks[axis.rank]}:
         words = f"replicate_axis {replicas.name} and axis {axis.name} must cross each other"
         raise ValueError(f"{words}; use two axes of one mesh, such as Mesh(replica=2, dp=2)")
-    found = find_blocks(model, blocks)
+    blocks = find_blocks(model, how.blocks)
     check_hooks(model)
     claim(model, "fsdp", axis)
     axes = [axis] if replicas is None else [axis, replicas]
     share_counts(model, *axes)
     for each in axes:
         replicate(model, each, is_data=each is axis)
-    strategy = FullySharded(model, how, make_units(model, found, how))
-    for name in forward_methods:
+    strategy = FullySharded(model, how, make_units(model, blocks, how))
+    for name in how.forward_methods:
         method, entry = getattr(model, name), copy.copy(model)  # which shares the hooks
         entry.forward = method
         setattr(model, name, partial(strategy.as_forward, method, entry))
@@ -417,28 +395,26 @@ def apply(
     return strategy
 
 
-def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[nn.Module]:
-    """Return the modules in `model` that `blocks` names; see `apply`."""
-    below = [m for m in model.modules() if m is not model]
+def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Module]:
+    """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
+
+    By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
+    top down; and each `nn.Embedding` and `nn.Linear` beside them of a million weights.
+    """
+    modules = list(model.modules())
     if blocks is not None:
-        found = [m for m in below if m in blocks or type(m) in blocks]
+        found = [m for m in modules[1:] if m in blocks or type(m) in blocks]
         if blocks and not found:
             raise ValueError(f"blocks={blocks!r}: the model has none of them below its root")
         return found
-    found = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            # A list in a list is never called; its own members come later.
-            own = [m for m in module.children() if type(m).forward is not nn.Module.forward]
-        else:  # weights of a subclass may be used without its forward, as in attention
-            is_table = type(module) in (nn.Embedding, nn.Linear)
-            own = [module] if is_table and module.weight.numel() >= LARGE else []
-        for block in own:
-            if block not in inside and block is not model:
-                found.append(block)
-                inside.update(block.modules())
-    return found
+    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
+    members = [m for each in lists for m in each.children()]
+    found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
+    # Weights of a subclass may be used without its forward, as in attention.
+    tables = [m for m in modules[1:] if type(m) in (nn.Embedding, nn.Linear)]
+    found += [m for m in tables if m.weight.numel() >= LARGE]
+    inside = {part for block in found for part in block.modules() if part is not block}
+    return [m for m in dict.fromkeys(found) if m not in inside]
 
 
 def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> list[Unit]:
@@ -464,13 +440,12 @@ def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> l
     return [make(block, members, options) for (block, *_), members in kinds.items()]
 
 
-@torch.no_grad()
 def first_shard(members: dict[nn.Parameter, str], layout: Layout, init: Init | None) -> Tensor:
     """Return this rank's shard [S] of the first weights: of those that are here, or of `init`."""
     parts: list[Tensor] = []
     for (p, name), cut in zip(members.items(), layout.cuts, strict=True):
         if cut.start < cut.stop or not parts:  # the first tells the device
-            whole = p if init is None else init(name, tuple(p.shape)).to(p.dtype)
+            whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
             parts.append(whole.flatten()[cut].clone())
     shard = torch.cat(parts)
     return F.pad(shard, (0, layout.size - len(shard)))
@@ -483,16 +458,11 @@ def refuse(words: str, gradients: Any = ()) -> None:
         raise RuntimeError(f"fsdp: {words}")
 
 
-refuse_reentrant = partial(
-    refuse, "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
-)
-
-
 def check_hooks(model: nn.Module) -> None:
     """Raise `ValueError` for a hook on a gradient: the gradients of weights come in shards."""
     for name, p in model.named_parameters():
         hooks = {**(p._backward_hooks or {}), **(p._post_accumulate_grad_hooks or {})}
-        origins = [getattr(hook, "func", hook).__module__ for hook in hooks.values()]
+        origins = [str(getattr(hook, "func", hook).__module__) for hook in hooks.values()]
         if not all(origin.startswith("minipar.") for origin in origins):  # ours only read
             words = f"{name} has a hook on its gradient, which comes in shards under fsdp"
             raise ValueError(f"{words}; change gradients after finish_backward()")
