@@ -10,22 +10,22 @@ Shapes. A block's weights lie one after the other in a *flat buffer*, padded to 
         optimizer sees the k numbers of a parameter that lie in this rank's shard: [k], or [k, 1]
         of a matrix, so that ``p.ndim`` is kept.
 Comms.  A rank sends per step, for P bytes of weights (R of them outside of blocks, B in the last
-        block, E in embeddings that are blocks), M microbatches and N parameters that learn:
+        block), M microbatches and N parameters that learn:
 
-          gather    (n-1)/n M (2 P - R - B - E)   R and B stay from forward to backward; backward
-                                                  needs no weights of an embedding
-          reduce    (n-1)/n M P                   frozen weights are only gathered
-          used?     2 (n-1)/n N                   a byte per parameter: did any rank use it?
+          gather    (n-1)/n M (2 P - R - B)   R and B stay from forward to backward
+          reduce    (n-1)/n M P               frozen weights are only gathered
+          used?     2 (n-1)/n N               a byte per parameter: did any rank use it?
 
-        The first step gathers B once more. A number has the bytes of `compute_dtype`, or of
-        `reduce_dtype`. A `replicate_axis` of m ranks carries 2 (m-1)/m (P/n + N).
+        The first step gathers B once more. An embedding that is a block is gathered for forward
+        alone. A number has the bytes of `compute_dtype`, or of `reduce_dtype`. A `replicate_axis`
+        of m ranks carries 2 (m-1)/m (P/n + N).
 Memory. Bytes per rank: (P + G + O)/n for shards of weights, gradients and optimizer state (Adam:
         4 P/n); R + 2 B of gathered weights; in backward R + 2 B of gradients: of the root, of the
         block that computes, and of the block that is being reduced.
 Costs you. Half as many bytes again as ddp, in many more calls. All ranks run the same blocks in the
         same order, in evaluation too. Weights are whole inside of forward alone. A tensor taken out
-        of a block may be used in the loss if the block's output is used, too. Else nothing gathers
-        the block's weights, and autograd says "modified by an inplace operation".
+        of a block may be used in the loss beside the block's output. Alone, it finds weights that
+        nobody gathered, and autograd says "modified by an inplace operation".
 Source. Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch
         FSDP" (arXiv 2304.11277), sections 3 and 4.
 In torch: `torch.distributed.fsdp.fully_shard`, which has the same names for the phases.
@@ -40,7 +40,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
@@ -55,24 +54,18 @@ from minipar.parallel.base.strategy import Strategy, claim, refuse_state, share_
 
 Gradients = Sequence[Tensor | None]
 REENTRANT = "a re-entrant checkpoint loses gradients; use checkpoint(..., use_reentrant=False)"
-LARGE = 2**20  # weights from which a table is a block
-Init = Callable[[str, tuple[int, ...]], Tensor]
+Names = dict[nn.Parameter, str]  # parameters of one kind, and their names in the model
 
 
 # ---------------------------------------------------------------------- 1. when blocks run
 class FullySharded(Strategy):
-    """Hooks on every block: gather before the block computes, free after, forward and backward.
-
-    While a block computes, the next is gathered, in the order that the model shows as it runs.
-    The order may change from step to step; it must be the same on all ranks.
-    """
+    """Hooks on every block: gather before the block computes, free after, forward and backward."""
 
     def __init__(self, model: nn.Module, options: "Options", units: "list[Unit]") -> None:
         super().__init__(model, options.axis)
         self.options, self.shard_axes, self.rows = options, (options.axis,), units
-        self.units: dict[nn.Module, list[Unit]] = {model: []}  # of the root, and of each block
-        for unit in units:
-            self.units.setdefault(unit.block, []).append(unit)
+        blocks = dict.fromkeys([model, *(unit.block for unit in units)])  # the root, too
+        self.units = {block: [u for u in units if u.block is block] for block in blocks}
         self.in_forward = False
         self.follows: dict[str, dict] = {"forward": {}, "backward": {}}  # a block -> the next block
         self.latest: dict[str, nn.Module] = {}
@@ -135,11 +128,8 @@ class FullySharded(Strategy):
     def post_backward(self, unit: "Unit", gradients: Gradients) -> Gradients:
         """Free the weights of the block, and start to reduce the gradients of `unit`."""
         self.is_finished = False
-        for other in self.rows:
-            if other.block is unit.block:
-                other.reshard()
-            else:  # gradients of one block at a time are on their way
-                other.wait_for_reduce()
+        for other in self.rows:  # gradients of one block at a time are on their way
+            other.reshard() if other.block is unit.block else other.wait_for_reduce()
         unit.reduce(gradients)
         unit.is_last = self.synchronises
         return [None for _ in gradients]  # shards have theirs from `finish_backward`
@@ -161,7 +151,7 @@ class FullySharded(Strategy):
         super().finish_backward()
 
     def unshard(self, block: nn.Module, phase: str) -> None:
-        """Start to gather `block`, and the block that followed in this phase the last time."""
+        """Start to gather `block`; and the next block, which is the one that followed last time."""
         before, self.latest[phase] = self.latest.get(phase), block
         if before is not block:
             self.follows[phase][before] = block
@@ -210,28 +200,25 @@ class Unit(Row):
     right. Only their memory comes and goes.
     """
 
-    def __init__(
-        self, block: nn.Module, members: dict[nn.Parameter, str], options: "Options"
-    ) -> None:
+    def __init__(self, block: nn.Module, members: Names, options: "Options") -> None:
         axis = copies_axis(next(iter(members)), options.axis)
         layout = Layout([p.numel() for p in members], axis)
-        shard = first_shard(members, layout, options.init)
+        shard = first_shard(members, layout, options)
         super().__init__(list(members), layout, axis, shard)
         self.block, self.options = block, options
         place = {p: i for i, p in enumerate(members)}
-        slots = (
-            (m._parameters, own, p) for m in block.modules() for own, p in m._parameters.items()
-        )
-        self.slots = [(parameters, own, place[p]) for parameters, own, p in slots if p in place]
+        owners = [m._parameters for m in block.modules()]
+        self.slots = [
+            (own, name, place[p]) for own in owners for name, p in own.items() if p in place
+        ]
         for piece, name in zip(self.pieces, members.values(), strict=True):
             piece.is_flat = True
             if piece.requires_grad:
                 words = f"{name} was used outside of its block's forward, where ranks have shards"
                 piece.register_hook(partial(refuse, words))  # gathered weights bring None
-        is_float = shard.is_floating_point()  # integers stay as they are
-        dtypes = (options.compute_dtype, options.reduce_dtype) if is_float else (None, None)
-        self.full = shard.new_empty(layout.total, dtype=dtypes[0] or shard.dtype)  # [n S]
-        self.views, self.reduce_dtype = self.split(self.full), dtypes[1] or self.full.dtype
+        cast = options if shard.is_floating_point() else Options(axis)  # integers stay as they are
+        self.full = shard.new_empty(layout.total, dtype=cast.compute_dtype or shard.dtype)  # [n S]
+        self.views, self.reduce_dtype = self.split(self.full), cast.reduce_dtype or self.full.dtype
         self.op: Op = "avg" if options.average else "sum"
         self.is_gathered = True  # memory has been allocated
         self.gathering: Pending | None = None
@@ -241,7 +228,6 @@ class Unit(Row):
         self.is_last = True  # of the step's microbatches, the one of the latest gradients
         self.reshard()
 
-    # weights
     def unshard(self) -> None:
         """Start to gather the weights, unless that was done."""
         if self.is_gathered:
@@ -283,7 +269,6 @@ class Unit(Row):
             self.full.untyped_storage().resize_(0)
             increment_version(self.full)  # autograd refuses to read saved weights that are freed
 
-    # gradients
     def reduce(self, gradients: Gradients) -> None:
         """Start to reduce-scatter the gradients of all weights, or None for some."""
         self.wait_for_reduce()  # if the block runs twice
@@ -357,30 +342,26 @@ class Options:
     compute_dtype: torch.dtype | None = None  # of gathered weights, and of floats that blocks take
     reduce_dtype: torch.dtype | None = None  # of gradients that are sent; by default of computing
     average: bool = True  # divide the sum of the gradients by the number of ranks
-    replicate_axis: Axis | None = None  # hybrid sharding: its ranks have copies of all shards
+    replicate_axis: Axis | None = None  # hybrid: ranks of this other axis have copies of shards
     forward_methods: Sequence[str] = ()  # methods of the model that run blocks, beside `forward`
-    init: Init | None = None  # (name, shape) -> a weight or buffer of a model on "meta"
+    init: Callable[[str, tuple[int, ...]], Tensor] | None = None  # first values, for a meta model
 
 
 def apply(model: nn.Module, axis: Axis, **options: Any) -> FullySharded:
     """Shard `model` along `axis`, in place; make the optimizer afterwards.
 
     Parameters keep names, ties and ``ndim``, and become shards. Values are those of rank 0. Weights
-    outside of blocks, and tied ones, are gathered for the whole forward and backward. `options` are
-    fields of `Options`.
+    outside of blocks, and tied ones, stay gathered. `options` are fields of `Options`.
 
     Raises `ValueError` for options that do not fit, for a model with sparse gradients or hooks on
     gradients, or one that a strategy trains already, before the first collective.
     """
     how = Options(axis, **options)
-    replicas, before = how.replicate_axis, list(model.parameters())
-    if replicas is not None and {*replicas.ranks} & {*axis.ranks} != {axis.ranks[axis.rank]}:
-        words = f"replicate_axis {replicas.name} and axis {axis.name} must cross each other"
-        raise ValueError(f"{words}; use two axes of one mesh, such as Mesh(replica=2, dp=2)")
+    axes = [each for each in (axis, how.replicate_axis) if each is not None]
+    before = list(model.parameters())
     blocks = find_blocks(model, how.blocks)
     check_hooks(model)
     claim(model, "fsdp", axis)
-    axes = [axis] if replicas is None else [axis, replicas]
     share_counts(model, *axes)
     for each in axes:
         replicate(model, each, is_data=each is axis)
@@ -399,7 +380,7 @@ def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Mod
     """Return the modules of `model` that are in `blocks`, or of a class in `blocks`.
 
     By default the members of every `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict`, from the
-    top down; and each `nn.Embedding` and `nn.Linear` beside them of a million weights.
+    top down. Name a large embedding or head beside them yourself.
     """
     modules = list(model.modules())
     if blocks is not None:
@@ -410,9 +391,6 @@ def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Mod
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential | nn.ModuleDict)]
     members = [m for each in lists for m in each.children()]
     found = [m for m in members if type(m).forward is not nn.Module.forward]  # no list in a list
-    # Weights of a subclass may be used without its forward, as in attention.
-    tables = [m for m in modules[1:] if type(m) in (nn.Embedding, nn.Linear)]
-    found += [m for m in tables if m.weight.numel() >= LARGE]
     inside = {part for block in found for part in block.modules() if part is not block}
     return [m for m in dict.fromkeys(found) if m not in inside]
 
@@ -420,13 +398,12 @@ def find_blocks(model: nn.Module, blocks: Sequence | None = None) -> list[nn.Mod
 def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> list[Unit]:
     """Replace the parameters of `model` by shards.
 
-    A parameter belongs to the innermost block around it; a tied one, to the root. Weights of a
-    block share a flat buffer, unless they differ in dtype or device, or some are frozen, or fewer
-    ranks have them.
+    A parameter belongs to the innermost block around it; a tied one, to the root. In a flat buffer
+    are weights of one block, dtype and device, frozen or not, with copies on the same ranks.
     """
     home = {p: block for block in (model, *blocks) for p in block.parameters()}  # inner blocks win
     times = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    kinds: dict[tuple, dict[nn.Parameter, str]] = defaultdict(dict)
+    kinds: dict[tuple, Names] = defaultdict(dict)
     for name, p in model.named_parameters():
         block = home[p] if times[p] == 1 else model
         kind = block, p.dtype, p.device, p.requires_grad, copies_axis(p, options.axis)
@@ -440,15 +417,15 @@ def make_units(model: nn.Module, blocks: list[nn.Module], options: Options) -> l
     return [make(block, members, options) for (block, *_), members in kinds.items()]
 
 
-def first_shard(members: dict[nn.Parameter, str], layout: Layout, init: Init | None) -> Tensor:
+def first_shard(members: Names, layout: Layout, options: Options) -> Tensor:
     """Return this rank's shard [S] of the first weights: of those that are here, or of `init`."""
-    parts: list[Tensor] = []
+    parts, init = [], options.init  # (name, shape) -> the first value
     for (p, name), cut in zip(members.items(), layout.cuts, strict=True):
         if cut.start < cut.stop or not parts:  # the first tells the device
             whole = p.detach() if init is None else init(name, tuple(p.shape)).to(p.dtype)
             parts.append(whole.flatten()[cut].clone())
-    shard = torch.cat(parts)
-    return F.pad(shard, (0, layout.size - len(shard)))
+    padding = parts[0].new_zeros(layout.size - sum(map(len, parts)))
+    return torch.cat([*parts, padding])
 
 
 # ---------------------------------------------------------------------- refused

@@ -142,13 +142,13 @@ class Tables(Layers):
 
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(2)
-def test_large_tables_are_blocks_unless_they_are_tied(tied):
+def test_tables_may_be_blocks_unless_they_are_tied(tied):
     """Mutants: one that stays for the whole step; weights gathered for the gradient of a look-up;
     a tied table that is reduced twice."""
     table, block = 32 * 6 * 8, 6 * 6 * 8
     words = partial(tokens, vocab_size=32)
-    with mock.patch.object(fsdp, "LARGE", 32 * 6):
-        recorded = assert_same_gradients(partial(Tables, tied), inputs=words)
+    tables = dict(inputs=words, blocks=(nn.Embedding, nn.Linear))
+    recorded = assert_same_gradients(partial(Tables, tied), **tables)
     calls = (1 + 3 + 2, 1 + 3) if tied else (2 + 3 + 3, 2 + 3)  # the last block stays, or the head
     names = [span.name for span in recorded.spans]
     assert tuple(map(names.count, ("all_gather", "reduce_scatter"))) == calls
@@ -601,7 +601,6 @@ def test_bad_options_are_refused_before_the_first_collective():
     hooked.head.weight.register_hook(lambda g: 2 * g)
     refused = [
         (Layers(), dict(blocks=(nn.Conv2d,)), "the model has none of them"),
-        (Layers(), dict(replicate_axis=mesh.dp), "must cross each other"),
         (sharded, {}, "trained by fsdp along dp already"),
         (hooked, {}, "head.weight has a hook on its gradient"),
     ]
