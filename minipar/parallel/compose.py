@@ -148,9 +148,14 @@ def apply(
     if plan.zero == 3:
         if plan.precision == "fp16" and plan.pp == 1:  # a stage receives the dtype of shards
             dtype = torch.float16
+        # A large table is gathered and freed as layers are; a small one is not worth a call.
+        ends = model.model.embed_tokens, model.lm_head
+        called = [m for m in ends if type(m) in (nn.Embedding, nn.Linear)]
+        tables = [m for m in called if m.weight.numel() >= 2**20]
         parts.data = fsdp.apply(
             model,
             data_axis,
+            blocks=[*fsdp.find_blocks(model), *tables],
             compute_dtype=dtype,
             # Gradients are summed up in float32 all the same, unless told otherwise.
             reduce_dtype=reduce_dtype or (torch.float32 if dtype else None),
