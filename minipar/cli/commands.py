@@ -181,7 +181,7 @@ _GROUPS = {
         ),
         "calibrate": _Command(
             "sim.calibrate:run", "measure this machine, for `minipar plan`",
-            ("", "--ranks 2 --out laptop.toml", "--nccl-tests all_reduce_perf.txt"),
+            ("", "--ranks 2 --out laptop.toml"),
         ),
     },
     "Measure ours beside PyTorch's own": {

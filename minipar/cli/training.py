@@ -18,7 +18,7 @@ from minipar.comm.mesh import Mesh
 from minipar.observe.timeline import Timeline
 from minipar.ranks import backends
 from minipar.ranks.launch import RankError, Ranks, check_fits_here
-from minipar.train import checkpoint, out_of_memory, trainer
+from minipar.train import checkpoint, trainer
 from minipar.train.config import TrainConfig
 from minipar.train.folder import find_job, forget_job, how_to_go_on, newest, note_job
 from minipar.train.metrics import read
@@ -37,12 +37,7 @@ def train(config: TrainConfig) -> None:
         checkpoint.verify(Path(start))
     config.check_text(reads=not backends.under_torchrun())  # whose ranks are here, and read it
     if backends.under_torchrun():
-        try:
-            _train_under_torchrun(config, folder, start)
-        except out_of_memory.OutOfMemory as error:
-            if error.speaks:
-                error.add_note(_remedy(config, error.folder))
-            raise
+        _train_under_torchrun(config, folder, start)
         return
     check_fits_here(config.num_ranks, config.weight_bytes())
     backend = config.backend
@@ -69,18 +64,8 @@ def train(config: TrainConfig) -> None:
                 folder.rmdir()  # nothing is in it, unless it is that of an earlier run
         else:
             print(f"\n{how_to_go_on(folder)}", file=sys.stderr)
-        failures = error.failures.values() if isinstance(error, RankError) else ()
-        if any(failure.kind == "OutOfMemory" for failure in failures):
-            error.add_note(_remedy(config, folder))
         raise
     conclude(report, folder)
-
-
-def _remedy(config: TrainConfig, folder: Path) -> str:
-    """The page of a run that is out of memory; what simulates is imported for it alone."""
-    from minipar.sim import remedy
-
-    return remedy.page_of(config, folder)
 
 
 def _train_under_torchrun(config: TrainConfig, folder: Path | None, start: str | None) -> None:

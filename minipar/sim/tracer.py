@@ -13,7 +13,7 @@ collectives by `comm.collectives`, storages as they come and go.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,8 +46,7 @@ class Compute(NamedTuple):
 class Launch(NamedTuple):
     """A call along `axis`, on which `num_bytes` leave this rank; `peers` are ranks along it.
 
-    `among`, too: of an all-to-all that has no rows for others, those that take part. With a
-    `purpose` it is in another process group than others along the axis.
+    With a `purpose` it is in another process group than others along the axis.
     """
 
     verb: str
@@ -55,8 +54,6 @@ class Launch(NamedTuple):
     size: int
     num_bytes: int
     peers: tuple[int, ...] = ()
-    arriving: int = 0  # bytes, of an all-to-all that is uneven
-    among: tuple[int, ...] = ()
     purpose: str = ""
 
 
@@ -98,9 +95,8 @@ class _Holding:
 class Tracer(TorchDispatchMode, Tap):
     """Writes down every operation, collective and storage that passes by, into `segment`."""
 
-    def __init__(self, is_uneven: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_uneven = is_uneven  # what all-to-alls deal out
         self.recorder = Recorder()  # knows which block is at work, and in which phase
         self.segments: list[Segment] = []
         self.segment = self.begin_segment("before")
@@ -120,8 +116,6 @@ class Tracer(TorchDispatchMode, Tap):
     # operations
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op is torch.ops.c10d.alltoall_base_.default and 0 in args[3]:
-            self._narrow(*args[3:5])
         if op.namespace == "c10d" or operations.is_view(op):
             return op(*args, **kwargs)
         key = op, operations.key_of(args), operations.key_of(tuple(kwargs.items()))
@@ -156,21 +150,8 @@ class Tracer(TorchDispatchMode, Tap):
         self.unawaited.add(call.number)
         self.launches[call.number] = self.segment, self.segment.num_launches
         self.segment.num_launches += 1
-        arriving = 0
-        if verb == "all_to_all" and self.is_uneven:  # of which each rank has sent as much
-            whole = sum(tensor.nbytes for tensor in operations.tensors(call.result))
-            arriving = whole * (axis.size - 1) // axis.size
-        sizes = axis.size, call.num_bytes, tuple(call.peers or ()), arriving
-        launch = Launch(verb, axis.name, *sizes, purpose=axis.purpose)
-        self.segment.events.append(launch)
-
-    def _narrow(self, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        """Note who takes part in the call that was just launched: those with rows."""
-        events = self.segment.events
-        if events and isinstance(events[-1], Launch):  # not where another is told of calls
-            rows = enumerate(zip(arriving, sent, strict=True))
-            among = tuple(rank for rank, both in rows if any(both))
-            events[-1] = events[-1]._replace(among=among)
+        sizes = axis.size, call.num_bytes, tuple(call.peers or ())
+        self.segment.events.append(Launch(verb, axis.name, *sizes, purpose=axis.purpose))
 
     def wait(self, call: Call) -> None:
         self.unawaited.discard(call.number)
