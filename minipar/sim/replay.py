@@ -119,7 +119,7 @@ class _Prices:
         self.segments: dict[Segment, list[tuple]] = {}
 
     def words(self, segment: Segment) -> list[tuple]:
-        """Work that follows on each other in one block is one; what takes no time is left out."""
+        """Return the words of a segment: consecutive work of one block is one word of `seconds`."""
         if segment not in self.segments:
             self.segments[segment] = list(self._words(segment))
         return self.segments[segment]
@@ -148,7 +148,7 @@ class _Prices:
             yield "work", *block, seconds
 
     def compute(self, event: Compute) -> float:
-        """Seconds of an operation."""
+        """Return the seconds of an operation."""
         key = event[2:]
         if key not in self.known:
             slower = self.attention if event.work == "attention" else 1
@@ -156,7 +156,7 @@ class _Prices:
         return self.known[key]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks along an axis, or along several at once, that `rank` is one of."""
+        """Return the ranks along an axis, or along several at once, that `rank` is one of."""
         if (rank, axis) not in self.groups:
             own, names, sizes = coordinates(rank, self.sizes), axis.split("+"), self.sizes
             places = (range(sizes[name]) if name in names else [own[name]] for name in sizes)
@@ -165,7 +165,7 @@ class _Prices:
         return self.groups[rank, axis]
 
     def call(self, launch: Launch, ranks: Sequence[int]) -> float:
-        """Seconds of a collective, or of a message, among `ranks`."""
+        """Return the seconds of a collective, or of a message, among `ranks`."""
         num_bytes = launch.num_bytes
         key = launch.verb, launch.axis, num_bytes, tuple(ranks)
         if key not in self.known:
@@ -236,7 +236,7 @@ class _Stage:
         self.num_moves = 0  # events that have happened
 
     def play(self, steps: int) -> None:
-        """Let all ranks do their step, so many times."""
+        """Play the step of all ranks, so many times."""
         for _ in range(steps):
             runs = [self._run(player) for player in self.players.values()]
             while runs:
@@ -246,7 +246,7 @@ class _Stage:
             self.ends.append({rank: player.clock for rank, player in self.players.items()})
 
     def _run(self, player: _Player) -> Iterator[bool]:
-        """A step of a player; yields where others have to move first."""
+        """Play a step of one rank; yield where other ranks have to move first."""
         player.host = player.clock  # it has read the loss of the step before
         player.computing, player.waited = 0.0, defaultdict(float)
         player.turns = [player.clock] * AHEAD
@@ -276,7 +276,7 @@ class _Stage:
         self.spans.append(Span(kind, block, player.rank, start, player.clock))
 
     def _who(self, own: int, launch: Launch) -> list[tuple[int, ...]]:
-        """The ranks of each of its calls: a group, or the ends of a message, or of several."""
+        """Return the ranks of each of its calls: a group, or the ends of messages."""
         group = self.prices.group(own, launch.axis)
         ends = [(own, group[peer]) for peer in launch.peers]
         if launch.verb == "exchange":  # both ways at once
@@ -321,7 +321,7 @@ class _Stage:
         return made
 
     def _begin(self, call: _Call) -> None:
-        """Let a call that all have made run, if those before it have, and then those after it."""
+        """Start a call that all ranks have made, once the calls before it have run."""
         if unknown := [other for other in call.before if other.span is None]:
             unknown[0].after.append(call)
             return

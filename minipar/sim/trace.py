@@ -55,7 +55,7 @@ class Trace:
     held: dict[str, int]  # bytes by category, between two steps
 
     def events(self) -> Iterator[Event]:
-        """All events of the step."""
+        """Yield all events of the step."""
         for segment in self.segments:
             yield from segment.events
 
@@ -65,7 +65,7 @@ class Trace:
         return sum(e.flops for e in self.events() if type(e) is Compute)
 
     def sent(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by axis."""
+        """Return the bytes that this rank sends in a step, by axis."""
         totals: dict[str, int] = defaultdict(int)
         for event in self.events():
             if type(event) is Launch:
@@ -73,7 +73,7 @@ class Trace:
         return dict(totals)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category when the rank holds the most."""
+        """Return the bytes by category when the rank holds the most."""
         now, highest, total = dict(self.held), dict(self.held), sum(self.held.values())
         most = total
         for event in self.events():
@@ -87,14 +87,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Traces:
-    """Of a plan: the step of each distinct rank, the first of each place on the pipeline."""
+    """The steps of a plan: one rank for each place on the pipeline."""
 
     plan: Plan
     tokens: int  # of a step, of all ranks
     ranks: dict[int, Trace]  # by place on pp
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category when the fullest rank is at its fullest."""
+        """Return the bytes by category when the fullest rank is at its fullest."""
         peaks = [trace.at_peak() for trace in self.ranks.values()]
         return max(peaks, key=lambda held: sum(held.values()))
 
@@ -102,7 +102,7 @@ class Traces:
 # ---------------------------------------------------------------------- the rank that is played
 @contextmanager
 def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
-    """Be one rank of a group with all ranks of `plan`, of which no other exists.
+    """Play one rank of a group with all ranks of `plan`, of which no other exists.
 
     Raises `ValueError` in a process that is a rank.
     """
@@ -123,7 +123,7 @@ def pretend(plan: Plan, rank: int = 0) -> Iterator[Mesh]:
 
 
 class Actor:
-    """A model under all that `plan` says, ready to step: on meta, of a rank without values."""
+    """A model under a plan, ready to step; on meta, the model of a rank without values."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Actor:
         self.plan = plan
 
     def step(self, microbatches: int = 0) -> None:
-        """One training step, of as many microbatches as the plan says."""
+        """Run one training step, of as many microbatches as the plan says."""
         train_step(
             self.model,
             [self.strategy],
@@ -203,7 +203,7 @@ def trace(
 
 
 def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
-    """What the rank of a place on pp has of the model, and does with it: others do the same."""
+    """Return a key that is equal for places on pp whose ranks hold and do the same."""
     if plan.pp == 1:
         return None
     schedule = plan.make_schedule()
@@ -220,7 +220,7 @@ def _kind_of(config: LlamaConfig, plan: Plan, place: int) -> Any:
 
 @contextmanager
 def _garbage_gone() -> Iterator[None]:
-    """What the body leaves in cycles is gone after it. To look for it among all takes longer."""
+    """Collect the cycles that the body leaves. A full collection would take longer."""
     was_enabled = gc.isenabled()
     gc.disable()  # which would call old what has just been made
     try:
@@ -232,7 +232,7 @@ def _garbage_gone() -> Iterator[None]:
 
 
 def _record(actor: Actor, places: Sequence[int], tracer: Tracer) -> dict[int, Trace]:
-    """The steps of ranks that are alike, of which `actor` is the first."""
+    """Return the steps of ranks that are alike, of which `actor` is the first."""
     play = _play_all if actor.strategy.parts.pipeline is None else _play_pipeline
     # The first step shows ZeRO 2 in which order the stages of a rank have their last backward.
     learned = DISTINCT if actor.plan.zero == 2 and actor.plan.pp > 1 else 1
@@ -262,7 +262,7 @@ Programs = dict[int, list[Segment]]  # by place
 
 
 def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
-    """A step without a pipeline: the third of four microbatches, as often as there are."""
+    """Play a step without a pipeline; the third of four microbatches stands for all others."""
     count, done = actor.plan.microbatches, [tracer.begin_segment("before")]
 
     def run(model: nn.Module, *args: Any, **options: Any) -> Tensor:
@@ -282,13 +282,13 @@ def _play_all(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int
 
 
 def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct: int) -> Programs:
-    """A step of a pipeline: few microbatches are computed, and then all ranks follow their rows."""
+    """Play a step of a pipeline: compute few microbatches, then let all ranks follow their rows."""
     pipeline, schedule = actor.strategy.parts.pipeline, actor.strategy.parts.pipeline.schedule
     own, done = schedule.stages_on(places[0]), {}
     roles = [_roles(schedule, stage, distinct) for stage in own]
 
     def hidden(action: Action) -> Tensor | None:
-        """What an action hands over, without computing it."""
+        """Return what an action hands over, without computing it."""
         return pipeline.buffer(actor.microbatch[0]) if schedule.makes(action) else None
 
     def play(lowered: Schedule, microbatches: Sequence[Any], methods: Mapping) -> None:
@@ -318,7 +318,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
         del pipeline._play
 
     def follow(place: int) -> list[Segment]:
-        """What another rank does: its messages are sent, its computing is that of this one."""
+        """Return the step of another rank: its own messages, and the computing of this one."""
         twin, theirs = copy.copy(pipeline), schedule.stages_on(place)
         twin.axis = replace(pipeline.axis, rank=place)
         roles = [_roles(schedule, stage, DISTINCT) for stage in theirs]
@@ -347,7 +347,7 @@ def _play_pipeline(actor: Actor, tracer: Tracer, places: Sequence[int], distinct
 
 
 def _roles(schedule: Schedule, stage: int, distinct: int) -> dict[int, int]:
-    """The microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
+    """Return the microbatches of a stage that are computed, and their numbers up to `DISTINCT`."""
     row = schedule.actions[schedule.rank_of[stage]]
     last = schedule.last_gradient(stage)
     if last is None:  # more stages than microbatches

@@ -176,16 +176,16 @@ class Tracer(TorchDispatchMode, Tap):
             self.segment.events.append((holding, more))  # what it is for is known at the end
 
     def label(self, category: str, *tensors: Tensor | None) -> None:
-        """Say what tensors are for; of "" nothing is told."""
+        """Note what tensors are for; "" leaves them out."""
         for tensor in _on_meta(tensors):
             self.hold(tensor.untyped_storage()).category = category
 
     def tag(self, storage: torch.UntypedStorage, word: memory.Tag) -> None:
-        """Take what the code itself says."""
+        """Note the category that the code itself gives to a storage."""
         self.hold(storage).category = word.category
 
     def held(self) -> dict[str, int]:
-        """Bytes by category, now."""
+        """Return the bytes by category, now."""
         totals: dict[str, int] = defaultdict(int)
         for holding in self.holdings.values():
             totals[holding.category] += holding.num_bytes
@@ -193,7 +193,7 @@ class Tracer(TorchDispatchMode, Tap):
 
     @contextmanager
     def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Record all of the body; what there is at its start is told by `held`."""
+        """Record all of the body; `held` returns what there is at its start."""
         with ExitStack() as stack:
             undo = [*hook_model(self.recorder, model), *hook_optimizers(self.recorder)]
             with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way
@@ -215,7 +215,7 @@ class Tracer(TorchDispatchMode, Tap):
             self.is_counting = False
 
     def look_at(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say what weights, gradients and the state of `optimizer` are."""
+        """Label weights, gradients and the state of `optimizer`."""
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             for p in (*model.parameters(), *stepped):
@@ -228,7 +228,7 @@ class Tracer(TorchDispatchMode, Tap):
         self.stepped = operations.bytes_of_step(stepped, state)
 
     def close(self) -> None:
-        """Now that it is known what memory was for, let the events tell."""
+        """Give the events of memory their categories, which are known by now."""
         for segment in self.segments:
             segment.events = [
                 Memory(e[0].category, e[1]) if type(e[0]) is _Holding else e
@@ -259,7 +259,7 @@ class _Known:
         self.work = operations.work_of(op, given, made, args)
 
     def again(self, args: Any, kwargs: Any) -> Any:
-        """A result like that of the first call."""
+        """Return a result like that of the first call."""
         if self.is_first:
             return args[0]
         if not self.is_new:
