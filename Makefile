@@ -13,7 +13,7 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help train test test-fast test-all test-elsewhere test-book lab notebooks book slides workshop bench gpu-check lint format lock clean
+.PHONY: help train test test-fast test-all test-elsewhere test-book lab notebooks book workshop bench gpu-check lint format lock clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -27,35 +27,37 @@ test: lint ## everything that proves the project: style, layers, all tests, all 
 test-fast: $(READY) ## the tests without the slow ones and the notebooks; some minutes
 	$(BIN)/python -m tests.side_by_side -m "not slow and not notebook and not exhaustive" $(ARGS)
 
-test-all: lint ## and all of what the others take samples of: every mesh, many faults; takes hours
+# And all of what the others take samples of: every mesh, many faults; takes hours.
+test-all: lint
 	$(BIN)/python -m tests.side_by_side -m "" --hypothesis-profile default $(ARGS)
 	MINIPAR_TESTS_STRICT=1 $(BIN)/python -m pytest -q tests/law  # parity without a race
 
-test-elsewhere: $(READY) ## what trains, rounded as other processors would; ARGS="--settings avx2"; hours
+# What trains, rounded as other processors would; ARGS="--settings avx2"; hours.
+test-elsewhere: $(READY)
 	$(BIN)/python -m tests.elsewhere $(ARGS)
 
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks/ $(ARGS)
 
-notebooks: $(READY) ## execute the notebooks again and normalise them
+# Execute the notebooks again and normalise them.
+notebooks: $(READY)
 	$(BIN)/python -m minipar.lab.publish notebooks/ $(ARGS)
 
 # The tools of the book have a place of their own: nothing else needs them, and they need no torch.
 SPHINX := .venv-book/bin/python -m sphinx -n -W --keep-going -q -c book .
 
-book: .venv-book/.installed ## notebooks, strategies, guide and tables as a site, in build/book
+book: .venv-book/.installed ## notebooks and pages as a site, in build/book
 	$(SPHINX) build/book $(ARGS)
 
+# Open each page of the book in Chromium, follow all links.
 test-book: export GITHUB_REPOSITORY ?= example/minipar
 test-book: export BOOK := build/test-book
-test-book: slides ## open each page and deck in Chromium, follow all links
+test-book: .venv-book/.installed
 	$(SPHINX) $(BOOK)
 	.venv-book/bin/python -m pytest -q -c /dev/null --rootdir . book $(ARGS)
 
-slides: .venv-book/.installed ## a deck for each agenda of the host's page, in build/slides
-	.venv-book/bin/python book/slides.py build/slides
-
-workshop: $(READY) ## a folder to give away: no history, no outputs, no answers; build/workshop
+# A folder to give away, without history, outputs and answers: build/workshop.
+workshop: $(READY)
 	rm -rf build/workshop build/handout
 	mkdir -p build/workshop
 	git archive HEAD | tar -x -C build/workshop
@@ -63,13 +65,15 @@ workshop: $(READY) ## a folder to give away: no history, no outputs, no answers;
 	rm -r build/workshop/notebooks/solutions
 	cp -r build/handout/. build/workshop/notebooks/
 
-bench: $(READY) ## compare our data parallel with PyTorch's own
-	$(BIN)/minipar bench ddp $(ARGS)
+bench: $(READY) ## compare our data parallel with PyTorch's own; ARGS=fsdp compares another strategy
+	$(BIN)/minipar bench $(or $(ARGS),ddp)
 
-gpu-check: $(READY) ## parity, checkpoints, fastest setting, overlap, scaling on this machine's GPUs
+gpu-check: $(READY) ## parity, fastest setting, overlap and scaling on this machine's GPUs
+	MINIPAR_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/law/test_law.py -k equals_one_device
 	$(BIN)/python -m minipar.lab.gpu_check $(ARGS)
 
-lint: $(READY) ## check style and the direction of imports
+# Check style and the direction of imports.
+lint: $(READY)
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --quiet --check
 	$(BIN)/lint-imports --no-logo
@@ -85,7 +89,8 @@ format: $(READY) ## put the code into the project's style
 lock: HELD := "soupsieve<3"
 lock: BOOK_TOOLS := import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['book'])
-lock: ## resolve the dependencies afresh and write requirements.lock
+# Resolve the dependencies afresh and write requirements.lock.
+lock:
 	rm -rf .venv-lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/pip install -qq $(HELD) "$$(grep '^torch==' requirements.lock)" setuptools ".[test]"
@@ -104,7 +109,8 @@ lock: ## resolve the dependencies afresh and write requirements.lock
 	cp .venv-lock/new book/requirements.lock
 	rm -rf .venv-lock
 
-clean: ## remove .venv and all caches; runs/ stays
+# Remove .venv and all caches; runs/ stays.
+clean:
 	rm -rf .venv .venv-book .venv-lock build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find minipar tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

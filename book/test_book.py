@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 HTML = ROOT / os.environ.get("BOOK", "build/book")
 PAGES = sorted(p.relative_to(HTML).as_posix() for p in HTML.glob("[bnt]*/**/*.html"))
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-DECKS = sorted(path.name for path in (ROOT / "build/slides").glob("*.html"))
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 each_page = pytest.mark.parametrize("page", PAGES)
 
@@ -59,8 +58,13 @@ def named(target: Path, name: str) -> bool:
 # ---------------------------------------------------------------------- files
 def test_the_book_has_all_pages():
     assert {f"notebooks/{name}.html" for name in NOTEBOOKS} <= set(PAGES)
-    assert {"book/index.html", "book/measured.html", "book/strategies/ddp.html"} <= set(PAGES)
-    assert {"tests/TRAPS.html", "notebooks/README.html", "book/guide.html"} <= set(PAGES)
+    assert {
+        "book/index.html",
+        "book/measured.html",
+        "book/strategies.html",
+        "book/rows.html",
+    } <= set(PAGES)
+    assert {"tests/TRAPS.html", "notebooks/README.html", "book/library.html"} <= set(PAGES)
 
 
 @each_page
@@ -173,19 +177,3 @@ def test_next_leads_through_the_notebooks(browser):
     tab.locator("a.left-prev").click()
     assert tab.url.endswith(f"{NOTEBOOKS[1]}.html")
     tab.close()
-
-
-@pytest.mark.parametrize("deck", DECKS)
-def test_slides_open_and_turn(browser, deck):
-    tab, wrong = opened(browser, f"../slides/{deck}")
-    tab.wait_for_function("window.Reveal && Reveal.isReady()")
-    assert tab.evaluate("Reveal.getTotalSlides()") > 10
-    tab.keyboard.press("ArrowRight")
-    assert tab.evaluate("Reveal.getIndices().h") == 1
-    assert not wrong
-    tab.close()
-
-
-def test_there_is_a_deck_for_each_agenda():
-    page = (ROOT / "notebooks/README.md").read_text(encoding="utf-8")
-    assert len(DECKS) == page.count("| from | minutes | |") > 0

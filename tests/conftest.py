@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from minipar.ranks import processes
+from minipar.ranks import backends, processes
 from minipar.ranks.launch import Ranks
 from tests.patience import Looks, busy
 
@@ -121,6 +121,8 @@ class Pools:
         self.asked: dict[tuple, float] = {}
 
     def __call__(self, size: int, backend: str = "gloo") -> Ranks:
+        if backend == "gloo" and "MINIPAR_GPU" in os.environ:
+            backend = backends.pick_backend(size)
         key = size, backend
         if key not in self.pools or self.pools[key].closed:
             if backend == "gloo" and STRICT in os.environ:

@@ -1,4 +1,4 @@
-"""The ground of the repository holds together: versions, layers, README, and no GPU-only code.
+"""The ground of the repository holds together: versions, layers, traps, and no GPU-only code.
 
 Each check is a function of its input, and is shown to fail on a broken input beside the real one.
 """
@@ -72,14 +72,6 @@ def test_the_book_has_a_lock_of_its_own_that_agrees():
     shared = book.keys() & pins.keys()
     assert len(shared) > 30
     assert {name: book[name] for name in shared} == {name: pins[name] for name in shared}
-
-
-@pytest.mark.parametrize(
-    "line", ["numpy", "numpy>=2", "torch==2.13.0+cpu", "--index-url there", "a==1\na==1", "-e ."]
-)
-def test_lock_refuses_what_is_not_pinned(line):
-    with pytest.raises(ValueError):
-        parse_lock(line)
 
 
 def test_conda_environment_has_the_versions_of_the_lock():
@@ -224,25 +216,6 @@ def test_the_layers_contract_refuses_what_is_not(tmp_path, name, line, contract)
     result = lint_imports(build(tmp_path, SKELETON | {name: line}))
     assert result.returncode == 1
     assert re.search(f"^{contract}.* BROKEN", result.stdout, re.MULTILINE), result.stdout
-
-
-def names_in(source: str) -> set[str]:
-    """Every name, attribute and imported name of the code; docstrings and comments do not count."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
-                names.add(name)
-    return names
-
-
-def test_the_model_reads_no_environment():
-    paths = list((ROOT / "minipar" / "model").rglob("*.py"))
-    assert paths
-    for path in paths:
-        assert not names_in(path.read_text(encoding="utf-8")) & {"environ", "getenv"}, path
-    assert "environ" in names_in("import os\nos.environ['RANK']")
-    assert "getenv" in names_in("from os import getenv")
 
 
 # ------------------------------------------------------------------------------ no GPU needed
@@ -392,34 +365,7 @@ def test_trap_11_guarded_code_is_allowed(source):
     assert not gpu_only_lines(source)
 
 
-# ------------------------------------------------------------------------- README, names, paths
-
-
-def make_targets() -> set[str]:
-    """Targets of the Makefile that carry a description, hence are meant for people."""
-    return set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
-
-
-def make_calls(markdown: str) -> set[str]:
-    """Targets that a text calls in code: `make train` in backticks, or a line of a fenced block."""
-    return set(
-        re.findall(r"(?:`|^|&& |\$ )(?:[A-Z_]+=\S+ )*make ([a-z-]+)", markdown, re.MULTILINE)
-    )
-
-
-def test_readme_and_makefile_name_the_same_targets():
-    targets = make_targets()
-    assert {"train", "test", "lab"} <= targets
-    calls = make_calls(read("README.md"))
-    assert calls - targets == set(), "README calls targets that the Makefile lacks"
-    assert targets - {"help"} - calls == set(), "README does not tell of these targets"
-    assert make_calls(read(".github/CONTRIBUTING.md")) <= targets
-    phony = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)[1]
-    assert set(phony.split()) == targets
-
-
-# What tests/TRAPS.md lists before it is built: experts on several ranks.
-TRAPS_TO_COME: set[int] = set()
+# ------------------------------------------------------------------------------- traps, paths
 
 
 def traps_by_number(names: list[str]) -> dict[int, set[str]]:
@@ -441,68 +387,9 @@ def test_every_trap_of_the_list_is_refused_by_the_tests_that_it_names():
     rows = re.findall(r"^\| T(\d+) \|.*\| (.*) \|$", read("tests/TRAPS.md"), re.MULTILINE)
     listed = {int(number): set(re.findall(r"`(test_\w+)`", row)) for number, row in rows}
     assert list(listed) == list(range(1, 40))
-    assert {number for number, tests in listed.items() if not tests} <= TRAPS_TO_COME
-    assert {number: tests for number, tests in listed.items() if tests} == traps_by_number(names)
+    assert listed == traps_by_number(names)
     with pytest.raises(ValueError, match="test_trap_NN"):
         traps_by_number(["test_some_trap_without_a_number"])
-
-
-@pytest.mark.slow
-def test_no_test_module_imports_another():
-    """What several share is in a module of its own: a file of tests may be moved, split, or go."""
-    guilty = []
-    for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{name}" for name in names]
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                own = [name for name in names if re.match(r"tests\.(\w+\.)*test_", name)]
-                guilty += [f"{path.relative_to(ROOT)}: {name}" for name in own]
-    assert not guilty
-
-
-# Text files are UTF-8, whatever the locale of the machine says.
-TEXT_CALLS = {"open", "read_text", "write_text", "fdopen"}
-
-
-def text_without_encoding(source: str) -> list[int]:
-    """Lines that open, read or write a text file, or read a process, in the locale's encoding."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                keywords = {keyword.arg for keyword in node.keywords}
-            case _:
-                continue
-        owner = getattr(getattr(node.func, "value", None), "id", "")
-        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value != ""]
-        binary = any(isinstance(m, str) and re.fullmatch(r"[rwax+]*b[rwax+]*", m) for m in modes)
-        reads_process = name in ("run", "Popen", "check_output") and "text" in keywords
-        opens = (
-            name in TEXT_CALLS and not binary and owner not in ("os", "Image", "self", "recorder")
-        )
-        opens &= not (name == "write_text" and len(node.args) > 1)  # of another class
-        if (opens or reads_process) and not keywords & {"encoding", None}:
-            found.append(node.lineno)
-    return found
-
-
-@pytest.mark.slow
-def test_every_text_file_is_utf_8():
-    for path in sorted(p for folder in ("minipar", "tests") for p in (ROOT / folder).rglob("*.py")):
-        lines = text_without_encoding(path.read_text(encoding="utf-8"))
-        assert not lines, (
-            f"{path.relative_to(ROOT)}: lines {lines} leave the encoding to the locale"
-        )
-
-
-def test_text_in_the_encoding_of_the_locale_is_found():
-    for line in ("open(p)", "p.read_text()", "p.write_text(t)", "open(p, 'w')", "p.open('a')"):
-        assert text_without_encoding(line), line
-    assert text_without_encoding("run(c, text=True)")
-    for line in ("open(p, 'rb')", "p.open('wb')", "p.read_text(encoding='utf-8')", "os.open(p, 1)"):
-        assert not text_without_encoding(line), line
 
 
 # A folder of somebody's machine, where a path starts: not `a/home/b`, not part of a web address.

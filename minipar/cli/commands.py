@@ -185,41 +185,21 @@ _GROUPS = {
         ),
     },
     "Measure ours beside PyTorch's own": {
-        "bench ddp": _Command(
-            "lab.bench.ddp:run", "our data parallel beside PyTorch's own",
-            ("", "--links gloo 1gbe --rounds 10", "--preset tiny --json rows.json"),
-        ),
-        "bench collectives": _Command(
-            "lab.bench.collectives:run", "our all-reduce algorithms beside the backend's",
-            ("", "--ranks 8", "--algorithms ring double_tree"),
-        ),
         "bench compression": _Command(
             "lab.bench.compression:run", "every way to send less: what it saves, and costs",
             ("", "--methods int8 'PowerSGD rank 4'", "--out compression.png"),
         ),
-        "bench fsdp": _Command(
-            "lab.bench.fsdp:run", "our ZeRO and FSDP beside PyTorch's own",
-            ("", "--preset tiny --ranks 2", "--json rows.json"),
+        "bench experts": _Command(
+            "lab.bench.expert_overlap:run", "ways to hide the all-to-alls of experts",
+            ("", "--ranks 4", "--json rows.json"),
         ),
-        "bench tensor": _Command(
-            "lab.bench.tensor:run", "our tensor parallelism beside PyTorch's own",
-            ("", "--ranks 2 --seq-len 128", "--json rows.json"),
+        "bench idle": _Command(
+            "lab.bench.pipeline_idle:run", "idle time of every pipeline schedule, as simulated",
+            ("", "--ranks 2", "--out pictures"),
         ),
-        "bench context": _Command(
-            "lab.bench.context:run", "our context parallelism beside PyTorch's; zigzag or not",
-            ("", "--ranks 2", "--json rows.json"),
-        ),
-        "bench expert": _Command(
-            "lab.bench.expert:run", "our expert parallelism beside plain torch, balanced or not",
-            ("", "--preset small-moe", "--ranks 2"),
-        ),
-        "bench mixture": _Command(
-            "lab.bench.mixture:run", "a mixture of experts beside a dense model, after equal FLOPs",
-            ("", "--steps 50", "--json rows.json"),
-        ),
-        "bench pipeline": _Command(
-            "lab.bench.pipeline:run", "our pipeline beside PyTorch's, and how idle ranks are",
-            ("", "--schedules gpipe 1f1b", "--microbatches 8"),
+        "bench": _Command(
+            "lab.bench.strategies:run", "a strategy beside PyTorch's own: ddp, fsdp, tensor, ...",
+            ("ddp", "fsdp --links gloo 1gbe --rounds 10", "pipeline --json rows.json"),
         ),
     },
 }  # fmt: skip

@@ -27,10 +27,6 @@ Chunks: Messages above `plans.CHUNK_BYTES` are cut, so that adding one piece hid
         one ended.
 Bits:   All ranks end with the same bits: each element is added up in one place, or in one order.
 Costs you: Python between messages. Scratch memory of a few chunks per call.
-Bounds: On gloo, where little is sent, mostly the messages: with nothing around them they take
-        nearly as long. Above 1 MB copying and adding, beside which two cores move no bytes: at 16
-        MB the ring takes 1.0 to 1.2 times as long as gloo's own, its messages alone 0.9 to 1.0
-        (`minipar bench collectives`).
 Limits: Nothing else may exchange messages along an axis while a call runs on it. Run on gloo and on
         the emulated link; on NCCL it was never tried.
 In torch: gloo's ring and NCCL's ring, tree and NVLS, chosen by NCCL's own alpha-beta table.

@@ -27,7 +27,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
-from minipar.lab import agenda, exercises, problems, slips
+from minipar.lab import exercises, problems, slips
+from minipar.lab.minutes import show_minutes
 
 MAX_FIGURE_BYTES = 100_000
 CELL_TIMEOUT = 120  # seconds
@@ -186,7 +187,7 @@ def hand_out(notebooks: Iterable[Path], folder: Path) -> list[Path]:
     for path in notebooks:
         written.append(folder / path.name)
         notebook = nbformat.read(path, as_version=4)
-        agenda.show_minutes(notebook)
+        show_minutes(notebook)
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None

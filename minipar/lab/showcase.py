@@ -14,7 +14,8 @@ from minipar.comm.collectives import all_gather_object, barrier
 from minipar.comm.mesh import Mesh
 from minipar.emulate import link
 from minipar.lab import draw
-from minipar.lab.bench.race import ADAMW, ModelConfig, save
+from minipar.lab.bench.contenders import ADAMW
+from minipar.lab.bench.race import RaceConfig, save
 from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
@@ -29,24 +30,24 @@ VERSIONS: dict[str, ddp.Version] = {
 
 
 @dataclass(frozen=True)
-class Showcase(ModelConfig):
+class Showcase:
     """Measure one training step, naive and overlapped, and draw both on one time axis."""
 
-    batch_size: int = 4
-    """Sequences per rank."""
     link: str = "1gbe"
     """The emulated link."""
+    json: str = ""
+    """Also write how much is hidden to this file."""
     out: str = "notebooks/assets/naive_and_overlapped.png"
     """Where to draw."""
 
 
 def median_step(show: Showcase, version: ddp.Version) -> Timeline:
     """Return the timeline, of all ranks, of the step of median length; called on every rank."""
-    mesh = Mesh(dp=show.ranks)
+    mesh, config = Mesh(dp=2), RaceConfig(batch_size=4, seq_len=128)
     link.use(link.parse(show.link))
     link.check_calls(False)
-    shape = PRESETS[show.preset]
-    batch = [show.tokens(shape, seed=mesh.rank)]
+    shape = PRESETS[config.preset]
+    batch = [config.tokens(shape, seed=mesh.rank)]
     model = Llama(shape)
     strategy = ddp.apply(model, mesh.dp, version=version, average=False)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -65,8 +66,7 @@ def median_step(show: Showcase, version: ddp.Version) -> Timeline:
 def main(argv: list[str]) -> None:
     """Measure, draw, and print what the picture shows."""
     show = tyro.cli(Showcase, args=argv)
-    show.check()
-    with Ranks(show.ranks, backend="link", sink=None) as ranks:
+    with Ranks(2, backend="link", sink=None) as ranks:
         steps = {title: ranks.run(median_step, show, name)[0] for title, name in VERSIONS.items()}
     for title, step in steps.items():
         print(f"{title}\n{step}\n")

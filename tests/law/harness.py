@@ -31,6 +31,7 @@ from minipar.parallel import compose
 from minipar.parallel.base.strategy import Strategy
 from minipar.parallel.compose import Composed
 from minipar.parallel.plan import Plan
+from minipar.ranks.backends import compute_device
 from minipar.tools.prove.compare import RTOL, Record, differences
 from minipar.train.data import IGNORE, share
 from minipar.train.step import Microbatch, train_step
@@ -95,6 +96,11 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
+def at_home(named: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The same tensors on the CPU."""
+    return {name: None if value is None else value.cpu() for name, value in named.items()}
+
+
 def serial(task: Task, seed: int = 0) -> Outcome:
     """Train on one device."""
     return _train(task, task.build(seed), Mesh(), lambda model, mesh: [])
@@ -134,14 +140,15 @@ def _train(
     mute: bool = False,
     cut: Cut = lambda microbatch, mesh: microbatch,
 ) -> Outcome:
-    model.double()
+    device = compute_device()  # a GPU, if `make gpu-check` asks
+    model.double().to(device)
     task.fine_tune(model)
     strategies = list(attach(model, mesh))
 
     def weights() -> dict[str, Tensor]:
         if strategies:
-            return strategies[-1].full_state_dict()
-        return {name: value.clone() for name, value in model.state_dict().items()}
+            return at_home(strategies[-1].full_state_dict())
+        return at_home({name: value.clone() for name, value in model.state_dict().items()})
 
     own = [s.optimizer for s in strategies if hasattr(s, "optimizer")]  # made by `attach`
     optimizer = own[0] if own else make_optimizer(model)
@@ -149,6 +156,7 @@ def _train(
     with muted() if mute else contextlib.nullcontext():
         for step in range(task.steps):
             whole = task.microbatches_of(step, whose.rank, whose.size)
+            whole = [tuple(t.to(device) for t in microbatch) for microbatch in whole]
             microbatches = [cut(microbatch, mesh) for microbatch in whole]
             for strategy in strategies:
                 microbatches = [strategy.shard(microbatch) for microbatch in microbatches]
@@ -165,9 +173,9 @@ def _train(
             outcome.num_tokens.append(int(result.num_tokens))
             outcome.norms.append(result.grad_norm.item())
             if gradients is not None or not strategies:
-                outcome.gradients.append((gradients or gradients_of)(model))
+                outcome.gradients.append(at_home((gradients or gradients_of)(model)))
             else:
-                outcome.gradients.append(strategies[-1].full_gradients())
+                outcome.gradients.append(at_home(strategies[-1].full_gradients()))
     outcome.sent = recorded.bytes_by_axis()
     outcome.state = sum(
         value.numel()

@@ -426,7 +426,7 @@ def test_the_measured_bubble_is_the_simulated_one(ranks, name):
     """
     schedule, differences = make(name, 4, 6), []
     for _ in range(5):  # others use this machine, too
-        simulated, measured = pipeline_idle.run(ranks(4, "link"), schedule)
+        simulated, measured = pipeline_idle.play(ranks(4, "link"), schedule)
         done = Counter(span.name for span in measured if span.kind != "comm")
         assert done == Counter(str(action) for row in schedule.actions for action in row)
         shares = [pipeline_idle.idle_share(timeline) for timeline in (simulated, measured)]

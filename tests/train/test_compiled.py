@@ -1,4 +1,4 @@
-"""Blocks that are compiled do what they did before, under every strategy; README's table of it."""
+"""Compiled blocks compute the same under every strategy; the table of book/library.md."""
 
 import re
 import shutil
@@ -153,7 +153,7 @@ def test_one_that_is_compiled_runs_as_minipar_train(text, tmp_path):
     assert counters["stats"]["unique_graphs"] > 0
 
 
-# ---------------------------------------------------------------------- README's table
+# ---------------------------------------------------------------------- the table of the book
 APPLY = {
     "ddp": lambda model, dp, _: ddp.apply(model, dp),
     "local_sgd": partial(local_sgd.apply, method="diloco", every=2),
@@ -186,7 +186,7 @@ TABLE = {
     name: cells
     for names, *cells in re.findall(
         r"^\| (`.+`) \| (yes|no).* \| (yes|refused|no flag) \|$",
-        Path(compiled.__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8"),
+        Path(compiled.__file__).parents[2].joinpath("book/library.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     for name in re.findall("`(.+?)`", names)

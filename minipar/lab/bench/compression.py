@@ -1,4 +1,4 @@
-"""`minipar bench compression`: what every way to send less saves, and what it costs in accuracy.
+"""`minipar bench compression`: how much every way to send less saves, and costs in accuracy.
 
 Two measurements. *Accuracy*: each method trains the same Llama on the same batches, several times
 from different weights, as fast as this machine goes; its loss is compared with that of fp32 from
@@ -19,7 +19,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from minipar.comm.collectives import all_gather_object
-from minipar.comm.mesh import Mesh
+from minipar.comm.mesh import Axis, Mesh
 from minipar.emulate import link
 from minipar.lab import draw
 from minipar.lab.bench import race
@@ -37,51 +37,54 @@ from minipar.model.llama import PRESETS, Llama
 from minipar.observe import timeline
 from minipar.observe.timeline import Timeline
 from minipar.parallel import local_sgd
-from minipar.train.config import SMALLEST
-from minipar.train.optim import make_optimizer
+from minipar.train.corpus import load_corpus
+from minipar.train.data import Batches, Sequences
+from minipar.train.optim import make_optimizer, warmup_cosine
 from minipar.train.step import evaluate, train_step
+from minipar.train.tokenizer import ByteTokenizer
+
+RANKS, SHAPE = 2, PRESETS["tiny"]
+BATCH_SIZE, SEQ_LEN = 4, 64  # sequences per rank and step, tokens per sequence
+PEAK_LR = 1e-3
+"""Of AdamW. With 2e-3, runs that begin one part in a million apart end as far apart as methods."""
 
 
 @dataclass(frozen=True)
-class CompressionConfig(race.ModelConfig):
+class CompressionConfig:
     """Compare every way to send less: bytes, exposed communication, step time, loss beside fp32."""
 
-    preset: str = "tiny"
-    """The model."""
-    batch_size: int = 4
-    """Sequences per rank and step."""
-    seq_len: int = 64
-    """Tokens per sequence."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Which methods; fp32 is always among them."""
+    """The methods; fp32 is always among them."""
     steps: int = 96
     """Training steps before losses are compared."""
     seeds: int = 2
     """Runs of each method, from other weights and with the batches in another order."""
-    lr: float = 1e-3
-    """Learning rate of AdamW at its peak. With 2e-3 chance grows: runs that differ by one part in a
-    million at first end up as far apart as most methods are."""
     turns: int = 3
     """Turns of 8 steps of each method for its time."""
     link: str = "1gbe*4"
     """The link to emulate; 1gbe*4 is slowed 4 times, to sit beside cores that are slow, too."""
+    json: str = ""
+    """Also write the rows to this file."""
     out: str = ""
     """Draw accuracy against bytes into this file, .png or .svg."""
 
-    least = {"ranks": 2, "lr": SMALLEST}
-
     def check(self) -> None:
-        super().check()
-        unknown = [name for name in self.methods if name not in METHODS]
-        if unknown:
+        """Raise `ValueError` for values that cannot work."""
+        for name in ("steps", "seeds", "turns"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"--{name} {value}: use 1 or more")
+        if unknown := [name for name in self.methods if name not in METHODS]:
             known = ", ".join(f'"{name}"' for name in METHODS)
             raise ValueError(f"--methods {unknown}: use some of {known}")
         if self.out and Path(self.out).suffix not in (".png", ".svg"):
             raise ValueError(f"--out {self.out} must end with .png or .svg")
+        link.parse(self.link)
+        race.check_file("--out", self.out)
+        race.check_file("--json", self.json)
 
     @property
     def names(self) -> list[str]:
-        """The methods to compare, what they are compared with first."""
+        """The methods to compare, the reference first."""
         return list(dict.fromkeys([REFERENCE, *self.methods]))
 
 
@@ -89,7 +92,7 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
     """Run the comparison, print its table, and return a row per method."""
     config.check()
     learned: dict[str, list[Learned]] = {}
-    with race.pool(config.ranks, config.link) as ranks:
+    with race.pool(RANKS, config.link) as ranks:
         for name in config.names:
             learned[name] = [ranks.run(learn, config, name, s)[0] for s in range(config.seeds)]
             loss = statistics.mean(one.validation for one in learned[name])
@@ -107,35 +110,52 @@ def run(config: CompressionConfig) -> list[dict[str, Any]]:
 class Contender:
     """A model that takes training steps by one method."""
 
-    def __init__(self, config: CompressionConfig, mesh: Mesh, name: str, seed: int, steps: int):
-        self.config, self.mesh, self.steps, self.step_number = config, mesh, steps, 0
-        self.model = Llama(PRESETS[config.preset], seed=seed)
-        self.optimizer = make_optimizer(self.model, lr=config.lr, weight_decay=0.1)
+    def __init__(self, mesh: Mesh, name: str, seed: int, steps: int) -> None:
+        self.mesh, self.steps, self.done = mesh, steps, 0
+        self.model = Llama(SHAPE, seed=seed)
+        self.optimizer = make_optimizer(self.model, lr=PEAK_LR, weight_decay=0.1)
         self.strategy = METHODS[name].attach(self.model, mesh.dp, self.optimizer, steps)
-        self.batches = config.text("train", mesh.dp, seed).forever()
+        self.batches = batches_of("train", mesh.dp, seed).forever()
 
     def step(self) -> float:
         """Take a training step; return its loss in nats per token, over all ranks."""
-        schedule = dict(peak=self.config.lr, warmup=min(10, self.steps))
-        race.anneal(self.optimizer, self.step_number, self.steps, **schedule)
+        lr = warmup_cosine(
+            min(self.done, self.steps - 1),
+            peak=PEAK_LR,
+            warmup_steps=min(10, self.steps),
+            total_steps=self.steps,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         batch, axis = next(self.batches), self.mesh.dp
         result = train_step(self.model, [self.strategy], self.optimizer, batch, axis, max_norm=1.0)
-        self.step_number += 1
+        self.done += 1
         return result.loss.item()
 
     def validate(self) -> float:
         """End the training; return the loss of the model that ranks agree on, on other text."""
         if isinstance(self.strategy, local_sgd.LocalSGD | local_sgd.DiLoCo):
             self.strategy.finish()  # takes in what is still under way
-        model = Llama(PRESETS[self.config.preset])
+        model = Llama(SHAPE)
         model.load_state_dict(self.strategy.full_state_dict())
-        batches = self.config.text("validation", self.mesh.dp, seed=0)
+        batches = batches_of("validation", self.mesh.dp, seed=0)
         return evaluate(model, islice(batches, 32), self.mesh.dp)
+
+
+def batches_of(part: str, axis: Axis, seed: int) -> Batches:
+    """Return this rank's batches of real text, of the "train" or the "validation" part."""
+    sequences = Sequences(getattr(_corpus(), part), SEQ_LEN)
+    return Batches(sequences, BATCH_SIZE * axis.size, axis.rank, axis.size, seed=seed)
+
+
+@cache
+def _corpus() -> Any:
+    return load_corpus("stdlib", ByteTokenizer())
 
 
 @dataclass
 class Learned:
-    """What one run of one method comes to."""
+    """The result of one run of one method."""
 
     losses: list[float]  # of every step, nats per token
     validation: float
@@ -144,9 +164,9 @@ class Learned:
 
 def learn(config: CompressionConfig, name: str, seed: int) -> Learned:
     """Train by one method, as fast as this machine goes; called on every rank."""
-    mesh = Mesh(dp=config.ranks)
+    mesh = Mesh(dp=RANKS)
     link.use("none")
-    contender = Contender(config, mesh, name, seed, config.steps)
+    contender = Contender(mesh, name, seed, config.steps)
     with timeline.record() as recorded:
         losses = [contender.step() for _ in range(config.steps)]
         if hasattr(contender.strategy, "state_dict"):
@@ -167,10 +187,10 @@ class Timed:
 def measure(config: CompressionConfig) -> dict[str, Timed]:
     """Let all methods take turns on the emulated link; called on every rank.
 
-    The step before a turn leaves on its way what the last one of the turn will leave there.
+    A turn begins with a step that does not count: its messages may travel while the turn begins.
     """
-    mesh, steps = Mesh(dp=config.ranks), 3 + (1 + TURN) * config.turns
-    field = {name: Contender(config, mesh, name, 0, steps) for name in config.names}
+    mesh, steps = Mesh(dp=RANKS), 3 + (1 + TURN) * config.turns
+    field = {name: Contender(mesh, name, 0, steps) for name in config.names}
     recorded: dict[str, list[Timeline]] = {name: [] for name in field}
 
     def turn(name: str) -> None:
@@ -207,9 +227,9 @@ def _row(
     return {
         "bench": "compression",
         "link": link.parse(config.link).label,
-        "ranks": config.ranks,
-        "preset": config.preset,
-        "tokens_per_step": config.ranks * config.batch_size * config.seq_len,
+        "ranks": RANKS,
+        "preset": "tiny",
+        "tokens_per_step": RANKS * BATCH_SIZE * SEQ_LEN,
         "steps": config.steps,
         "seeds": config.seeds,
         "method": name,
@@ -255,7 +275,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def fine_print(rows: Sequence[dict[str, Any]]) -> str:
-    """Return what of the table is measured, what emulated, and how much of it may be chance."""
+    """Return which numbers are measured, which are emulated, and how large chance is."""
     first = rows[0]
     said = [
         "Measured: bytes that a rank sends, from the ledger; losses in nats per token on text not "

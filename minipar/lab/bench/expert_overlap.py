@@ -1,13 +1,15 @@
-"""Four ways to hide all-to-alls of experts, on emulated devices and a link that makes them dear.
+"""`minipar bench experts`: four ways to hide all-to-alls of experts, on emulated devices.
 
-The same work each time: forward of one microbatch and backward of another, through a few layers
-with experts. The link is declared so slow that, with nothing hidden, all-to-alls take `SHARE` of
-the time. No way can be faster than computing alone, or sending alone: that is the `ideal`.
+Each way does the same work: forward of one microbatch and backward of another, through a few layers
+with experts. The link is so slow that all-to-alls take `SHARE` of the time if nothing is hidden. No
+way can be faster than computing alone, or than sending alone: the slower of the two is the `ideal`.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minipar.comm.collectives import barrier
 from minipar.comm.mesh import Axis, Mesh
@@ -19,7 +21,6 @@ from minipar.observe.timeline import Timeline, record, span
 from minipar.parallel import expert
 from minipar.parallel.pipeline import stages
 from minipar.parallel.pipeline.pairs import side_by_side
-from minipar.parallel.plan import Plan
 from minipar.sim import emulate
 
 WAYS = {
@@ -28,11 +29,11 @@ WAYS = {
     "halves": "(c) halves of a batch",
     "paired": "(d) a forward beside a backward",
 }
-"""What `expert.apply` calls them, and how they are known."""
+"""The word for `expert.apply`, and the name in tables and pictures."""
 SHARE, LAYERS = 0.4, 4
 DEVICE, MAGNIFY = "h100/30", 32  # 64 tokens of width 64 stand for 2,048 of 2,048
-COLUMNS = (
-    ("ranks", "{ranks}"),
+COLUMNS: race.Columns = (
+    ("link", "{link}"),
     ("hidden how", "{way}"),
     ("ms", "{ms:.1f}"),
     ("all-to-alls hidden", "{hidden:.0%}"),
@@ -41,7 +42,7 @@ COLUMNS = (
 
 
 class Overlaps(NamedTuple):
-    """A timeline of each way, and the seconds that computing and all-to-alls take alone."""
+    """A timeline for each way, and the seconds that computing and all-to-alls take alone."""
 
     timelines: dict[str, Timeline]
     computing: float
@@ -49,28 +50,28 @@ class Overlaps(NamedTuple):
 
     @property
     def ideal(self) -> float:
-        """Seconds that no way can be below."""
+        """Return the seconds that no way can beat."""
         return max(self.computing, self.sending)
 
     def hidden(self, way: str) -> float:
-        """The share of all-to-alls during which rank 0 computes."""
+        """Return the share of all-to-alls during which rank 0 computes."""
         return _journeys(self.timelines[way]).hidden_fraction
 
 
 def _journeys(timeline: Timeline) -> Timeline:
-    """Rank 0 without what else it sends: counts, activations of a pipeline, gradients."""
+    """Return the computing and the all-to-alls of rank 0; its other messages are left out."""
     own = timeline.select(rank=0)
     return Timeline(s for s in own if s.kind != "comm" or s.name == "all_to_all")
 
 
 def shape_of(num_layers: int) -> LlamaConfig:
-    """A Llama of so many layers, all with experts."""
+    """Return a Llama of so many layers, all with experts."""
     moe = MoEConfig(8, 2, 172, num_shared=1, forced=True)  # 8 experts in turn: all are balanced
     return LlamaConfig(61, 64, 256, num_layers=num_layers, num_heads=4, num_kv_heads=4, moe=moe)
 
 
 def play(axis: Axis, dispatch: str) -> Timeline:
-    """One forward and one backward, each way; on every rank of `axis`, with an emulated device."""
+    """Record one forward and one backward; called on every rank of `axis`, with a device."""
     with device.paused():
         model = Llama(shape_of(LAYERS), seed=0)
         expert.apply(model, axis, dispatch=dispatch)
@@ -107,7 +108,7 @@ def compare(axis: Axis) -> Overlaps:
 
 
 def _slow_link(alone: Timeline) -> tuple[float, link.Link]:
-    """Seconds that rank 0 computes in `alone`, and the link on which all-to-alls take `SHARE`."""
+    """Return how long rank 0 computes, and the link on which its all-to-alls take `SHARE`."""
     own = alone.select(rank=0)
     computing = sum(s.duration for s in own if s.kind != "comm")
     num_bytes = sum(s.num_bytes for s in own.select(name="all_to_all"))
@@ -120,56 +121,55 @@ def _use(wire: link.Link | str) -> None:
     link.use(wire)
 
 
-def rows(num_ranks: int) -> list[dict[str, Any]]:
-    """A row for each way, on as many ranks."""
-    with race.pool(num_ranks, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
-        found = ranks.run(_on_rank, num_ranks)[0]
-    return [
-        _row("expert overlap", num_ranks, way, timeline, timeline.duration, found.ideal)
+def skewed(num_experts: int, top_k: int, imbalance: int, scores: Tensor) -> Tensor:
+    """Choose for scores [N, E] so that expert 0 has `imbalance` times the mean load -> [N, k]."""
+    num_tokens = len(scores)
+    token = torch.arange(num_tokens, device=scores.device)[:, None]
+    turn = (token * top_k + torch.arange(top_k, device=scores.device)) % (num_experts - 1)
+    experts = 1 + turn  # everybody but expert 0, in turn
+    chosen = token[:, 0] % num_experts < imbalance * top_k  # of as many tokens, the first choice
+    experts[:, 0] = torch.where(chosen, 0, experts[:, 0])
+    return experts
+
+
+# ---------------------------------------------------------------------- the command
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Compare ways to hide the all-to-alls of experts, on emulated H100s."""
+
+    ranks: int = 2
+    """Emulated devices; they share 8 experts."""
+    json: str = ""
+    """Also write the rows to this file."""
+
+    def check(self) -> None:
+        """Raise `ValueError` for values that cannot work."""
+        if self.ranks not in (2, 4, 8):
+            raise ValueError(f"--ranks {self.ranks}: they share 8 experts; use 2, 4 or 8")
+        race.check_file("--json", self.json)
+
+
+def run(config: ExpertsConfig) -> list[dict[str, Any]]:
+    """Play all ways, print the table; return a row for each way."""
+    config.check()
+    with race.pool(config.ranks, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
+        found = ranks.run(_on_rank, config.ranks)[0]
+    rows = [
+        {
+            "bench": "experts",
+            "link": timeline.label,
+            "ranks": config.ranks,
+            "way": WAYS[way],
+            "ms": 1e3 * timeline.duration,
+            "hidden": found.hidden(way),
+            "ratio": timeline.duration / found.ideal,
+        }
         for way, timeline in found.timelines.items()
     ]
+    print(race.table(rows, COLUMNS))
+    race.save(rows, config.json)
+    return rows
 
 
 def _on_rank(num_ranks: int) -> Overlaps:
     return compare(Mesh(dp=1, ep=num_ranks).ep)
-
-
-def _row(
-    bench: str, num_ranks: int, way: str, timeline: Timeline, seconds: float, ideal: float
-) -> dict[str, Any]:
-    return {
-        "bench": bench,
-        "ranks": num_ranks,
-        "way": WAYS[way],
-        "ms": 1e3 * seconds,
-        "hidden": _journeys(timeline).hidden_fraction,
-        "ratio": seconds / ideal,
-        "link": timeline.label,
-    }
-
-
-def plan_of(way: str, microbatches: int) -> Plan:
-    """DualPipeV on two stages, each on two ranks that share experts."""
-    schedule = f"schedule=dualpipe_v,microbatches={microbatches}"
-    return Plan.parse(f"pp=2,ep=2,{schedule},dispatch={way}")
-
-
-def whole_steps(microbatches: int) -> list[dict[str, Any]]:
-    """A row for each way in whole training steps: see `plan_of`.
-
-    Not every slot of the schedule is a pair, and there is a bubble: so (d) hides less than of one
-    pair alone. The ideal is what rank 0 computes, as its all-to-alls take less, without the bubble.
-    """
-    with race.pool(4, "none", device=emulate.device(DEVICE, MAGNIFY)) as ranks:
-
-        def ran(way: str) -> emulate.Ran:
-            plan = plan_of(way, microbatches)
-            return emulate.step(ranks, shape_of(2 * LAYERS), plan, seq_len=64)
-
-        computing, slow = _slow_link(ran("all_to_all").timeline)
-        ranks.run(_use, slow)
-        found = {way: ran(way) for way in WAYS}
-    return [
-        _row("expert overlap, whole steps", 4, way, step.timeline, step.seconds, computing)
-        for way, step in found.items()
-    ]

@@ -1,15 +1,15 @@
-"""How idle are the ranks of a pipeline? Measured beside simulated, with stages that sleep.
+"""`minipar bench idle`: how idle are the ranks of a pipeline? Measured beside simulated.
 
-A stage that sleeps takes as long as it is told and keeps no processor busy, so two cores stand in
+Stages sleep instead of computing. A sleeping stage keeps no processor busy, so two cores stand in
 for any number of ranks. All else is real: the runtime, autograd, both halves of a backward, and
-messages over an emulated link, slow enough for them to matter: each travels for 10 ms, a sixth of
-a forward. So what is measured is whether the runtime adds any waiting of its own to what schedule
-and link make inevitable.
+messages over an emulated link. A message travels for 10 ms, a sixth of a forward. The difference to
+the simulation is the waiting that the runtime adds to schedule and link.
 """
 
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,115 @@ TOKENS, WIDTH = 96, 16
 MESSAGE = link.seconds("send", 4 * TOKENS * WIDTH, 2, LINK) - LINK.latency  # on the wire
 
 
+@dataclass(frozen=True)
+class IdleConfig:
+    """Compare the idle time of every pipeline schedule with its simulation."""
+
+    ranks: int = 4
+    """Number of ranks; an even number, which DualPipe needs."""
+    microbatches: int = 8
+    """Microbatches per step, at least two for each rank."""
+    runs: int = 3
+    """Steps of each schedule; the median counts."""
+    out: str = ""
+    """Also draw a picture of each schedule, predicted above measured, into this folder."""
+    json: str = ""
+    """Also write the rows to this file."""
+
+    def check(self) -> None:
+        """Raise `ValueError` for values that cannot work."""
+        if self.ranks < 2 or self.ranks % 2:
+            raise ValueError(f"--ranks {self.ranks}: dualpipe takes an even number; use 2 or 4")
+        if self.microbatches < 2 * self.ranks or self.microbatches % self.ranks:
+            raise ValueError(
+                f"--microbatches {self.microbatches}: use a multiple of --ranks {self.ranks}, at "
+                f"least two for each, such as {2 * self.ranks}"
+            )
+        if self.runs < 1:
+            raise ValueError(f"--runs {self.runs}: use 1 or more")
+        if self.out and Path(self.out).is_file():
+            raise ValueError(f"--out {self.out} is a file; name a folder for the pictures")
+        race.check_file("--out", self.out)
+        race.check_file("--json", self.json)
+
+
+def run(config: IdleConfig) -> list[dict[str, Any]]:
+    """Play every schedule, print the table; return a row for each schedule."""
+    config.check()
+    rows = []
+    with race.pool(config.ranks, "none") as ranks:
+        for name in SCHEDULES:
+            schedule = make(name, config.ranks, config.microbatches)
+            pairs = [play(ranks, schedule) for _ in range(config.runs)]
+            pairs.sort(key=lambda pair: idle_share(pair[1]))
+            simulated, measured = pairs[(config.runs - 1) // 2]
+            rows.append(
+                {
+                    "bench": "idle",
+                    "link": LINK.label,
+                    "ranks": config.ranks,
+                    "microbatches": config.microbatches,
+                    "runs": config.runs,
+                    "schedule": name,
+                    "simulated": idle_share(simulated),
+                    "measured": idle_share(measured),
+                    "difference_in_points": 100 * (idle_share(measured) - idle_share(simulated)),
+                }
+            )
+            if config.out:
+                Path(config.out).mkdir(exist_ok=True)
+                draw.save(picture(schedule, simulated, measured), f"{config.out}/{name}.png")
+    print(race.table(rows, COLUMNS))
+    race.save(rows, config.json)
+    return rows
+
+
+def play(ranks: Ranks, schedule: Schedule, seconds: float = SECONDS) -> tuple[Timeline, Timeline]:
+    """Play one step of a schedule on ranks of the backend "link"; return (simulated, measured).
+
+    The simulation is told how long sleeping took on average: waiting is what is compared.
+    """
+    spans = ranks.run(_sleep, schedule, seconds)[0]
+    measured = Timeline(spans, f"measured, {LINK.label}").shifted()
+    return simulate(schedule, costs_of(schedule, measured)), measured
+
+
+def idle_share(timeline: Timeline) -> float:
+    """Return the share of the time that ranks wait, over all ranks, from first start to last end.
+
+    A `bubble` of b times the work is a share of b / (1 + b).
+    """
+    idle = bubble(timeline)
+    return idle / (1 + idle)
+
+
+def costs_of(schedule: Schedule, measured: Timeline) -> Costs:
+    """Return the mean seconds of F, I and W, by part of the model; half of a B is I, half is W."""
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in measured:
+        if span.kind == "comm":
+            continue
+        action = Action.parse(span.name)
+        halves = "IW" if action.kind == "B" else action.kind
+        for kind in halves:
+            seconds[kind, schedule.part(action.stage)].append(span.duration / len(halves))
+    parts = range(schedule.num_stages)
+    means = ([statistics.mean(seconds[kind, part]) for part in parts] for kind in "FIW")
+    return Costs(*means, message=MESSAGE, latency=LINK.latency)
+
+
+def picture(schedule: Schedule, simulated: Timeline, measured: Timeline) -> Figure:
+    """Draw predicted above measured, on one time axis in milliseconds."""
+    panels = {
+        f"{schedule.name}, simulated": (schedule, simulated),
+        f"{schedule.name}, measured": (schedule, measured),
+    }
+    return draw_pipeline.compare(panels, unit="ms")
+
+
+# ---------------------------------------------------------------------- on the ranks
 class Sleeper(nn.Module):
-    """In place of a block: F, I and W take `seconds` each, a whole backward the sum of I and W."""
+    """A block that sleeps: F, I and W take `seconds` each, a whole backward I and W."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +162,11 @@ class Sleeper(nn.Module):
         self.seconds, self.put_off = 0.0, PutOff()
 
     def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
-        """x, late."""
+        """Sleep, then return x."""
         return _Sleep.apply(x, self.weight, self)
 
     def weight_gradient(self) -> Tensor:
-        """W: nothing, late."""
+        """Sleep as long as W takes; return a zero."""
         time.sleep(self.seconds)
         return torch.zeros(1)
 
@@ -78,55 +185,8 @@ class _Sleep(torch.autograd.Function):
         return dy, sleeper.put_off.take(ctx.weight, sleeper.weight_gradient), None
 
 
-# ---------------------------------------------------------------------- one run
-def run(ranks: Ranks, schedule: Schedule, seconds: float = SECONDS) -> tuple[Timeline, Timeline]:
-    """One step by `schedule`: (simulated, measured).
-
-    `ranks` are as many as the schedule has, on the backend "link". The simulator is told how long
-    sleeping took on average, since what is compared is waiting, and what a message costs.
-    """
-    spans = ranks.run(_sleep, schedule, seconds)[0]
-    measured = Timeline(spans, f"measured, {LINK.label}").shifted()
-    return simulate(schedule, costs_of(schedule, measured)), measured
-
-
-def idle_share(timeline: Timeline) -> float:
-    """The part of the time that ranks wait, over all ranks, from the first start to the last end.
-
-    A `bubble` of b times the work is a share of b / (1 + b).
-    """
-    idle = bubble(timeline)
-    return idle / (1 + idle)
-
-
-def costs_of(schedule: Schedule, measured: Timeline) -> Costs:
-    """What F, I and W took on average, by part of the model. A whole backward counts as half I and
-    half W."""
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for span in measured:
-        if span.kind == "comm":
-            continue
-        action = Action.parse(span.name)
-        halves = "IW" if action.kind == "B" else action.kind
-        for kind in halves:
-            seconds[kind, schedule.part(action.stage)].append(span.duration / len(halves))
-    parts = range(schedule.num_stages)
-    means = ([statistics.mean(seconds[kind, part]) for part in parts] for kind in "FIW")
-    return Costs(*means, message=MESSAGE, latency=LINK.latency)
-
-
-def picture(schedule: Schedule, simulated: Timeline, measured: Timeline) -> Figure:
-    """Predicted above measured, on one time axis in milliseconds."""
-    panels = {
-        f"{schedule.name}, simulated": (schedule, simulated),
-        f"{schedule.name}, measured": (schedule, measured),
-    }
-    return draw_pipeline.compare(panels, unit="ms")
-
-
-# ---------------------------------------------------------------------- on the ranks
 def _sleep(schedule: Schedule, seconds: float) -> list[Span]:
-    """Spans of F, B, I, W and messages of all ranks; called on every rank."""
+    """Return spans of F, B, I, W and messages of all ranks; called on every rank."""
     mesh, stages = Mesh(pp=schedule.num_ranks), schedule.num_stages
     model = Llama(LlamaConfig(64, WIDTH, 24, num_layers=stages, num_heads=4, num_kv_heads=2))
     model.model.layers = nn.ModuleList(Sleeper() for _ in range(stages))
@@ -135,7 +195,7 @@ def _sleep(schedule: Schedule, seconds: float) -> list[Span]:
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     before = link.current()
     link.use(LINK)
-    for share in (0.0, 1.0):  # in their first step, ranks agree on shapes
+    for share in (0.0, 1.0):  # in the first step, ranks agree on shapes
         for sleeper in sleepers:
             sleeper.seconds = share * seconds * schedule.num_ranks / stages
             sleeper.put_off = pipeline.put_off
@@ -145,38 +205,3 @@ def _sleep(schedule: Schedule, seconds: float) -> list[Span]:
             pipeline.finish_backward()
     link.use(before)
     return [span for span in recorded.gather(mesh.world) if span.name[0].isdigit()]
-
-
-# ---------------------------------------------------------------------- every schedule there is
-def measure(
-    num_ranks: int, num_microbatches: int, runs: int, folder: str = ""
-) -> list[dict[str, Any]]:
-    """Run every schedule `runs` times, of which the one in the middle counts: a row for each.
-
-    Pictures, predicted above measured, go into `folder` if there is one.
-    """
-    rows = []
-    if folder:
-        Path(folder).mkdir(exist_ok=True)
-    with race.pool(num_ranks, "none") as ranks:
-        for name in SCHEDULES:
-            schedule = make(name, num_ranks, num_microbatches)
-            pairs = [run(ranks, schedule) for _ in range(runs)]
-            pairs.sort(key=lambda pair: idle_share(pair[1]))
-            simulated, measured = pairs[(runs - 1) // 2]
-            rows.append(
-                {
-                    "bench": "pipeline, idle",
-                    "link": LINK.label,
-                    "ranks": num_ranks,
-                    "microbatches": num_microbatches,
-                    "runs": runs,
-                    "schedule": name,
-                    "simulated": idle_share(simulated),
-                    "measured": idle_share(measured),
-                    "difference_in_points": 100 * (idle_share(measured) - idle_share(simulated)),
-                }
-            )
-            if folder:
-                draw.save(picture(schedule, simulated, measured), Path(folder) / f"{name}.png")
-    return rows

@@ -1,0 +1,224 @@
+"""`minipar bench`: the arithmetic of rows, and that all contenders do the same work."""
+
+import json
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minipar.cli import main
+from minipar.comm.mesh import Mesh
+from minipar.emulate import link
+from minipar.lab.bench import expert_overlap, pipeline_idle, race
+from minipar.lab.bench.expert_overlap import ExpertsConfig, skewed
+from minipar.lab.bench.pipeline_idle import IdleConfig
+from minipar.lab.bench.race import Measured, RaceConfig, ratios, table
+from minipar.lab.bench.strategies import CONTESTS, run
+from minipar.model.llama import LlamaConfig
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.simulate import bubble, simulate
+
+pytestmark = pytest.mark.trains
+
+SMALL = RaceConfig("ddp", preset="tiny", batch_size=1, seq_len=16, rounds=2, links=("1gbe",))
+TOY = LlamaConfig(256, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2)
+
+
+# ---------------------------------------------------------------------- arithmetic
+def measured(*seconds: float, num_bytes: int = 2_000_000) -> Measured:
+    return Measured(list(seconds), [0.04] * 3, [num_bytes] * 3)
+
+
+MEASURED = {
+    "tuned": measured(0.010, 0.030, 0.012),
+    "torch 25 MB": measured(0.020, 0.060, 0.020, num_bytes=3_000_000),
+    "torch 1 MB": replace(measured(0.010, 0.060, 0.018), processor=[0.05] * 3),
+}
+
+
+def test_ratios_are_of_rounds():
+    assert set(ratios([3.0], [2.0]).values()) == {1.5}
+    found = ratios([5.0, 1.0, 8.0, 2.0, 3.0], [1.0, 1.0, 2.0, 1.0, 1.0])
+    assert found == {"ratio": 3.0, "ratio_low": 2.0, "ratio_high": 4.0}
+
+
+def test_a_row_compares_with_the_fastest_of_theirs():
+    """Mutants: a ratio of medians (12 of 20 would be 0.6); always the first of theirs."""
+    rivals = CONTESTS["ddp"].rivals["tuned"][::2]
+    row = race.row(SMALL, "1gbe", "tuned", rivals, MEASURED)
+    assert row["torch"] == "torch 1 MB" and row["torch_ms"] == pytest.approx(18)
+    assert row["ratio"] == pytest.approx(12 / 18)  # of 1.0, 0.5 and 0.667
+    assert row["ratio_low"] == pytest.approx((0.5 + 12 / 18) / 2)
+    assert row["ratio_as_it_comes"] == pytest.approx(0.5)
+    assert row["processor_ratio"] == pytest.approx(0.8) and row["ours_megabytes"] == 2.0
+    unknown = race.row(SMALL, "gloo", "tuned", rivals, MEASURED)
+    head, wire, gloo = table([row, unknown]).splitlines()
+    assert wire[head.index("processor") :].split() == ["0.800", "2.00", "2.00"]
+    assert gloo[head.index("processor") :].split() == ["0.800", "-", "-"]
+
+
+def test_bytes_belong_to_the_step_that_issued_them():
+    """Mutant: a call counts for the step in which the call before it was issued."""
+    sent = [(0.9, 1), (1.0, 10), (1.9, 100), (2.0, 1000)]
+    assert race.bytes_of(sent, 1.0, 2.0) == 110
+
+
+def test_everybody_races():
+    for name, contest in CONTESTS.items():
+        seen = {*contest.rivals, *(r for rivals in contest.rivals.values() for r in rivals)}
+        assert seen == set(contest.make), name
+
+
+@pytest.mark.parametrize(
+    "config, word",
+    [
+        (replace(SMALL, ranks=1), "--ranks 1: use 2"),
+        (replace(SMALL, rounds=0), "--rounds 0"),
+        (replace(SMALL, seq_len=10**6), "--seq-len 1000000"),
+        (replace(SMALL, preset="x"), "--preset x is unknown; use one of"),
+        (replace(SMALL, links=()), "--links needs"),
+        (replace(SMALL, links=("gloo", "5gbe")), "5gbe"),
+        (replace(SMALL, json="/nowhere/rows.json"), "there is no folder /nowhere"),
+        (replace(SMALL, strategy="tensor", ranks=3), "--ranks 3 .*; use one of 2$"),
+        (replace(SMALL, strategy="tensor", seq_len=17), "2 parts; use 18"),
+        (replace(SMALL, strategy="context", seq_len=34), "4 parts; use 36"),
+    ],
+)
+def test_bad_values_are_refused(config, word):
+    with pytest.raises(ValueError, match=word):
+        run(config)
+
+
+@pytest.mark.parametrize(
+    "config, word",
+    [
+        (IdleConfig(ranks=3), "--ranks 3"),
+        (IdleConfig(microbatches=4), "such as 8"),
+        (IdleConfig(runs=0), "--runs 0"),
+        (IdleConfig(out=__file__), "is a file"),
+        (ExpertsConfig(ranks=3), "use 2, 4 or 8"),
+    ],
+)
+def test_bad_values_of_the_other_benches_are_refused(config, word):
+    with pytest.raises(ValueError, match=word):
+        config.check()
+
+
+@pytest.mark.slow
+def test_ranks_see_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with race.pool(1, "gloo") as ranks:
+        assert ranks.run(os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+# ---------------------------------------------------------------------- the same work
+def _losses(strategy: str) -> dict[str, list[float]]:
+    contest = CONTESTS[strategy]
+    config = replace(SMALL, strategy=strategy)
+    shape = replace(TOY, tie_embeddings=strategy not in ("tensor", "pipeline"))
+    axis = getattr(Mesh(**{contest.axis: 2}), contest.axis)
+    link.use("1gbe")  # slow enough for a step that does not wait to be wrong
+    torch.manual_seed(axis.rank)
+    found = {}
+    for name, make_step in contest.make.items():
+        step = make_step(config, axis, shape)
+        found[name] = [step().item() for _ in range(3)]
+    link.use("none")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", CONTESTS)
+def test_all_contenders_take_the_same_steps(ranks, strategy):
+    """Of a pipeline, PyTorch tells the loss to the last stage alone.
+
+    Mutants: a sum that is left out; gradients that are read before they have arrived.
+    """
+    by_rank = ranks(2, "link").run(_losses, strategy)
+    join = max if strategy == "pipeline" else sum
+    names = list(by_rank[0])
+    whole = {n: [join(two) for two in zip(*(r[n] for r in by_rank), strict=True)] for n in names}
+    first, *_, last = whole[names[0]]
+    assert first - last > 1e-4
+    for name, losses in whole.items():
+        assert losses == pytest.approx(whole[names[0]], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_bench_writes_rows(tmp_path, capfd):
+    path = tmp_path / "rows.json"
+    words = "bench ddp --preset tiny --seq-len 32 --rounds 2 --links 1gbe --json"
+    with pytest.raises(SystemExit) as stop:
+        main.main([*words.split(), str(path)])
+    out, err = capfd.readouterr()
+    assert stop.value.code == 0, err
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["ours"] for row in rows] == ["overlapped", "tuned"]
+    for row in rows:
+        for key in ("ratio", "ours_ms", "torch_ms", "processor_ratio", "ratio_as_it_comes"):
+            assert math.isfinite(row[key]) and row[key] > 0, key
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["ours_megabytes"] == pytest.approx(758_912 * 4 / 1e6, rel=1e-3)  # 2 (n-1)/n = 1
+        assert f"{row['ratio']:.3f}" in out
+
+
+# ---------------------------------------------------------------------- idle pipelines, experts
+def test_idle_time_is_a_share_of_all_time():
+    """1F1B of p=4, M=8: bubble 3/8, so 3/11 of the time. Mutant: the bubble itself."""
+    timeline = simulate(make("1f1b", 4, 8))
+    assert bubble(timeline) == pytest.approx(3 / 8)
+    assert pipeline_idle.idle_share(timeline) == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_the_simulation_is_told_how_long_work_took_and_not_how_long_ranks_waited(name):
+    """Work of a known length, with pauses between. Mutant: costs from start to start."""
+    schedule, seconds = make(name, 2, 4), {"F": 1.0, "B": 5.0, "I": 2.0, "W": 3.0}
+    spans = [Span("comm", "0SF0", 0, 1.0, 500.0, "pp")]
+    for rank, row in enumerate(schedule.actions):
+        for i, action in enumerate(row):
+            start = 20.0 * i
+            spans.append(Span("forward", str(action), rank, start, start + seconds[action.kind]))
+    costs = pipeline_idle.costs_of(schedule, Timeline(spans))
+    for part in range(schedule.num_stages):
+        assert costs.seconds("F", part) == 1.0
+        assert costs.seconds("B", part) == pytest.approx(5.0)
+        assert name == "1f1b" or costs.seconds("I", part) == 2.0
+    assert 0.009 < costs.message + costs.latency < 0.011  # as the docstring says
+
+
+@pytest.mark.slow
+def test_idle_writes_rows_and_pictures(tmp_path, capfd, monkeypatch):
+    path, folder = tmp_path / "rows.json", tmp_path / "pictures"
+    names = ["1f1b", "dualpipe"]
+    monkeypatch.setattr(pipeline_idle.play, "__defaults__", (0.001,))
+    monkeypatch.setattr(pipeline_idle, "SCHEDULES", names)
+    rows = pipeline_idle.run(IdleConfig(2, 4, 1, str(folder), str(path)))
+    assert json.loads(path.read_text(encoding="utf-8")) == rows
+    assert [row["schedule"] for row in rows] == names and names[0] in capfd.readouterr().out
+    assert all(0 < row["simulated"] < 1 and 0 < row["measured"] < 1 for row in rows)
+    assert sorted(file.stem for file in folder.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("imbalance", [1, 2, 4])
+def test_routing_is_as_uneven_as_was_asked(imbalance):
+    chosen = skewed(8, 2, imbalance, torch.zeros(800, 8))
+    load = chosen.flatten().bincount(minlength=8)
+    assert load[0] == load.sum() / 8 * imbalance and load[1:].max() < 1.3 * load[1:].min()
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+
+
+@pytest.mark.timed
+@pytest.mark.slow
+def test_a_forward_beside_a_backward_hides_what_nothing_else_does():
+    """All-to-alls that take 40 % of the time: above 80 % of them, and within 10 % of the ideal."""
+    rows = {row["way"][1]: row for row in expert_overlap.run(ExpertsConfig())}
+    assert "emulated h100" in rows["d"]["link"]
+    assert rows["a"]["hidden"] < 0.1 < 0.3 < min(rows["b"]["hidden"], rows["c"]["hidden"])
+    assert max(0.8, rows["b"]["hidden"], rows["c"]["hidden"]) < rows["d"]["hidden"]
+    assert rows["d"]["ratio"] < 1.1 < 1.15 < min(rows[way]["ratio"] for way in "abc")
