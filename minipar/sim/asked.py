@@ -52,7 +52,8 @@ class PlanConfig:
     """Only plans such as tp=8,zero=1; microbatch is one of the words. Some words are varied by this
     flag alone: tp_overlap, context, dispatch, most schedules, and more."""
     replay: bool = True
-    """Trace minipar's own code under the best plans and replay it; its times then order them."""
+    """Trace and replay minipar's own code under the best plans. The times order the plans, unless
+    --software names other code."""
     what_if: str = ""
     """Change the machine: nic=200 (Gb/s), nvlink=450 (GB/s), memory=141 (GB), gpus=72 (a node)."""
     explain: str = ""

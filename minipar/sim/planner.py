@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from minipar.model.llama import LlamaConfig
 from minipar.parallel.plan import MESH, Plan, meshes
 from minipar.sim import cost, footprint
 from minipar.sim.asked import PlanConfig, base_of, explained, fixed
@@ -42,6 +41,7 @@ CAN: dict[str, dict[str, tuple]] = {
 """Values of a plan's words that software can carry out, where it cannot carry out all."""
 STAGES_PER_RANK = (2, 3, 5, 8)
 """Stages per rank of the interleaved pipelines that are searched, as published runs had them."""
+REPLAYED = ("any", "minipar")  # software for which minipar's own code stands
 NOT_VARIED = "tp_overlap, context, dispatch, experts_over_cp, compression and most schedules"
 GB = 1e9
 Watch = Callable[[Iterable], Iterable]  # shows how far an iteration is
@@ -183,14 +183,12 @@ def _orders(base: Job, pp: int, fix: Collection[str]) -> list[tuple[str, int]]:
     return [*dict.fromkeys(found + [("interleaved_1f1b", v) for v in stages])]
 
 
+_problem = cache(Plan.problem)  # a search asks for the same plan several times
+
+
 def problem(job: Job) -> str | None:
     """Return the rule that a plan breaks; None if it breaks none."""
     return _problem(job.plan, job.config)
-
-
-@cache
-def _problem(plan: Plan, config: LlamaConfig) -> str | None:
-    return plan.problem(config)
 
 
 @dataclass(frozen=True)
@@ -283,10 +281,7 @@ def replayed(ranked: Ranked) -> Ranked:
 
 # ---------------------------------------------------------------------- words
 def flags(job: Job) -> dict[str, str]:
-    """Return flags of the plan to paste, by project; for torchtitan the degrees alone.
-
-    The degrees are those of torchtitan 0.3.0; its other flags change between releases.
-    """
+    """Return flags of the plan to paste; for torchtitan 0.3.0, whose others change, its degrees."""
     plan, batch = job.plan, job.dp * job.plan.microbatches * job.microbatch
     degrees = {
         "data_parallel_shard": job.dp if plan.zero else 1,  # it has no ZeRO 1, but ZeRO 2
@@ -389,7 +384,9 @@ def answer(config: PlanConfig, watch: Watch = iter) -> tuple[str, list[Ranked]]:
     if not best:
         raise NothingFits(_nothing_fits(config, base, found))
     if config.replay:
-        best = sorted(map(replayed, watch(best)), key=lambda r: r.replayed or r.step)
+        best = [replayed(ranked) for ranked in watch(best)]
+    if base.software.name in REPLAYED:
+        best.sort(key=lambda r: r.replayed or r.step)
     first = best[0]
     why = reasons(found, first, fix)
     losers = {

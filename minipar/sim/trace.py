@@ -8,7 +8,8 @@ Trace.  A list of segments, each a list of events in their order: see `tracer.py
 Repeats. Microbatches in the middle of a step are alike, so one of them is traced and repeated. Of a
         pipeline, ranks with as many layers are alike, too: one of them runs, and the others follow
         their own rows of the schedule with what it did, while `Mail`, the real one, sends messages.
-        Other ranks of dp, cp and tp do as their first does.
+        Other ranks of dp, cp and tp do as their first does. (A ring computes blocks of another
+        shape on each rank of cp: some percent, where kernels are short.)
 Steps.  One that others have gone before is recorded: the first learns orders (ddp, fsdp), and what
         one step sends may be awaited in the next (zero).
 

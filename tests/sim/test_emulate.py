@@ -51,10 +51,14 @@ class Both:
     wall: float  # seconds that the emulated one took, with those around it
 
     def check(self) -> None:
-        """Seconds within 3 %, hidden share within 3 points, bytes equal."""
+        """Seconds within 3 %, hidden share within 3 points, bytes equal.
+
+        One rank of cp stands for all, whose attention is as much work in blocks of other shapes:
+        5 %.
+        """
         ran, sim = self.emulated, self.simulated
-        what = ran.timeline.label
-        assert ran.seconds == pytest.approx(sim.seconds, rel=0.03), what
+        what, near = ran.timeline.label, 0.05 if sim.traces.plan.cp > 1 else 0.03
+        assert ran.seconds == pytest.approx(sim.seconds, rel=near), what
         hidden = [t.hidden_fraction for t in (ran.timeline, sim.timeline)]
         assert hidden[0] == pytest.approx(hidden[1], abs=0.03), what
         assert sim.timeline.bytes_by_axis(), what
