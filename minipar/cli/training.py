@@ -1,7 +1,6 @@
 """`minipar train`: on ranks of our own or on torchrun's; a folder for the run, and its report."""
 
 import itertools
-import os
 import shlex
 import sys
 import time
