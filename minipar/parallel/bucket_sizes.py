@@ -123,8 +123,8 @@ def now(device: torch.device) -> Any:
 
 def seconds_since_first(stamps: Iterable[Any]) -> list[float]:
     """Return what stamps mean, in seconds after the first; waits for the last on a GPU."""
-    first, *_, last = stamps = [*stamps]
-    if isinstance(first, float):
-        return [stamp - first for stamp in stamps]
-    last.synchronize()
-    return [first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+    stamps = [*stamps]
+    if not stamps or isinstance(stamps[0], float):  # a rank without samples has none
+        return [stamp - stamps[0] for stamp in stamps]
+    stamps[-1].synchronize()
+    return [stamps[0].elapsed_time(stamp) / 1e3 for stamp in stamps]

@@ -34,12 +34,7 @@ from minipar.comm.mesh import Axis
 from minipar.comm.values import look
 from minipar.parallel import bucket_sizes
 from minipar.parallel.base.replicate import replicate
-from minipar.parallel.base.shards import (
-    copies_axis,
-    gradient_bytes,
-    in_groups,
-    laid_out_as,
-)
+from minipar.parallel.base.shards import copies_axis, gradient_bytes, in_groups, laid_out_as
 from minipar.parallel.base.strategy import Strategy, check_not_summed, claim, mark_summed
 
 Version = Literal["naive", "bucketed", "overlapped", "tuned"]

@@ -88,7 +88,7 @@ class Bucket(Row):
             p.data = place.copy_(p.data)
 
     def add(self, *with_gradients: nn.Parameter) -> None:
-        """In backward: move gradients into the flat buffer, where autograd adds to them."""
+        """Move gradients into the flat buffer, where autograd adds to them; in backward."""
         if self.whole is None:
             self.whole = torch.zeros_like(self.weights, dtype=self.shard.dtype)
             self.views = dict(zip(self.parameters, self.split(self.whole), strict=True))
@@ -97,7 +97,7 @@ class Bucket(Row):
                 p.grad = self.views[p].copy_(p.grad.detach())
 
     def reduce(self, op: Op) -> list[nn.Parameter]:
-        """When all gradients are there: start to sum them, each slice for its owner.
+        """Start to sum the gradients, each slice for its owner; when all of them are there.
 
         Returns the parameters that this rank has used.
         """
@@ -119,12 +119,12 @@ class Bucket(Row):
             self.reduced = own if self.reduced is None else self.reduced.add_(own)
 
     def hand_out(self, p: nn.Parameter) -> None:
-        """In `finish_backward`: give the piece of `p` its gradient."""
+        """Give the piece of `p` its gradient; in `finish_backward`."""
         if p.piece.grad is None:
             p.piece.grad = self.reduced[self.spans[p.piece]].view_as(p.piece)
 
     def gather(self) -> None:
-        """After the step: start to collect the slices of all ranks."""
+        """Start to collect the slices of all ranks; after the step."""
         if self.parameters[0].data_ptr() != self.weights.data_ptr():
             raise RuntimeError(
                 "the model was moved or cast after its ShardedOptimizer was made, which does not "
@@ -134,13 +134,13 @@ class Bucket(Row):
         self.gathering = all_gather(shard, self.axis, out=self.weights, async_op=True)
 
     def wait_for_gather(self) -> None:
-        """Before the next forward uses them: wait until all slices are in `weights`."""
+        """Wait until all slices are in `weights`; before the next forward uses them."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def drop(self) -> None:
-        """In `zero_grad`: forget all gradients."""
+        """Forget all gradients; in `zero_grad`."""
         self.wait_for_reduce()
         self.whole, self.views, self.reduced = None, {}, None
         for p in (*self.parameters, *self.pieces):
@@ -192,8 +192,8 @@ class Stage1(Strategy):
         self.replaced(self.bucket_of, "step the ShardedOptimizer, which has their gradients")
 
     def _begin_round(self) -> None:
-        """In a round each bucket is sent once. `missing`: those to send, and what they wait for."""
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+        """Begin a round, in which each bucket is sent once, when its gradients are there."""
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}  # in their order
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         super()._on_gradient(p)
