@@ -442,11 +442,11 @@ def let_modules_wait(model: nn.Module, optimizer: ShardedOptimizer) -> None:
             for bucket in needs.get(module, ()):  # none of a deep copy
                 bucket.wait_for_gather()
 
-    def wait_for_uncalled(*_: Any) -> None:
-        for bucket in {bucket for own in never_called.values() for bucket in own}:
+    def wait_for_uncalled(module: nn.Module, _: Any) -> None:  # evaluation may call others
+        for bucket in chain(*never_called.values()) if module.training else optimizer.buckets:
             bucket.wait_for_gather()
 
-    model.register_forward_pre_hook(wait_for_uncalled)
+    model.register_forward_pre_hook(torch.compiler.disable(wait_for_uncalled))
     for module in needs:
         module.register_forward_pre_hook(wait)
     model.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
