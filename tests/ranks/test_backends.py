@@ -1,5 +1,6 @@
 """Devices and backends where there are GPUs: torch's answers are stood in for on a CPU."""
 
+import os
 import re
 import socket
 import threading
@@ -63,8 +64,12 @@ def test_nccl_needs_a_gpu_per_rank(four_gpus):
 
 @pytest.fixture
 def held_port():
-    """A port that another program holds, and where it says nothing."""
+    """A port that another program holds, and where it says nothing, for as long as we live.
+
+    A rank that was answered while Python ends would abort this process.
+    """
     with socket.create_server(("127.0.0.1", 0)) as other:
+        os.dup(other.fileno())
         yield str(other.getsockname()[1])
 
 
