@@ -23,6 +23,7 @@ from minipar.comm.mesh import Axis
 DATA_SHEETS = {
     " MIG ": (None, None),  # a slice of a GPU
     "H200 NVL": (835e12, 60e12),
+    "H200 PCIe": (835e12, 60e12),
     "H200": (989e12, 67e12),
     "H100 NVL": (835e12, 60e12),
     "H100 PCIe": (756e12, 51e12),

@@ -38,7 +38,7 @@ OF_DENSE = [
     "dp=2",
     "dp=2,tp=2,zero=3",
     "tp=4,sequence_parallel",
-    "pp=2,dp=2,zero=3,microbatches=2,schedule=zb_v",
+    "pp=2,dp=2,zero=2,microbatches=2,schedule=zb_v",
     "pp=2,cp=2,zero=1,microbatches=2,schedule=dualpipe",
     "dp=2,zero=1,precision=bf16",
 ]
