@@ -13,13 +13,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         name, command = parse(list(sys.argv[1:] if argv is None else argv))
         COMMANDS[name].run(command)
+        code = 0
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except Exception as error:
         code = explain(error)
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(3)  # torchrun ends all ranks with the first: let the rank that speaks be it
-        sys.exit(code)
+    sys.exit(code)
 
 
 def explain(error: Exception) -> int:
