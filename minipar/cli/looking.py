@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import traceback
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from minipar.observe.spans import is_ours
 from minipar.observe.timeline import Timeline
 from minipar.ranks.launch import Ranks, check_fits_here, prefixed
 from minipar.sim import planner
+from minipar.tools import dumps
 from minipar.tools import hang as prove_hang
-from minipar.tools.breakdown import breakdown
+from minipar.tools.overlap import breakdown
 from minipar.tools.prove.compare import RTOL
 from minipar.tools.prove.job import check_file, parse_mesh
 from minipar.tools.prove.prove import prove as judge
@@ -65,8 +67,8 @@ class Prove:
     which returns the model, or the model and a function to call after backward. What else it may
     have: see minipar/tools/prove/job.py."""
     mesh: str = "dp=2"
-    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their
-    own of a batch."""
+    """Axes and sizes, such as dp=2,tp=2. Ranks of axes named dp, fsdp or ep have rows of their own
+    of a batch, those of tp, cp or pp the same; for other names the file must say it."""
     steps: int = 3
     """How many optimizer steps."""
     rtol: float = RTOL
@@ -142,7 +144,7 @@ def hang(command: Hang) -> None:
     """Print what the dumps tell, and end the process with 1 where a call has not ended."""
     if not command.dumps:
         raise ValueError("name the dumps: minipar hang FOLDER, or minipar hang nccl_trace_rank_*")
-    report = prove_hang.explain(*prove_hang.read(command.dumps))
+    report = prove_hang.explain(*dumps.read(command.dumps))
     print(report)
     if command.out:
         print(f"\ndrawn into {draw.save(draw_hang.hang(report), command.out)}")
@@ -164,7 +166,13 @@ def prove(command: Prove) -> None:
     with Ranks(1, **how) as one, Ranks(math.prod(sizes.values()), **how) as many:
         one.time_limit = many.time_limit = 20 * command.timeout
         pool = {1: one, many.size: many}.__getitem__
-        verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+        try:
+            verdict = judge(command.file, sizes, pool, command.steps, command.rtol)
+        except ValueError:
+            raise  # which ends with exit code 2, in one line
+        except Exception:  # exit code 1 would mean that it is not equal
+            traceback.print_exc()
+            sys.exit(2)
     print(verdict.json() if command.json else verdict)
     if verdict.parting is None:
         return

@@ -92,8 +92,8 @@ def _box(ax: Axes, x: float, y: float, wide: float, found: Search) -> None:
     ranked = simplest(found)
     small = {"size": 8, "color": pen.MUTED}
     if ranked is None:
-        nearest = found.smallest()
-        needs, limit = nearest.held, footprint.room(nearest.job.machine.device)
+        least = found.smallest()
+        needs, limit = least.held, footprint.room(least.job.machine.device)
         pen.rectangle(ax, x, y, wide, 0.34, fc=pen.KIND["idle"])
         pen.text(ax, x + wide / 2, y + 0.17, "does not fit", ha="center", color=pen.MUTED)
         pen.text(ax, x, y - 0.12, f"needs {needs / 1e9:.0f} GB a GPU,", **small)

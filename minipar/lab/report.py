@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from minipar.lab.draw import pen
 from minipar.observe.timeline import Timeline
 from minipar.text import printable
-from minipar.tools.breakdown import Breakdown, cells
+from minipar.tools.overlap import Breakdown, cells
 
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <title>Communication, hidden or not</title><style>

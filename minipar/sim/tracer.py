@@ -125,7 +125,8 @@ class Tracer(TorchDispatchMode, Tap):
             result = op(*args, **kwargs)
             known = self.known[key] = _Known(op, result, args, kwargs)
         frame, work = self.recorder.running(), known.work
-        kind, where = (frame.kind or "compute", frame.name) if frame else ("compute", "step")
+        outside = ("backward", "backward") if in_backward() else ("compute", "step")
+        kind, where = (frame.kind or "compute", frame.name) if frame else outside
         if kind == "backward" and torch.is_grad_enabled() and in_backward():
             where += " (recompute)"
         for t in _on_meta(result) if known.is_new else ():
@@ -219,7 +220,7 @@ class Tracer(TorchDispatchMode, Tap):
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():
             for p in (*model.parameters(), *stepped):
-                self.label("parameters", p, *getattr(p, "homes", ()))
+                self.label("parameters", p)
                 self.label("gradients", p.grad)
             for p in model.parameters():
                 self.label("optimizer", getattr(p, "master", None))

@@ -68,10 +68,10 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def uneven(seed: int) -> tuple[Tensor, Tensor]:
-    """The first rows have hardly any targets."""
+    """The first rows have hardly any targets, more of them in later microbatches."""
     inputs, targets = batch(seed)
     targets = targets.clone()
-    targets[:3, 1:] = -100
+    targets[: 3 + seed, 1:] = -100
     return inputs, targets
 
 
@@ -102,15 +102,14 @@ def torch_fsdp(model, mesh):
     return model
 
 
-def reduced(model, mesh, factor: float = 0.5, skip=()):
+def reduced(model, mesh, factor: float = 0.5):
     """By hand: one all-reduce per parameter after backward."""
     replicate(model, mesh.dp)
 
     def after() -> None:
-        for name, p in model.named_parameters():
-            if name not in skip:
-                dist.all_reduce(p.grad, group=mesh.dp.group)
-                p.grad *= factor
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=mesh.dp.group)
+            p.grad *= factor
 
     return model, after
 
@@ -148,20 +147,6 @@ def averages_twice(model, mesh):
             p.grad /= mesh.dp.size
 
     return wrapped, after
-
-
-def to_the_root(model, mesh):
-    """A reduce where an all-reduce is needed: rank 0 alone has the sum."""
-    replicate(model, mesh.dp)
-
-    def after() -> None:
-        for p in model.parameters():
-            total = p.grad / 2
-            dist.reduce(total, 0, group=mesh.dp.group)
-            if mesh.rank == 0:
-                p.grad = total
-
-    return model, after
 
 
 SYNC = {"on": True}
@@ -397,28 +382,11 @@ def early_or_not(model):
     return getattr(model, "early", None) or torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def vocabulary_twice(model, mesh):
-    return megatron(model, mesh)
-
-
-def loss_of_pieces(model, batch):
-    """T14: a loss for logits that are cut by words, fed with whole ones."""
-    axis = Mesh(tp=dist.get_world_size()).tp
-    logits, targets = model(batch[0]), batch[1][..., None]
-    total = autograd.all_reduce(logits.exp().sum(-1), axis, to="I")
-    return (total.log() - logits.gather(-1, targets)[..., 0]).mean()
-
-
 def clip_counting_all(model):
     """T9: squares of all ranks are added, also of what all ranks have."""
     total = sum(p.grad.square().sum() for p in model.parameters())
     dist.all_reduce(total)
     return total.sqrt()
-
-
-def clip_of_own(model):
-    """T9: torch's function, on pieces."""
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
 def torch_tensor(model, mesh):

@@ -3,6 +3,7 @@
 Each is a `Job` with the sizes of its mesh, and what is to be said of it, see `told`.
 """
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 
@@ -38,29 +39,9 @@ def by_hand(model, mesh, change):
     return model, after
 
 
-def clips_first(model, mesh):
-    """Each rank clips by the norm of its own share."""
-    model, reduce = by_hand(model, mesh, average)
-
-    def after() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        reduce()
-
-    return model, after
-
-
 def sends_one(gradient: Tensor) -> Tensor:
     dist.broadcast(gradient, 0)
     return gradient
-
-
-def largest(gradient: Tensor) -> Tensor:
-    dist.all_reduce(gradient, dist.ReduceOp.MAX)
-    return gradient
-
-
-def in_bfloat16(gradient: Tensor) -> Tensor:
-    return average(gradient.bfloat16()).double()
 
 
 def fills_once(model, mesh):
@@ -101,14 +82,6 @@ def divides_again(model, mesh):
     return model, after
 
 
-def one_module_summed(model, mesh):
-    def after() -> None:
-        for p in model.up.parameters():
-            p.grad *= 2
-
-    return torch_ddp(model, mesh), after
-
-
 def over_the_world(model, mesh, group=None, parts: int = 4):
     """Pieces of tensor parallelism, averaged over all ranks as if they were copies."""
     replicate(model, mesh.world)
@@ -120,15 +93,6 @@ def over_the_world(model, mesh, group=None, parts: int = 4):
             p.grad /= parts
 
     return model, after
-
-
-def global_denominator(model, batch):
-    """Divided by the tokens of all ranks; then DDP divides by the ranks, too."""
-    total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    count = (batch[1] != -100).sum().double()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(count)
-    return total / count
 
 
 # ---------------------------------------------------------------------- the optimizer
@@ -149,18 +113,12 @@ class Owned(torch.optim.AdamW):
 
 
 class Sent(Owned):
-    """And then everything is sent: by its owner, or by the next rank."""
-
-    shift = 0
+    """And then everything is sent by its owner."""
 
     def step(self, closure=None):
         super().step(closure)
         for i, p in enumerate(self.param_groups[0]["params"]):
-            dist.broadcast(p.data, (i + self.shift) % dist.get_world_size())
-
-
-class SentByTheNext(Sent):
-    shift = 1
+            dist.broadcast(p.data, i % dist.get_world_size())
 
 
 def owned(model, kind=Owned):
@@ -201,22 +159,6 @@ def local_attention(model, mesh, starts: bool = True):
 
 def averaged(x: Tensor, axis, to: str) -> Tensor:
     return autograd.all_reduce(x, axis, to=to) / axis.size
-
-
-class WithoutBias(Row):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) - self.bias.detach()
-
-
-def forgets_bias(model, mesh):
-    model = megatron(model, mesh)
-    model.down.__class__ = WithoutBias
-    return model
-
-
-def twice_reduced(x: Tensor, axis, to: str) -> Tensor:
-    """Summed in forward, and once more in backward, as of torch.distributed.nn (T14)."""
-    return autograd.all_reduce(x, axis, to="R")
 
 
 def drawn_again(model, mesh):
@@ -262,17 +204,132 @@ def words_apart(model, batch):
     return (logits.exp().sum(-1).log() - target).mean()
 
 
-def first_rows(batch, mesh):
-    return tuple(tensor.chunk(mesh.dp.size)[0] for tensor in batch)
-
-
 def overlapping_rows(batch, mesh):
     return tuple(tensor[mesh.dp.rank :][:4] for tensor in batch)
 
 
-def dealt_rows(batch, mesh):
-    """Right: as a DistributedSampler has it."""
-    return tuple(tensor[mesh.dp.rank :: mesh.dp.size] for tensor in batch)
+# ---------------------------------------------------------------------- what only some trials see
+class Counting(nn.Module):
+    """Counts in its first step how often hooks fire, and waits for as many in each later step.
+
+    Under accumulation, where the last microbatch alone counts, it never sends again.
+    """
+
+    def __init__(self, model, axis) -> None:
+        super().__init__()
+        self.module, self.axis, self.syncs = replicate(model, axis) or model, axis, True
+        self.learned, self.fired = None, 0
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.count)
+
+    def forward(self, x):
+        return self.module(x)
+
+    def count(self, p) -> None:
+        self.fired += self.syncs or self.learned is None
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.syncs = False
+        yield
+        self.syncs = True
+
+    def finish(self) -> None:
+        if self.learned is None or self.fired >= self.learned:
+            for p in self.module.parameters():
+                p.grad = average(p.grad)
+        self.learned, self.fired = self.learned or self.fired, 0
+
+
+def counting(model, mesh):
+    model = Counting(model, mesh.dp)
+    return model, model.finish
+
+
+def running_mean(model, mesh):
+    """Of microbatches (a + b) / 2: right for two of them only."""
+    replicate(model, mesh.dp)
+    kept: dict[nn.Parameter, list[Tensor]] = {p: [] for p in model.parameters()}
+
+    def take(p) -> None:
+        kept[p].append(p.grad)
+        p.grad = None
+
+    for p in kept:
+        p.register_post_accumulate_grad_hook(take)
+
+    def after() -> None:
+        for p, gradients in kept.items():
+            total = gradients[0] * len(gradients)
+            for gradient in gradients[1:]:
+                total = (total + gradient * len(gradients)) / 2
+            p.grad = average(total)
+            gradients.clear()
+
+    return model, after
+
+
+class Averaging(Net):
+    """Keeps a running mean of its samples that evaluation alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.lerp_(self.embed(tokens).detach().mean((0, 1)), 0.1)
+        return super().forward(tokens)
+
+
+def own_buffers(model, mesh):
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+class Placed(Net):
+    """Positions are a parameter, added between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens) + self.places[: tokens.shape[1]]))
+
+
+def placed(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh.cp.group, find_unused_parameters=True)
+
+
+def alike_over_tp_alone(model, mesh):
+    replicate(model, mesh.tp)
+    return model
+
+
+def clip_of_shards(model):
+    shards = (getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())
+    return sum(shard.square().sum() for shard in shards).sqrt()
+
+
+def with_balance(model, batch):
+    logits = model(batch[0])
+    balance = logits.softmax(-1).mean((0, 1)).square().sum()
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) + balance
+
+
+def summed(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def tokens_of_all(model, batch):
+    """Right for uneven samples, as each rank's sum is divided by the mean tokens of a rank."""
+    count = (batch[1] != -100).sum().double()
+    if dist.get_world_size() > 1:
+        count = average(count)
+    return summed(model, batch) / count
+
+
+def undivided(loss, microbatches):
+    loss.backward()
 
 
 def job(parallelize, **changes):
@@ -289,45 +346,18 @@ def told(parallelize, sizes, where, cause, step=1, ranks=(0, 1), **changes):
     return job(parallelize, **changes), sizes, (stage, module, step, list(ranks), cause)
 
 
-RIGHT = {
-    "rows dealt like cards": (job(torch_ddp, shares=dealt_rows), DP),
-    "ZeRO-1 by hand": (job(torch_ddp, optimizer=partial(owned, kind=Sent)), DP),
-}
 WRONG = {
-    "each rank clips": told(clips_first, DP, "gradient of head", "shares weighed wrongly"),
     "gradients of rank 0": told(
         partial(by_hand, change=sends_one), DP, "gradient of head", "broadcast, not reduced"
     ),
-    "maximum": told(
-        partial(by_hand, change=largest), DP, "gradient of head", "largest, not summed"
-    ),
-    "bfloat16": told(partial(by_hand, change=in_bfloat16), DP, "gradient of head", "rounding"),
     "filled once": told(fills_once, DP, "gradient of head", "of the step before", step=2),
     "summed again": told(sums_again, DP, "gradient of head", "accumulated gradients reduced again"),
     "divided again": told(divides_again, DP, "gradient of head", "divided by microbatches twice"),
-    "one module summed": told(one_module_summed, DP, "gradient of up", "summed, not averaged"),
     "pieces averaged": told(
         over_the_world, BOTH, "gradient of down", "pieces were mixed", ranks=[0, 1, 2, 3]
     ),
-    "averaged over tp": told(
-        partial(over_the_world, group=lambda mesh: mesh.tp.group, parts=2),
-        BOTH,
-        "gradient of head",
-        "not reduced",
-        ranks=[0, 1, 2, 3],
-    ),
-    "tokens of all, and ranks": told(
-        torch_ddp, DP, "gradient of head", "divided once too often", loss=global_denominator
-    ),
     "nothing sent": told(
         torch_ddp, DP, "weights of embed", "updated on some ranks only", ranks=[1], optimizer=owned
-    ),
-    "sent by another": told(
-        torch_ddp,
-        DP,
-        "weights of embed",
-        "not in the optimizer",
-        optimizer=partial(owned, kind=SentByTheNext),
     ),
     "rate times ranks": told(
         torch_ddp,
@@ -343,14 +373,6 @@ WRONG = {
         "another weight decay",
         optimizer=partial(adam, decay=lambda ranks: 0.1 * (ranks == 1)),
     ),
-    "positions from 0": told(
-        partial(local_attention, starts=False),
-        CP,
-        "output of positions",
-        "first piece everywhere",
-        build=PositionNet,
-        shares=gallery.tokens_apart,
-    ),
     "local attention": told(
         local_attention,
         CP,
@@ -362,19 +384,45 @@ WRONG = {
     "averaged": told(
         partial(megatron, row={"leave": averaged}), TP, "output of down", "averaged, not summed"
     ),
-    "no bias": told(forgets_bias, TP, "output of down", "bias left out"),
-    "summed in backward": told(
-        partial(megatron, row={"leave": twice_reduced}),
-        TP,
-        "gradient of down",
-        "counted on every rank",
-    ),
     "drawn again": told(drawn_again, TP, "initial weights of up", "made anew"),
-    "renamed": told(renamed, DP, "initial weights of head", "not there"),
     "words of others": told(vocabulary, TP, "output of embed", "in this module"),
     "softmax of pieces": told(megatron, TP, "loss", "in the loss", loss=words_apart),
-    "the same rows": told(
-        torch_ddp, DP, "output of embed", "first piece everywhere", shares=first_rows
+    "syncs no more": told(counting, DP, "gradient of head", "kept between steps", step=2),
+    "a running mean": told(running_mean, DP, "gradient of head", "shares weighed wrongly"),
+    "own buffers": told(own_buffers, DP, "buffer", "a buffer of own samples", build=Averaging),
+    "a balance loss": told(
+        torch_ddp, DP, "gradient of head", "samples see each other", loss=with_balance
+    ),
+    "positions of the first rank": told(
+        placed,
+        CP,
+        "output of norm",
+        "positions, or another piece",
+        build=Placed,
+        shares=gallery.tokens_apart,
+    ),
+    "alike over tp alone": told(
+        alike_over_tp_alone, BOTH, "initial weights of embed", "never broadcast", ranks=[2, 3]
+    ),
+    "the norm of a shard": told(
+        gallery.torch_fsdp,
+        DP,
+        "gradient norm",
+        "norm of own pieces",
+        build=gallery.seeded,
+        clip=clip_of_shards,
+    ),
+    "a sum": told(torch_ddp, DP, "gradient of head", "a sum where a mean is meant", loss=summed),
+    "microbatches that weigh alike": told(
+        partial(by_hand, change=average),
+        DP,
+        "loss",
+        "microbatches weigh alike",
+        loss=tokens_of_all,
+        uneven=gallery.uneven,
+    ),
+    "not divided": told(
+        torch_ddp, DP, "gradient of head", "not divided by microbatches", backward=undivided
     ),
     "rows twice": told(torch_ddp, DP, "output of embed", "another input", shares=overlapping_rows),
 }

@@ -1,5 +1,6 @@
 """What a file gets wrong ends in one line and exit code 2; ranks that hang or die, too."""
 
+import os
 import re
 from pathlib import Path
 
@@ -40,7 +41,11 @@ WRONG = {
     "no model": ("nn.Sequential(", "(", r"build\(\) returned tuple, which is no nn.Module"),
     "chance": ("nn.ReLU()", "nn.Dropout()", "what is random cannot be compared"),
     "rows": ("randn(16", "randn(15", "15 rows has no equal shares for 2 ranks"),
-    "vector": ("F.mse_loss(model(batch[0]), batch[1])", "model(batch[0])", r"returned \[16, 1\];"),
+    "vector": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "model(batch[0])",
+        r"returned torch.float64 \[16, 1\];",
+    ),
     "nothing made": ("return model, after_backward", "return 7", r"parallelize\(\) returned int"),
     "a loss that is no number": (
         "F.mse_loss(model(batch[0]), batch[1])",
@@ -57,6 +62,26 @@ WRONG = {
         "dist.broadcast(q.data",
         "in parallelize.*NameErr",
     ),
+    "a complex loss": (
+        "F.mse_loss(model(batch[0]), batch[1])",
+        "F.mse_loss(model(batch[0]), batch[1]) * 1j",
+        r"loss\(\) returned torch.complex128 \[\]; it must be one real number",
+    ),
+    "an interrupt": (
+        "dist.broadcast(",
+        "raise KeyboardInterrupt(",
+        "parallelize.*KeyboardInterrupt",
+    ),
+    "a batch without its seed": (
+        "generator=torch.Generator().manual_seed(seed)",
+        "",
+        r"draw batch\(seed\) from its seed",
+    ),
+    "no word for shares": (
+        "import torch\n",
+        "import torch\nshares = 3\n",
+        "shares is 3; it must be",
+    ),
     "death": ("p.data, src=0)", "p.data, src=0)\n    import os; os._exit(3)", "ended by exit 3"),
 }
 
@@ -71,6 +96,19 @@ def test_a_file_that_is_wrong_is_told_in_one_line(ranks, tmp_path, name):
     with pytest.raises(WrongFile, match=said) as error:
         prove(str(file), {"dp": 2}, ranks)
     assert "\n" not in str(error.value) and "mine.py" in str(error.value)
+
+
+def test_a_library_finds_what_torchrun_would_set(ranks, tmp_path):
+    """Mutant: its variables are left out, or stay."""
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    before = [os.environ.get(name) for name in names]
+    told = f"    import os\n    assert all(os.environ[n] for n in {names})\n"
+    told += "    assert int(os.environ['RANK']) == dist.get_rank() == mesh.rank\n"
+    right = FILE.replace("mesh.dp.group)", "mesh.dp.group)\n            p.grad /= mesh.dp.size")
+    head = "def parallelize(model, mesh):"
+    (tmp_path / "mine.py").write_text(right.replace(head, f"{head}\n{told}"), encoding="utf-8")
+    assert prove(str(tmp_path / "mine.py"), {"dp": 2}, ranks).parting is None
+    assert [os.environ.get(name) for name in names] == before
 
 
 def test_a_file_of_bytes_that_are_no_text_is_told_without_a_line(ranks, tmp_path):

@@ -13,13 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar.cli import looking
-from minipar.lab import draw
 from minipar.observe import gpu
 from minipar.observe.spans import Span
 from minipar.observe.timeline import Timeline
 from minipar.tools import kernels, traces
-from minipar.tools.breakdown import breakdown
 from minipar.tools.traces import from_profiler
 from tests.comm.same import assert_disjoint
 
@@ -63,8 +60,9 @@ def test_real_profiles_of_torch_ddp_on_cpus(ranks, tmp_path):
 
 
 def _kernel(name, ts, dur, correlation, **args):
-    where = {"device": 0, "stream": 7, "correlation": correlation}
-    return _host(name, ts, dur, 7, "kernel", **where, **args) | {"pid": 0}
+    """Each kernel is on a stream of its own, unless `args` say another."""
+    where = {"device": 0, "stream": correlation, "correlation": correlation}
+    return _host(name, ts, dur, 7, "kernel", **{**where, **args}) | {"pid": 0}
 
 
 def _host(name, ts, dur, tid, cat="cpu_op", **args):
@@ -190,11 +188,6 @@ def test_on_a_gpu_kernels_take_the_names_of_what_launched_them(tmp_path):
     ]
 
 
-def test_without_a_gpu_no_profiler_runs():
-    if not torch.cuda.is_available():
-        assert gpu.start_profiler() is None
-
-
 def test_on_cpus_a_blocking_call_inside_of_an_operator_is_no_computing(tmp_path):
     """A hook that all-reduces within backward: 20..80 us of 0..100 are spent waiting."""
     engine = "autograd::engine::evaluate_function: MmBackward0"
@@ -230,6 +223,7 @@ def test_clocks_of_two_hosts_are_aligned_at_their_collectives(tmp_path):
         (["node7_rank_10.pt.trace.json", "node7_rank_2.pt.trace.json"], [10, 2]),
         (["5.json", "trace6.json"], [5, 6]),
         (["a_1.2.json", "b_3.4.json"], [0, 1]),
+        (["job-master-0_77.16.pt.trace.json", "job-worker-0_78.17.pt.trace.json"], [0, 1]),
     ],
 )
 def test_ranks_by_file_name_where_the_trace_is_silent(tmp_path, names, ranks):
@@ -257,6 +251,49 @@ def test_bad_profiles_are_named(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             from_profiler(paths)
+
+
+@pytest.mark.parametrize("name", ["worker0", "node7_4242"])
+def test_two_cycles_of_a_process_are_one_rank(tmp_path, name):
+    """Mutant: torch's own names, HOST_PID.TIME, are taken for two ranks."""
+    document = gpu_trace(0)
+    del document["distributedInfo"]
+    files = [write(tmp_path / f"{name}.168852752{i}.pt.trace.json", document) for i in range(2)]
+    with pytest.raises(ValueError, match="are both of rank 0; give one file per rank"):
+        from_profiler(files)
+
+
+def test_a_stream_runs_one_kernel_after_the_other(tmp_path):
+    """By hand: "b" says 2,000 us, and the next of its stream begins after 200. By less than 20 us
+    kernels do overlap. Mutants: nothing is cut; rounding is told; of any stream, the next one cuts.
+    """
+    events = [_kernel("a", 0, 110, 1), _kernel("b", 100, 2000, 2), _kernel("c", 300, 100, 3)]
+    events = [event | {"args": event["args"] | {"stream": 7}} for event in events]
+    events += [_kernel(NCCL, 150, 50, 20), _kernel(NCCL, 450, 100, 20, stream=20)]
+    t = from_profiler(write(tmp_path / "rank0.json", {"traceEvents": events}))
+    (row,) = t.overlap()
+    assert row.total == pytest.approx(150e-6) and row.exposed == pytest.approx(100e-6)
+    assert [round(1e6 * s.duration) for s in t.select(kind="compute")] == [110, 200, 100]
+    assert t.notes[0].endswith("are cut there: 1, by up to 1,800 us")
+
+
+def test_categories_of_torch_before_1_13(tmp_path):
+    events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 50, 100, 2), _host("aten::mm", -50, 20, 5)]
+    for event in events:
+        event["cat"] = {"kernel": "Kernel", "cpu_op": "Operator"}[event["cat"]]
+    (row,) = from_profiler(write(tmp_path / "a.json", {"traceEvents": events})).overlap()
+    assert row.total == pytest.approx(1e-4) and row.exposed == pytest.approx(5e-5)
+
+
+def test_devices_of_one_trace_are_ranks(tmp_path):
+    """Mutant: what one GPU computes hides what the other sends."""
+    events = [_kernel("gemm", 0, 100, 1), _kernel(NCCL, 100, 100, 2), _kernel("gemm", 200, 9, 3)]
+    events += [_kernel("gemm", 100, 200, 4, device=1)]
+    events += [_kernel("copied", 0, 5, 5, device=2) | {"cat": "gpu_memcpy"}]
+    t = from_profiler(write(tmp_path / "rank3.json", {"traceEvents": events}))
+    (row,) = t.overlap()
+    assert t.ranks == [3, 4] and row.rank == 3 and row.exposed == pytest.approx(1e-4)
+    assert t.notes[0].startswith("rank 4 is a further device of ")
 
 
 def test_the_whole_tensor_counts_whichever_end_holds_it(tmp_path):
@@ -294,15 +331,12 @@ def test_one_late_collective_does_not_move_a_clock(tmp_path):
 # ---------------------------------------------------------------------- names of kernels
 COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the verb
     NCCL: "all_reduce",
-    "ncclSymkDevKernel_AllGather_STMC(ncclSymkDevWorkArgs4K)": "all_gather",
     "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)": "ncclDevKernel_Generic_1",
     "mscclKernel_Sum_hip_bfloat16_Simple_false": "mscclKernel_Sum_hip_bfloat16_Simple_false",
     "allgather(mscclpp::SmChannelDeviceHandle*, mscclpp::DeviceSyncer*)": "all_gather",
     "oneccl_allreduce_pcie": "all_reduce",
     "hcom_allReduce__503_0_1": "all_reduce",
     "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "all_to_all",
-    "void deep_ep::internode_ll::combine<(bool)0, (int)6144>(void *)": "all_to_all",
-    "void deep_ep::elastic::hybrid_dispatch_impl<false, true, 24>(void*)": "all_to_all",
     "void uccl::internode_ll::dispatch<true, 7168>(void*)": "all_to_all",
     "dispatch(hybrid_ep::dispatch_kernel_param_t<unsigned char>)": "all_to_all",
     "void (anonymous namespace)::dispatchKernel<16u, true, true>(int*)": "all_to_all",
@@ -310,14 +344,13 @@ COMMUNICATING = {  # as the libraries' own kernels are spelled in traces -> the 
     "EpDispatchIntraNodeKernel_bf16": "all_to_all",
     "moeA2ADispatchKernel": "all_to_all",
     "one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)": "all_reduce",
-    "void two_shot_all_reduce_kernel_inplace<float, 16, 4>(float**)": "all_reduce",
-    "void multimem_all_gather_kernel<16>(char*, char*)": "all_gather",
     "allToAllV(void*, void*, long*)": "all_to_all",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": "all_reduce",
     "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(int)": "reduce_scatter",
     "void meta::comms::ddaAllReduceFlatIpc<float, 8, false>(float* const*)": "all_reduce",
     "void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<half>>": "all_reduce",
+    "void tensorrt_llm::kernels::oneShotAllReduceKernel<float, 8>": "all_reduce",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>": (
         "all_reduce"
     ),
@@ -331,12 +364,8 @@ COMPUTING = [
     "void flash_fwd_splitkv_combine_kernel<128>",
     "void deep_ep::ep::combine_reduce_epilogue_impl<true, 24>(void*)",
     "void uccl::layout::get_dispatch_layout<256, 32, 8>(int const*)",
-    "void aiter::local_device_load_rmsnorm<__hip_bfloat16>(int)",
-    "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(int const*)",
-    "void at::native::reduce_kernel<512, 1>",
     "void at::native::index_elementwise_kernel<gather>",
     "occlusion_kernel",
-    "void at::native::vectorized_broadcast_kernel",
 ]
 
 
@@ -418,181 +447,3 @@ def test_large_traces_take_time_in_proportion(tmp_path, what):
         del event["tid"]
     t = from_profiler(write(tmp_path / "a.json", {"traceEvents": events}))
     assert len(t) == (3 * n if what == "all waits" else n) and t.notes == ()
-
-
-# ---------------------------------------------------------------------- taken apart
-def launched(name, at, ts, dur, correlation, cat="kernel", **args):
-    """A kernel, and the call on the host that launched it at `at`."""
-    launch = _host("cudaLaunchKernel", at, 1, 1, cat="cuda_runtime", correlation=correlation)
-    return [launch, _kernel(name, ts, dur, correlation, **args) | {"cat": cat}]
-
-
-def steps_trace(rank, host="a", skew=0.0, late=0.0):
-    """Two steps of 1000 us: a gemm, and an all-gather that it hides by half."""
-    said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
-    said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
-    events = []
-    for i in range(2):
-        t, number = 1000.0 * i, 10 * i
-        events += [
-            _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
-            _host("train.py(12): step", t + 1, 900, 1, cat="python_function"),
-            _host("torch/nn/modules/module.py(9): f", t + 2, 90, 1, cat="python_function"),
-            _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
-            *launched("gemm", t + 10, t + 100, 200, number + 1),
-            # No table names these two: the annotation says what they are, and torch's own are not.
-            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
-            *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
-        ]
-    peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
-    events += launched("Memcpy DtoD (Device -> Device)", 1500, 1600, 50, 90, "gpu_memcpy", **peers)
-    peers |= {"toDevice": 0}
-    events += launched("Memcpy DtoD (Device -> Device)", 1510, 1700, 50, 91, "gpu_memcpy", **peers)
-    events = [e | {"ts": e["ts"] + skew} for e in events]
-    return {"distributedInfo": {"rank": rank}, "host_name": host, "traceEvents": events}
-
-
-@pytest.fixture
-def two_hosts(tmp_path):
-    """Rank 1 on another host, its clock 3 s ahead, and 30 us late for each all-gather."""
-    write(tmp_path / "r0.json", steps_trace(0))
-    write(tmp_path / "r1.json.gz", steps_trace(1, "b", 3e6, 30.0))
-    return tmp_path
-
-
-def test_steps_call_sites_and_who_is_waited_for(two_hosts):
-    """By hand. Catches annotated kernels as computing, seq 0 taken for none, a sign of clocks."""
-    t = from_profiler(two_hosts)
-    assert any("rank 1 (b) -3000.000 ms" in note for note in t.notes)
-    parts = breakdown(t)
-    median, first, second = parts.parts["step"]
-    assert (median.name, first.name, second.name) == ("median", "ProfilerStep#3", "ProfilerStep#4")
-    assert first.seconds == pytest.approx(1e-3)
-    # 200..400 of rank 0, 230..400 of rank 1, beside a gemm until 300 us
-    assert first.total == pytest.approx(185e-6) and first.exposed == pytest.approx(100e-6)
-    assert second.exposed == pytest.approx(150e-6)  # with the copy to the other GPU
-    names = {kind: {row.name for row in rows} for kind, rows in parts.parts.items()}
-    assert names["collective"] == {"all_gather", "peer_copy"}
-    assert names["call site"] == {"train.py(12): step"}
-    (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
-    assert dp.calls == 2 and dp.num_bytes == 2 * 100
-    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
-    assert copied.num_bytes == 77
-    (waited,) = parts.waited
-    assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
-    assert waited.seconds == pytest.approx(60e-6)
-
-
-def test_steps_are_those_of_the_host(tmp_path):
-    """Mutants: the profiler's copies of them for the GPU count, or a launch that is called so."""
-    document = steps_trace(0)
-    plain = from_profiler(write(tmp_path / "a.json", document)).steps
-    document["traceEvents"] += [
-        _host("ProfilerStep#3", 100, 650, 7, cat="gpu_user_annotation"),
-        _host("ProfilerStep#4", 1100, 650, 7, cat="gpu_user_annotation"),
-        _host("ProfilerStep#4", 5, 5, 1, cat="cuda_runtime", correlation=98),
-        _host("Optimizer.step#A", 5, 5, 1, cat="cuda_runtime", correlation=99),
-    ]
-    assert from_profiler(write(tmp_path / "a.json", document)).steps == plain
-
-
-def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
-    """Mutant: collectives of any group are those of all ranks, and one of them is late."""
-    for rank in range(2):
-        document = steps_trace(rank, late=30.0 * rank)
-        for event in document["traceEvents"]:
-            event["args"].pop("Process Group Description", None)
-            event["args"].pop("Process Group Ranks", None)
-        write(tmp_path / f"r{rank}.json", document)
-    parts = breakdown(from_profiler(tmp_path))
-    assert parts.waited == [] and "all_gather" in str(parts)
-
-
-def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
-    document = steps_trace(0)
-    document["traceEvents"][0]["name"] = "ProfilerStep#<script>"
-    for event in document["traceEvents"]:
-        event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
-    path = write(tmp_path / "a.json", document)
-    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "page.html")))
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
-    assert "data:image/png;base64," in page and "http" not in page
-    said = capsys.readouterr().out
-    assert "\x1b" not in page + said
-    assert said.endswith("page.html: ProfilerStep#4\n")  # of two, the one after a warm-up
-    looking.overlap(looking.Overlap([str(path)], json=True))
-    numbers = json.loads(capsys.readouterr().out)
-    assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
-
-
-def overlap(path, picture=None) -> str | None:
-    """What `minipar overlap` refuses this file with; None if it shows it, with numbers only."""
-    try:
-        t = looking.read_timeline([str(path)])
-    except ValueError as error:
-        assert path.name in str(error), error
-        return str(error)
-    assert t.spans and all(math.isfinite(s.start) and s.start <= s.end for s in t)
-    str(t).encode() + str(breakdown(t)).encode()
-    if picture is not None:
-        try:
-            draw.save(draw.timeline(t.select(rank=t.ranks[0])), picture)
-        except ValueError as error:
-            assert "no length" in str(error)
-    return None
-
-
-def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
-    deep = b"[" * 200_000
-    for content, why in [
-        (b"", "no readable trace"),
-        (b"\xff\xfe\x00", "no readable trace"),
-        (b'{"traceEvents": [1', "no readable trace"),
-        (deep, "no readable trace"),
-        (b"null", "no list `traceEvents`"),
-        (b'{"traceEvents": {}}', "no list `traceEvents`"),
-        (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
-        (b'{"traceEvents": [1]}', "1 of its 1 events are malformed"),
-        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
-        (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
-        (gzip.compress(b"{}")[:-6], "no readable trace"),
-    ]:
-        (tmp_path / "x.json").write_bytes(content)
-        assert why in overlap(tmp_path / "x.json"), content[:50]
-    (tmp_path / "empty").mkdir()
-    assert "no .json or .json.gz in the folder" in overlap(tmp_path / "empty")
-
-
-def test_names_from_outside_are_letters_and_no_formulas(tmp_path):
-    """Catches `$` that matplotlib takes for a formula, and escapes for terminals."""
-    document = gpu_trace(0)
-    for event in document["traceEvents"]:
-        event["name"] = event["name"] + r"$\frac{$_{" if event.get("cat") != "kernel" else r"a$\x$b"
-    document["traceEvents"][-5]["args"]["Process Group Description"] = "\x1b[2J\ud800$^"
-    document["traceEvents"][-5]["args"]["Collective name"] = r"$\sqrt{$"
-    path = write(tmp_path / "a.json", document)
-    assert overlap(path, tmp_path / "a.png") is None
-    t = from_profiler(path)
-    assert {s.axis for s in t if s.kind == "comm"} == {"?[2J?$^"}
-    figure = draw.timeline(t, title=r"$\frac{$")
-    assert draw.save(figure, tmp_path / "a.svg") and r"$\frac{$" in {
-        text.get_text() for ax in figure.axes for text in ax.texts
-    }
-
-
-def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(looking, "MOST_DRAWN", 2)
-    t = Timeline([Span("comm", "send", rank, 0.0, 1.0, "pp") for rank in range(3)])
-    t.save(tmp_path / "t.json")
-    looking.overlap(looking.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
-    assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
-
-
-def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
-    """Mutant: its config.json and others are taken for traces."""
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    assert "has no timeline.json yet" in overlap(tmp_path)
-    Timeline([Span("comm", "send", 0, 0.0, 1.0, "pp")]).save(tmp_path / "timeline.json")
-    assert overlap(tmp_path) is None

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from minipar.tools.prove.job import WrongFile
 from minipar.tools.prove.prove import prove
-from tests.tools import gallery, mistakes
+from tests.tools import gallery, mistakes, unusual
 from tests.tools.mistakes import job, told
 
 DP, TP = {"dp": 2}, {"tp": 2}
@@ -35,7 +37,7 @@ RIGHT = {
         job(gallery.our_both, build=gallery.llama, loss=gallery.llama_loss),
         {"dp": 2, "tp": 2},
     ),
-} | mistakes.RIGHT
+} | unusual.RIGHT
 
 
 @pytest.mark.mostly_slow
@@ -44,12 +46,19 @@ def test_what_is_right_passes(ranks, name):
     case, sizes = RIGHT[name]
     verdict = prove(case, sizes, ranks)
     assert verdict.parting is None, str(verdict)
-    assert verdict.trials == ["3 steps", "2 microbatches accumulated"]
+    assert verdict.trials == ["3 steps", "2 steps of 3 microbatches"]
     assert "NOT" not in str(verdict)
     # Where a rank has pieces and nothing says how they are clipped, no norm is compared.
     no_norm = name == "torch tensor parallel" or ("hand" in name and sizes == TP)
-    no_norm |= name == "torch FSDP2 and tensor parallel"
+    no_norm |= name in ("torch FSDP2 and tensor parallel", "ZeRO-2 by hand", "FSDP1")
+    no_norm |= name in ("reduced in the step", "a stage on each rank")
     assert any("norms were not compared" in note for note in verdict.notes) == no_norm
+
+
+@pytest.mark.slow
+def test_microbatches_that_weigh_differently_are_the_files_own(ranks):
+    verdict = prove(unusual.UNEVEN, DP, ranks)
+    assert verdict.parting is None and len(verdict.trials) == 4, str(verdict)
 
 
 # Who made it; where it parts, and why.
@@ -84,12 +93,6 @@ WRONG = {
     "averaged twice": told(
         gallery.averages_twice, DP, "gradient of head", "divided once too often"
     ),
-    "one parameter forgotten": told(
-        partial(gallery.reduced, skip=("norm.bias",)), DP, "gradient of norm", "not reduced"
-    ),
-    "reduced to rank 0": told(
-        gallery.to_the_root, DP, "gradient of head", "not reduced", ranks=[1]
-    ),
     "T29 a rank without gradient": told(
         gallery.forgotten_rank, DP, "gradient of norm", "no gradient", ranks=[1]
     ),
@@ -110,7 +113,11 @@ WRONG = {
         gallery.torch_ddp, DP, "gradient of head", "mean of means", uneven=gallery.uneven
     ),
     "batch norm of a share": told(
-        gallery.torch_ddp, DP, "gradient of 3", "mean of means", build=gallery.with_batch_norm
+        gallery.torch_ddp,
+        DP,
+        "gradient of 3",
+        "samples see each other",
+        build=gallery.with_batch_norm,
     ),
     "T12 a norm under sequence parallelism": told(
         partial(gallery.sequence_parallel, reduces=False),
@@ -133,9 +140,6 @@ WRONG = {
     "T14 a bias on every rank": told(
         partial(gallery.megatron, row={"early": True}), TP, "output of down", "bias on every rank"
     ),
-    "T14 whole logits in a loss of pieces": told(
-        gallery.megatron, TP, "loss", "logits counted on every rank", loss=gallery.loss_of_pieces
-    ),
     "summed though whole": told(
         gallery.sums_what_is_whole, TP, "gradient of head", "counted on every rank"
     ),
@@ -145,9 +149,6 @@ WRONG = {
         "gradient norm",
         "norm: replicated parameters counted",
         clip=gallery.clip_counting_all,
-    ),
-    "T9 a norm of own pieces": told(
-        gallery.megatron, TP, "gradient norm", "norm of own pieces", clip=gallery.clip_of_own
     ),
     "an optimizer made too early": told(
         gallery.optimizer_too_early,
@@ -185,6 +186,42 @@ def test_a_mistake_is_named(ranks, name):
     told = found.stage, found.module, found.step, found.ranks, found.cause
     assert told == expected, str(verdict)
     assert "NOT equal" in str(verdict) and found.cause in str(verdict)
+    assert name != "alike over tp alone" or "never over dp: drawn by build() on rank 2" in found.why
+    assert name != "batch norm of a share" or "2 (BatchNorm1d) looks at several" in found.why
+
+
+class NoSync(DistributedDataParallel):
+    def no_sync(self):
+        raise RuntimeError("\nnot now")
+
+
+UNKNOWN = {
+    "pieces that make nothing": (
+        job(unusual.fsdp_1),
+        DP,
+        r"initial weights .* pieces of \[\d+\] make no",
+    ),
+    "a name that no rank has": (job(mistakes.renamed), DP, "head.weight .* no rank has this name"),
+    "an axis": (
+        job(gallery.plain.parallelize),
+        {"gpus": 2},
+        "do the ranks of axis 'gpus' have sam",
+    ),
+    "a trial": (
+        job(lambda model, mesh: NoSync(model)),
+        DP,
+        "forward and loss of step 1: RuntimeError: not now "
+        r"\(in the trial of 2 steps of 3 microbatches; equal by then: 3 steps\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_compared_is_no_verdict(ranks, name):
+    """Mutant: told as a difference."""
+    case, sizes, said = UNKNOWN[name]
+    with pytest.raises(WrongFile, match=said):
+        prove(case, sizes, ranks)
 
 
 def rounded(gradient):

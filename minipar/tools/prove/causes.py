@@ -5,13 +5,15 @@ ended with is solved for how often each share is in it. On one device all weigh 
 that never reduced has its own share once and the others not at all.
 """
 
+import contextlib
 import math
+import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from minipar.comm.mesh import groups_along
+from minipar.comm.mesh import coordinates, groups_along
 from minipar.tools.prove.compare import Form, is_close, join
 from minipar.tools.prove.suspect import Suspect
 
@@ -19,24 +21,18 @@ Cause = tuple[str, str]  # what it is called, and what in the numbers speaks for
 
 
 def cause_of(suspect: Suspect) -> Cause:
-    """The first suspicion that the numbers bear out."""
+    """Return the first suspicion that the numbers bear out."""
     for suspicion in SUSPICIONS[suspect.stage]:
-        if (cause := suspicion(suspect)) is not None:
-            return cause
+        # A rank may lack what a suspicion looks at, as another stage of a pipeline does.
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RuntimeError):
+            if (cause := suspicion(suspect)) is not None:
+                return cause
     if len(suspect.ranks) < len(suspect.found):
         return "only some ranks", "the others are right"
     return "unknown", "all ranks are wrong, in no way that is known here"
 
 
 # ---------------------------------------------------------------------- any tensor
-def _shape(s: Suspect) -> Cause | None:
-    odd = [list(found.shape) for found in s.found if found.shape != s.expected.shape]
-    if not odd:
-        return None
-    why = f"pieces of {odd[0]} make no {list(s.expected.shape)} in rank order; a function "
-    return "cut in an unknown way", why + "gather(name, tensor, mesh) in the file can join them"
-
-
 def _rounding(s: Suspect) -> Cause | None:
     for dtype, rtol, forgives in _ROUNDED:
         # What is far off is taken for rounded only where it has no more digits than that.
@@ -77,6 +73,11 @@ def _factor(s: Suspect) -> Cause | None:
         if is_exactly(n):
             why = f"exactly {n} times too large: once for each rank of {over}"
             return "counted on every rank", why
+        if is_exactly(1 / n) and is_data and _is_sum(s):
+            why = (
+                f"exactly 1/{n}: loss() of a batch is the sum of its shares' losses. Divide it, as "
+            )
+            return "a sum where a mean is meant", why + f"gradients are averaged over {over}"
         if is_exactly(1 / n):
             verb = "averaged twice, or never summed," if is_data else "averaged where to be summed"
             return "divided once too often", f"exactly 1/{n}: {verb} over {over}"
@@ -87,8 +88,15 @@ def _factor(s: Suspect) -> Cause | None:
     return "a factor", f"{factor:.9g} x"
 
 
+def _is_sum(s: Suspect) -> bool:
+    """Return True if the losses of the shares of a batch add up to the loss of the batch."""
+    losses = [loss for shares in s.device.parts for loss, _ in shares]
+    together = s.device.losses[0] * len(s.device.parts)
+    return len(losses) > 1 and math.isclose(sum(losses), together, rel_tol=1e-9)
+
+
 def _pending(s: Suspect) -> Cause | None:
-    """Ranks of an axis have summands of the right value."""
+    """Return a missing all-reduce if ranks of an axis have summands of the right value."""
     for axis in s.sizes:
         how = "mean" if s.over_data(axis) else "sum"
         together = join(s.found, s.sizes, {axis: how})
@@ -101,13 +109,6 @@ def _pending(s: Suspect) -> Cause | None:
 
 
 # ---------------------------------------------------------------------- initial weights
-def _missing(s: Suspect) -> Cause | None:
-    who = [rank for rank, one in enumerate(s.seen) if s.name not in one.before]
-    if not who:
-        return None
-    return "not there", f"rank {who[0]} has none of this name: renamed, replaced, or left out"
-
-
 def _made_anew(s: Suspect) -> Cause | None:
     why = "not what build() made on any rank, nor a piece of it: drawn again after build(), loaded "
     return "made anew", why + "from elsewhere, or changed by parallelize()"
@@ -128,6 +129,13 @@ def _not_broadcast(s: Suspect) -> Cause | None:
         return None
     if s.are(own):
         return "never broadcast", why.format("that rank")
+    drawn = {r: [q for q, t in enumerate(own) if is_close(s.found[r], t, s.rtol)] for r in s.ranks}
+    if all(drawn.values()):
+        sources = sorted({ranks[0] for ranks in drawn.values()})
+        places = [coordinates(rank, s.sizes) for rank in sources]
+        apart = " x ".join(axis for axis in s.sizes if any(at[axis] for at in places))
+        who = "rank " + ", ".join(map(str, sources))
+        return "never broadcast", f"alike over some axes, never over {apart}: " + why.format(who)
     for axis, dim, pieces in s.chunks():
         group = next(g for g in groups_along([axis], s.sizes) if s.ranks[0] in g)
         theirs = [own[r].chunk(len(group), dim)[i] for i, r in enumerate(group)]
@@ -173,6 +181,14 @@ def _kept(s: Suspect) -> Cause | None:
     return "kept between steps", why + " to step (a buffer, a handle, an error fed back)"
 
 
+def _microbatches(s: Suspect) -> Cause | None:
+    if not s.trial.is_joined:
+        return None
+    why = "such samples in one batch were equal; here each microbatch counts alike. Divide by the "
+    why += "tokens of the step; accumulate(model, batches) in the file can say how"
+    return "microbatches weigh alike", why
+
+
 def _shares(s: Suspect) -> Cause | None:
     """Solve for how often each share of each microbatch is in the gradient."""
     parts = [gradients.get(s.name) for shares in s.device.parts for _, gradients in shares]
@@ -180,8 +196,6 @@ def _shares(s: Suspect) -> Cause | None:
     matrix = torch.stack([column.flatten() for column in columns], 1)  # [N, m n]
     if s.step > 0 or len(parts) == 1 or torch.linalg.matrix_rank(matrix) < len(parts):
         return None
-    if len(s.device.parts) == 1 and s.are(torch.stack(columns).amax(0)):
-        return "largest, not summed", "of each number, the largest that a rank has"
     m, n, own = len(s.device.parts), len(s.device.parts[0]), s.ranks[0]
     mine = torch.arange(n) == s.share_of(own)
 
@@ -197,6 +211,14 @@ def _shares(s: Suspect) -> Cause | None:
     here, there = solve(s.found[own]), solve(s.expected)
     if here is None:
         return None
+    if there is None and n > 1:
+        first = next((name for name in s.device.outputs if s.form_of(name) is None), None)
+        where = f"{first} ({s.device.kinds[first]})" if first else "loss() or a module"
+        why = f"one device's gradient is no sum of the shares': {where} looks at several samples, "
+        why += (
+            "as BatchNorm, a contrastive or a balance loss does, and each rank sees its own alone"
+        )
+        return "samples see each other", why
     told = f"rank {own} has {_times(here)}; one device has {_times(there)}"
     for share in range(n if n > 1 and len({s.share_of(r) for r in s.ranks}) > 1 else 0):
         if all(s.are(s.found[own]) and is_nothing(row[torch.arange(n) != share]) for row in here):
@@ -211,7 +233,7 @@ def _shares(s: Suspect) -> Cause | None:
         return "last microbatch only", f"what was accumulated before is lost. {told}"
     if m > 1 and n > 1 and is_nothing(here[:-1, ~mine]):
         return "accumulated gradients are not reduced", f"those before the last stay here. {told}"
-    if m > 1 and is_nothing(here[:-1] - n * here[-1]) and is_nothing(here[-1] - 1 / (m * n)):
+    if m > 1 and is_nothing(here[:-1] - n * here[1:]) and is_nothing(here[-1] - 1 / (m * n)):
         why = "what was summed over the ranks already is summed with the next microbatch again. "
         return "accumulated gradients reduced again", why + told
     if is_nothing(here - 1 / (m * n)):
@@ -227,6 +249,7 @@ def _times(weights: Tensor | None) -> str:
     rows = []
     for m, row in enumerate(weights.tolist()):
         of = f" of microbatch {m + 1}" * (len(weights) > 1)
+        row = [w if abs(w) > 1e-9 else 0.0 for w in row]
         rows.append(" + ".join(f"{w:.4g} x share {i}" for i, w in enumerate(row)) + of)
     return ", ".join(rows)
 
@@ -235,7 +258,7 @@ def _times(weights: Tensor | None) -> str:
 def _norms(s: Suspect) -> Cause | None:
     alone = {n: g for n, g in s.device.gradients[s.step].items() if g is not None}
     pieces = [seen.gradients[s.step] for seen in s.seen]
-    own = [sum(g.square().sum() for g in p.values() if g is not None) ** 0.5 for p in pieces]
+    own = [torch.tensor(seen.own_norms[s.step], dtype=torch.float64) for seen in s.seen]
     if s.are(own):
         return "norm of own pieces", "each rank has the norm of what it has itself"
     whole = {n for n, g in alone.items() if all(p[n].shape == g.shape for p in pieces)}
@@ -273,7 +296,7 @@ def _update(s: Suspect) -> Cause | None:
 
 
 def _solve(columns: list[Tensor], vector: Tensor) -> list[float] | None:
-    """Factors of the columns that sum up to the vector; None where they are not independent."""
+    """Return factors of the columns that sum up to the vector; None if they are dependent."""
     matrix = torch.stack([column.flatten() for column in columns], 1)
     if torch.linalg.matrix_rank(matrix) < len(columns):
         return None
@@ -293,8 +316,6 @@ def _bias(s: Suspect) -> Cause | None:
             if math.isclose(products, 1) and math.isclose(biases, n):
                 why = f"the bias is in the sum {n} times, once for each rank of {axis}: "
                 return "bias on every rank", why + "add it after"
-            if math.isclose(products, 1) and abs(biases) < 1e-9:
-                return "bias left out", "the product is right, and nothing is added"
             if math.isclose(products, 1 / n):
                 why = f"the product is exactly 1/{n}: averaged over {axis}, where it is to be "
                 return "averaged, not summed", why + "summed"
@@ -307,14 +328,14 @@ def _bias(s: Suspect) -> Cause | None:
 
 
 def _ran_before(s: Suspect) -> tuple[str, Form]:
-    """The module that ran just before, and how ranks hold what it returned."""
+    """Return the module that ran just before, and how ranks hold its output."""
     names = list(s.device.outputs)
     at = names.index(s.name) if s.name in names else len(names)
     return (names[at - 1], s.form_of(names[at - 1]) or {}) if at else ("", {})
 
 
 def _unfinished(s: Suspect) -> Cause | None:
-    """Does what ran just before hold summands?"""
+    """Return an unfinished sum if the module that ran just before holds summands."""
     name, form = _ran_before(s)
     axis = next((axis for axis, how in form.items() if how == "sum"), None)
     if axis is None:
@@ -324,17 +345,34 @@ def _unfinished(s: Suspect) -> Cause | None:
 
 
 def _kept_apart(s: Suspect) -> Cause | None:
-    """Was what ran just before right, but in pieces?"""
+    """Return a cause if the output of the module before is right, in pieces."""
     name, form = _ran_before(s)
     axis = next((axis for axis, how in form.items() if isinstance(how, int)), None)
     if axis is None or s.over_data(axis):
         return None
-    why = f"{name}, which ran before, is right, in pieces along dim {form[axis]} on ranks "
-    return "pieces kept apart", why + f"of {axis}: this module needs what the other ranks have"
+    dim, kind = form[axis], s.device.kinds.get(s.name, "")
+    why = f"{name}, which ran before, is right, in pieces along dim {dim} on ranks of {axis}: "
+    if _ROW_BY_ROW.search(kind):
+        why += f"a {kind} needs no more, so what is added in between is wrong. Do positions, or a "
+        return "positions, or another piece", why + f"mask, begin at 0 on every rank of {axis}?"
+    return "pieces kept apart", why + "this module needs what the other ranks have"
+
+
+_ROW_BY_ROW = re.compile(
+    r"^(Layer|RMS)Norm|RMSNorm$|LayerNorm$|Linear|Dropout|LU$|Embedding|Identity"
+)
+
+
+def _buffer(s: Suspect) -> Cause | None:
+    why = "forward fills it on each rank, from the samples of that rank alone"
+    for axis in s.sizes:
+        if all(is_close(t, s.expected, s.rtol) for t in join(s.found, s.sizes, {axis: "mean"})):
+            why += f"; the mean over {axis} is right"
+    return "a buffer of own samples", why
 
 
 def _inside(s: Suspect) -> Cause | None:
-    """The first module that is wrong was given what is right, unless it is the first of all."""
+    """Blame the first wrong module: its input was right, unless it is the first of all."""
     own = {n: t for n, t in s.device.before.items() if n.startswith(f"{s.name}.")}
     found = [(seen.before.get(name), tensor) for seen in s.seen for name, tensor in own.items()]
     is_untouched = all(a is not None and a.shape == t.shape for a, t in found)
@@ -352,30 +390,22 @@ def _in_the_loss(s: Suspect) -> Cause | None:
     return "in the loss", why + "denominator, or a softmax over words that are cut"
 
 
-def _log(s: Suspect) -> Cause | None:
-    for axis, n in s.axes():
-        if s.are(s.expected + math.log(n)):
-            why = f"too large by exactly log {n}: each word is in the softmax {n} times, once for "
-            return "logits counted on every rank", why + f"each rank of {axis}"
-    return None
-
-
-_ANY: list[Callable[[Suspect], Cause | None]] = [_shape, _rounding]
-SUSPICIONS = {
-    "initial weights": [_missing, *_ANY, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
-    "output": [
-        _shape,
-        _bias,
-        _unfinished,
+SUSPICIONS: dict[str, list[Callable[[Suspect], Cause | None]]] = {
+    "initial weights": [_rounding, _tie_lost, _not_broadcast, _pieces, _factor, _made_anew],
+    "output": [_bias, _unfinished, _rounding, _factor, _pending, _pieces, _kept_apart, _inside],
+    "loss": [_microbatches, _rounding, _unfinished, _kept, _factor, _in_the_loss],
+    "gradient": [
+        _microbatches,
+        _none,
         _rounding,
+        _tie_lost,
+        _kept,
         _factor,
+        _shares,
         _pending,
         _pieces,
-        _kept_apart,
-        _inside,
     ],
-    "loss": [_rounding, _log, _unfinished, _kept, _factor, _in_the_loss],
-    "gradient": [_none, *_ANY, _tie_lost, _kept, _factor, _shares, _pending, _pieces],
     "gradient norm": [_rounding, _norms, _factor],
-    "weights": [*_ANY, _tie_lost, _update],
+    "weights": [_rounding, _tie_lost, _update],
+    "buffer": [_rounding, _buffer],
 }

@@ -34,15 +34,17 @@ class Record:
     norms: list[float | None] = field(default_factory=list)  # None: not known
     gradients: list[State] = field(default_factory=list)
     weights: list[State] = field(default_factory=list)  # after each step; may be left out
+    buffers: list[State] = field(default_factory=list)  # likewise
 
     def stages(self) -> Iterator[tuple[Stage, State]]:
-        """All of it in the order of computation; a number is a tensor named ""."""
+        """Yield all stages in the order of computation; a number is a tensor named ""."""
         yield ("initial weights", None), self.before
         for step, gradients in enumerate(self.gradients):
             yield ("loss", step), _number(self.losses[step])
             yield ("gradient", step), gradients
             yield ("gradient norm", step), _number(self.norms[step])
             yield ("weights", step), self.weights[step] if self.weights else {}
+            yield ("buffer", step), self.buffers[step] if self.buffers else {}
         yield ("weights", -1), self.after
 
 
@@ -51,7 +53,7 @@ def _number(value: float | None) -> State:
 
 
 def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator[str]:
-    """Everything that differs, in words, in the order of computation."""
+    """Yield each difference in words, in the order of computation."""
     ours = dict(found.stages())
     for (stage, step), theirs in expected.stages():
         at = {None: stage, -1: f"{stage} after training"}.get(step, f"{stage} of step {step}")
@@ -60,7 +62,7 @@ def differences(found: Record, expected: Record, rtol: float = RTOL) -> Iterator
 
 
 def differing(found: State, expected: State, rtol: float = RTOL) -> dict[str, str]:
-    """Names of the tensors that differ, in the order of `expected`, and how."""
+    """Return the names of the tensors that differ, in the order of `expected`, and how."""
     floor = ROUNDING * max((_largest(t) for t in expected.values() if t is not None), default=0.0)
     told: dict[str, str] = {}
     for name, theirs in expected.items():
@@ -80,7 +82,7 @@ def differing(found: State, expected: State, rtol: float = RTOL) -> dict[str, st
 
 
 def is_close(ours: Tensor, theirs: Tensor, rtol: float = RTOL, floor: float = 0.0) -> bool:
-    """Whether two tensors of one shape agree, relative to the largest number of `theirs`."""
+    """Return True if two tensors agree, relative to the largest number of `theirs`."""
     if ours.shape != theirs.shape:
         return False
     if ours.is_floating_point():  # in nearly all comparisons all numbers are finite
@@ -102,7 +104,7 @@ Form = dict[str, int | str]
 
 
 def join(pieces: Sequence[Tensor], sizes: Mapping[str, int], form: Form) -> list[Tensor]:
-    """For each rank, what it and the others along the axes of `form` hold together."""
+    """Return for each rank the tensor that it and the others along the axes of `form` hold."""
     joined = list(pieces)
     for axis, how in form.items():
         for group in groups_along([axis], sizes):
@@ -119,7 +121,7 @@ def join(pieces: Sequence[Tensor], sizes: Mapping[str, int], form: Form) -> list
 def forms(
     pieces: Sequence[Tensor], sizes: Mapping[str, int], shape: torch.Size, *words: str
 ) -> Iterator[tuple[Form, list[Tensor]]]:
-    """Every form in which the pieces of all ranks make a tensor of `shape`; simple ones first.
+    """Yield each form in which the pieces of all ranks make a tensor of `shape`, simple ones first.
 
     `words` are those of "sum" and "mean" that count as forms as well.
     """
@@ -136,7 +138,7 @@ def forms(
 
 
 def whole(pieces: Sequence[Tensor], sizes: Mapping[str, int], expected: Tensor) -> list[Tensor]:
-    """For each rank, the tensor that it has a piece of; unchanged where no form fits."""
+    """Return for each rank the tensor that it has a piece of; unchanged where no form fits."""
     if all(piece.shape == expected.shape for piece in pieces):
         return list(pieces)
     fitting = [joined for _, joined in forms(pieces, sizes, expected.shape)]

@@ -10,17 +10,24 @@
 All is in float64, whatever the model casts to or FSDP2 is told to. The rest is optional:
 
     shares = "batch"         # each rank of dp, fsdp, ep ... gets its rows of every tensor; "whole":
-                             # all get all; or a function (batch, mesh) -> this rank's part
+                             # all get all; a list of the axes whose ranks get rows of their own;
+                             # or a function (batch, mesh) -> this rank's part
     def uneven(seed)         # a batch whose samples weigh differently, as with padding
     def optimizer(model)     # called after `parallelize`; AdamW by default
     def clip(model)          # clips gradients, returns their norm from before
+    reduced_in_step = True   # optimizer.step() reduces gradients: weights alone are compared
     def no_sync(model)       # a context for all microbatches but the last; model.no_sync by default
-    def gather(name, tensor, mesh)  # the whole of a parameter or gradient that is cut in a way of
-                             # its own. Known are DTensor, our strategies, and pieces in rank order
+    def backward(loss)       # of the loss over the number of microbatches; loss.backward() by
+                             # default. With (loss, microbatches), the division is the file's
+    def accumulate(model, batches)  # all of a step's forwards and backwards; returns the loss
+    def gather(name, tensor, mesh)  # the whole of a parameter, gradient or buffer that is cut in a
+                             # way of its own; tensor is None on ranks without a piece. Known are
+                             # DTensor, our strategies, and pieces in rank order
 """
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +35,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +44,8 @@ from minipar.parallel.base.strategy import Strategy
 
 DATA = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "ep")
 """How the names of axes begin whose ranks have samples of their own."""
+MODEL = ("tp", "cp", "pp", "sp", "mp", "tensor", "context", "seq", "pipe", "model", "stage")
+"""... and of axes whose ranks share their samples."""
 
 
 class WrongFile(ValueError):
@@ -50,12 +60,15 @@ class Job:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     parallelize: Callable[[nn.Module, Mesh], Any]
-    shares: str | Callable[[Any, Mesh], Any] = "batch"
+    shares: str | list[str] | Callable[[Any, Mesh], Any] = "batch"
     uneven: Callable[[int], Any] | None = None
     optimizer: Callable[[nn.Module], Optimizer] | None = None
     clip: Callable[[nn.Module], Any] | None = None
+    reduced_in_step: bool = False
     no_sync: Callable[[nn.Module], Any] | None = None
-    gather: Callable[[str, Tensor, Mesh], Tensor] | None = None
+    backward: Callable[..., Any] | None = None
+    accumulate: Callable[[nn.Module, list], Tensor] | None = None
+    gather: Callable[[str, Tensor | None, Mesh], Tensor | None] | None = None
     file: str = "the job"
 
     @staticmethod
@@ -77,28 +90,45 @@ class Job:
         if missing := [name for name in names[:4] if name not in given]:
             raise WrongFile(f"it has no {', '.join(missing)}; it needs {', '.join(names[:4])}")
         for name, value in given.items():
-            if not callable(value) and (name, value) not in SHARES:
-                more = ', "batch" or "whole"' if name == "shares" else ""
+            is_word = name == "reduced_in_step" and isinstance(value, bool)
+            is_word |= name == "shares" and (value in ("batch", "whole") or type(value) is list)
+            if not callable(value) and not is_word:
+                more = ', "batch", "whole" or a list of axes' if name == "shares" else ""
+                more = ", or True" if name == "reduced_in_step" else more
                 raise WrongFile(f"{name} is {value!r}; it must be a function{more}")
         return Job(**given, file=path)
 
     def data_axes(self, sizes: Iterable[str]) -> list[str]:
-        """The axes whose ranks get rows of their own."""
-        return [axis for axis in sizes if self.shares == "batch" and axis.startswith(DATA)]
+        """Return the axes whose ranks get rows of their own.
+
+        Raises `WrongFile` for an axis of an unknown name: a guess could pass anything as equal.
+        """
+        if self.shares == "whole" or callable(self.shares):
+            return []
+        if self.shares != "batch":
+            return [axis for axis in sizes if axis in self.shares]
+        if strange := [axis for axis in sizes if not axis.startswith(DATA + MODEL)]:
+            raise WrongFile(
+                f"do the ranks of axis {strange[0]!r} have samples of their own? Say so in the "
+                f'file: shares = ["{strange[0]}"] if they do, shares = [] if all have all, or a '
+                f"function (batch, mesh); known names begin with {', '.join(DATA + MODEL)}"
+            )
+        return [axis for axis in sizes if axis.startswith(DATA)]
 
     def share(self, batch: Any, mesh: Mesh) -> Any:
-        """This rank's part of a global batch."""
+        """Return this rank's part of a global batch."""
         if callable(self.shares):
             return self.shares(batch, mesh)
         axis = mesh.joint(*self.data_axes(mesh.sizes))
         return rows(batch, axis.rank, axis.size)
 
-
-SHARES = ("shares", "batch"), ("shares", "whole")
+    def divides(self) -> bool:
+        """Return True if the file's backward() divides by the number of microbatches."""
+        return self.backward is not None and len(inspect.signature(self.backward).parameters) > 1
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """`batch` with every tensor changed, in tuples, lists and dicts of them."""
+    """Return `batch` with every tensor changed, in tuples, lists and dicts of them."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
@@ -110,7 +140,7 @@ def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def rows(batch: Any, index: int, count: int) -> Any:
-    """Part `index` of `count` of every tensor's rows. Raises `WrongFile` if they do not divide."""
+    """Return part `index` of `count` of every tensor's rows. `WrongFile` if they do not divide."""
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.ndim and len(tensor) % count:
@@ -121,6 +151,23 @@ def rows(batch: Any, index: int, count: int) -> Any:
         return tensor.chunk(count)[index] if tensor.ndim else tensor
 
     return mapped(cut, batch)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return one batch with the rows of all. Raises `WrongFile` if their shapes differ."""
+    columns: list[list[Tensor]] = []
+    for batch in batches:
+        columns.append([])
+        mapped(columns[-1].append, batch)
+    parts = iter(zip(*columns, strict=True))
+
+    def together(tensor: Tensor) -> Tensor:
+        tensors = next(parts)
+        if len({tuple(t.shape[1:]) for t in tensors}) > 1:
+            raise WrongFile("uneven(seed) must give batches of one shape, padded where need be")
+        return torch.cat(tensors) if tensor.ndim else tensor
+
+    return mapped(together, batches[0])
 
 
 def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Strategy]]:
@@ -140,19 +187,22 @@ def with_strategies(result: Any) -> tuple[nn.Module, Callable[[], Any], list[Str
 
 @contextlib.contextmanager
 def blamed(file: str, doing: list[str]) -> Iterator[None]:
-    """Errors of the body are told in one line: in whose file, where, and doing what (the last)."""
+    """Give errors of the body a report of one line: in which file, where, and doing what."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
+            raise  # the launcher ends this rank
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).name == Path(file).name]
         if isinstance(error, SyntaxError):
             lines = [error.lineno] if error.lineno else []
         at = f", line {lines[-1]}" if lines else ""
         kind = "" if isinstance(error, WrongFile) else f"{type(error).__name__}: "
-        said = next(iter(str(error).splitlines()), "")
-        error.report = f"{file}{at}, in {doing[-1]}: {kind}{said}"  # which a rank hands on
-        raise
+        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        wrong = WrongFile(str(error))
+        wrong.report = f"{file}{at}, in {doing[-1]}: {kind}{said}"  # which a rank hands on
+        raise wrong from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -163,8 +213,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         sizes[axis] = 0 if axis in (*sizes, *RESERVED) else whole_number(digits) or 0
         if not axis.isidentifier() or sizes[axis] < 1:
             raise ValueError(
-                f"--mesh {text!r}: {part!r} is not axis=size, with a new name and a size from 1 "
-                f"up; try dp=2,tp=2"
+                f"--mesh {text!r}: {part!r} is not axis=size, with a new name (none of "
+                f"{', '.join(RESERVED)}) and a size from 1 up; try dp=2,tp=2"
             )
     return sizes
 

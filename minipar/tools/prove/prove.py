@@ -1,10 +1,11 @@
 """`minipar prove`: one device and the ranks, side by side; the first difference, by name.
 
 Idea: train the same model on one device and on the ranks, for three steps; then, if that was equal,
-a step that accumulates two microbatches, and one whose samples weigh differently, if the file has
-such. Each stage of a step follows from the one before, so the first that differs is where to look:
+two steps that accumulate three microbatches; then, if the file has such, samples that weigh
+differently, in one batch and over microbatches. Each stage of a step follows from the one before:
+the first that differs is where to look:
 
-    initial weights -> (outputs of modules ->) loss -> gradients -> their norm -> weights -> ...
+    initial weights -> (outputs of modules ->) loss -> gradients -> their norm -> weights -> buffers
 
 Outputs are asked where the loss differs: a module's may be a piece, a summand, or anything else
 that ends in the right loss. Gradients are asked in the order of backward.
@@ -24,7 +25,7 @@ from torch import Tensor
 from minipar.comm.mesh import coordinates
 from minipar.ranks.launch import RankError, Ranks
 from minipar.tools.prove.causes import cause_of
-from minipar.tools.prove.compare import RTOL, Stage, State, differing, forms, whole
+from minipar.tools.prove.compare import RTOL, Stage, State, differing, forms, is_close, whole
 from minipar.tools.prove.job import Job, WrongFile
 from minipar.tools.prove.observe import Trial, observe
 from minipar.tools.prove.suspect import Both, Suspect
@@ -37,7 +38,7 @@ class Parting:
     """The first difference, and its likely cause."""
 
     trial: str
-    stage: str  # initial weights, output, loss, gradient, gradient norm, weights
+    stage: str  # initial weights, output, loss, gradient, gradient norm, weights, buffer
     step: int  # from 1
     name: str  # of the parameter, or of the module
     module: str
@@ -60,7 +61,7 @@ class Verdict:
     notes: list[str]
 
     def json(self) -> str:
-        """All of it, to be read by programs."""
+        """Return all of it, to be read by programs."""
         return json.dumps({"equal": self.parting is None, **asdict(self)}, indent=1)
 
     def __str__(self) -> str:
@@ -110,27 +111,54 @@ def prove(
     file = source if isinstance(source, str) else source.file
     if isinstance(source, str):
         source = os.path.abspath(source)  # the ranks may stand in another folder
-    trials = [Trial(f"{steps} steps", steps), Trial("2 microbatches accumulated", microbatches=2)]
-    uneven = Trial("samples that weigh differently", uneven=True)
-    passed, notes = [], []
+    trials = [Trial(f"{steps} steps", steps), Trial("2 steps of 3 microbatches", 2, 3)]
+    uneven = [
+        Trial("samples that weigh differently", uneven=True),
+        Trial("3 microbatches that weigh differently", 1, 3, uneven=True),
+    ]
+    passed: list[str] = []
+    notes: list[str] = []
     for trial in trials:
-        device = _call(file, pool(1), observe, source, sizes, trial, True)[0]
-        seen = _call(file, pool(size), observe, source, sizes, trial, False)
-        parting, modules = _parting(Both(trial, sizes, device, seen, rtol))
+        try:
+            device = _call(file, pool(1), observe, source, sizes, trial, True)[0]
+            seen = _call(file, pool(size), observe, source, sizes, trial, False)
+            both = Both(trial, sizes, device, seen, rtol)
+            parting, modules = _parting(both)
+        except WrongFile as error:
+            raise WrongFile(f"{error}{_in_trial(trial, passed)}") from None
+        notes = notes or _notes(both)
         if parting is not None:
             break
         passed.append(trial.name)
-        if trial is trials[0] and seen[0].norms[0] is None:
-            notes.append("gradient norms were not compared; clip(model) in the file returns them")
-        if device.has_uneven and uneven not in trials:
-            trials.append(uneven)
-    counts = f"{len(device.outputs)} modules, {len(device.gradients[0])} parameters"
-    notes.insert(0, f"{counts}; float64, ranks seeded differently, equal means to {rtol:g}")
+        if device.has_uneven and uneven[0] not in trials:
+            trials += uneven
     return Verdict(file, sizes, passed, parting, modules, notes)
 
 
+def _in_trial(trial: Trial, passed: list[str]) -> str:
+    return f" (in the trial of {trial.name}; equal by then: {', '.join(passed)})" if passed else ""
+
+
+def _notes(both: Both) -> list[str]:
+    """Say what was compared, and what was not."""
+    device, own = both.device, both.device.data
+    counts = f"{len(device.outputs)} modules, {len(device.gradients[0])} parameters"
+    counts += f", buffers: {len(device.buffers[0])}" if device.buffers[0] else ""
+    notes = [f"{counts}; float64, ranks seeded differently, equal means to {both.rtol:g}"]
+    shared = [axis for axis in both.sizes if axis not in own]
+    rows = [f"ranks of {' x '.join(own)} have rows of their own"] if own else []
+    if own or both.seen[0].has_whole_batch:
+        rows += [f"ranks of {' x '.join(shared)} have the same rows"] if shared else []
+        notes.append("; ".join(rows))
+    if not both.seen[0].has_gradients:
+        notes.append("gradients and their norms were not compared: step() reduces them")
+    elif both.seen[0].norms[0] is None:
+        notes.append("gradient norms were not compared; clip(model) in the file returns them")
+    return notes
+
+
 def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
-    """Run on all ranks; what goes wrong in the file is told in one line."""
+    """Run on all ranks, and tell what goes wrong in the file in one line."""
     try:
         return ranks.run(function, *args)
     except TimeoutError as error:
@@ -150,26 +178,49 @@ def _call(file: str, ranks: Ranks, function: Callable, *args: Any) -> list[Any]:
 
 
 def _assembled(both: Both, stage: Stage, pieces: list[State], expected: State) -> list[State]:
-    """For each rank, what it has as one device would: pieces joined, losses of the whole batch."""
-    if stage[0] == "gradient norm" and not all(pieces):
+    """Return for each rank what it has as one device would: pieces joined, losses of the batch.
+
+    Where a rank holds nothing and need not, as another stage of a pipeline, it has what is right.
+    """
+    what, step = stage
+    is_off = what.startswith("gradient") and not both.seen[0].has_gradients
+    if is_off or (what == "gradient norm" and not all(pieces)):
         return [expected] * len(pieces)
-    if stage[0] == "loss":
-        return _losses(both, [state[""] for state in pieces], expected, stage[1])
+    if what == "loss":
+        return _losses(both, [state[""] for state in pieces], expected, step)
+    if what == "gradient norm":
+        return pieces
     found: list[State] = [{} for _ in pieces]
     for name, theirs in expected.items():
+        if not any(name in state for state in pieces):
+            raise WrongFile(
+                f"{what} {name} cannot be compared: no rank has this name. Was it renamed, "
+                f"replaced, or left out?"
+            )
         own = [state.get(name) for state in pieces]
-        if theirs is not None and all(piece is not None for piece in own):
-            own = whole(own, both.sizes, theirs)
+        if theirs is not None and any(piece is not None for piece in own):
+            own = both.held(own, theirs, f"{what} {name}")
         for rank, state in enumerate(pieces):
-            if name in state:
-                found[rank][name] = own[rank]
+            if own[rank] is None and (name not in state or _is_elsewhere(both, stage, name, rank)):
+                own[rank] = theirs
+            found[rank][name] = own[rank]
     return found
 
 
-def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[State]:
-    """What ranks have as the loss of the batch, or as summands of it, or each as that of its share.
+def _is_elsewhere(both: Both, stage: Stage, name: str, rank: int) -> bool:
+    """Return True if a rank without this gradient has the right weight after the step."""
+    if stage[0] != "gradient" or all(s.gradients[stage[1]].get(name) is None for s in both.seen):
+        return False
+    theirs = both.device.weights[stage[1]][name]
+    own = [seen.weights[stage[1]].get(name) for seen in both.seen]
+    own = both.held(own, theirs, f"weights {name}")
+    return own[rank] is not None and is_close(own[rank], theirs, both.rtol)
 
-    Whether these are weighed rightly is seen in the gradients.
+
+def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[State]:
+    """Return what ranks have as the loss: of the batch, summands of it, or each of its share.
+
+    Whether shares are weighed rightly is seen in the gradients.
     """
     loss, parts = expected[""], both.device.parts
     shares = [both.share_of(rank) for rank in range(len(own))]
@@ -184,7 +235,7 @@ def _losses(both: Both, own: list[Tensor], expected: State, step: int) -> list[S
 
 
 def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
-    """The first difference of any rank; and the modules, each equal or not."""
+    """Return the first difference of any rank; and the modules, each equal or not."""
     device, rtol = both.device, both.rtol
     parts = [dict(one.stages()) for one in both.seen]
     for (stage, step), theirs in device.stages():
@@ -197,7 +248,7 @@ def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
     else:
         return None, [(name, device.kinds.get(name, ""), "equal") for name in device.outputs]
     owner = {name: name.rpartition(".")[0] for name in theirs}
-    if stage == "loss" and step == 0:
+    if stage == "loss" and step == 0 and not both.trial.is_joined:
         bad = [name for name in device.outputs if both.form_of(name) is None]
         if bad:
             stage, wrong, theirs = "output", bad, device.outputs
@@ -220,7 +271,7 @@ def _parting(both: Both) -> tuple[Parting | None, list[Module]]:
     parting = Parting(both.trial.name, step=step + 1, **where, **said)
     states = dict.fromkeys(owner.values(), "equal") | {owner[n]: "differs" for n in wrong}
     states[module] = "parts here"
-    has_names = stage in ("initial weights", "gradient", "weights")
+    has_names = stage in ("initial weights", "gradient", "weights", "buffer")
     others = "no parameters" if has_names else "not compared"
     others = "equal" if stage == "loss" and step == 0 else others  # its outputs were
     return parting, [(n, device.kinds.get(n, ""), states.get(n, others)) for n in device.outputs]

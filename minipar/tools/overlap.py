@@ -1,8 +1,8 @@
 """Where communication is exposed: by step, collective, group and call site; and who is waited for.
 
 `minipar overlap` prints it. Exposed, as in `Timeline.overlap`: in flight while the rank computes
-nothing. A rank is waited for where it begins a collective last: until then, those that came before
-wait inside of theirs.
+nothing. A rank is waited for where it begins a collective last: until then, the ranks that came
+before wait inside of theirs.
 """
 
 import statistics
@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.observe.spans import Interval, Span, covered, intersect, measure
+from minipar.observe.spans import Interval, Span, covered, intersect, measure, union
 from minipar.observe.timeline import Timeline
 from minipar.text import aligned, printable
 from minipar.tools.traces import matched
@@ -20,7 +20,8 @@ from minipar.tools.traces import matched
 class Part:
     """Seconds of communication per rank, in the mean of the ranks; `calls` and bytes likewise.
 
-    `seconds` is the length of a step; for any other part, of all that was recorded.
+    `seconds` is the length of a step; for any other part, of all that was recorded. A call belongs
+    to the step that launched it, wherever it runs. `num_bytes` is 0 where the trace does not say.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Waited:
-    """That others waited for `rank`: rank-seconds, in `calls` of the `of` that it shares."""
+    """Others waited for `rank` for so many rank-seconds, in `calls` of the `of` that it shares."""
 
     rank: int
     seconds: float
@@ -48,17 +49,19 @@ class Breakdown:
     parts: dict[str, list[Part]]
     waited: list[Waited]
     notes: list[str]
+    ranks: int = 1
 
     def __str__(self) -> str:
         return "\n\n".join(
             [table(kind, rows) for kind, rows in self.parts.items() if len(rows) > 0]
-            + [self.verdict()] * bool(self.waited)
+            + [self.verdict()] * bool(self.verdict())
         )
 
     def verdict(self) -> str:
-        """The slowest rank, in a sentence; empty where no collective is known on several ranks."""
+        """Return who is waited for most, in a sentence; empty where one rank was recorded."""
         if not self.waited:
-            return ""
+            unknown = "who is waited for is not known: no collective of a known group on one clock"
+            return unknown if self.ranks > 1 else ""
         w = self.waited[0]
         return (
             f"waited for most: rank {w.rank}, last to begin {w.calls} of its {w.of} collectives; "
@@ -66,22 +69,23 @@ class Breakdown:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; times in seconds."""
+        """Return plain data; times in seconds."""
         return asdict(self)
 
 
 def table(kind: str, rows: list[Part]) -> str:
-    """The parts in plain text, milliseconds a rank."""
+    """Return the parts in plain text, milliseconds a rank."""
     lines = [(kind, "ms", "comm ms", "exposed ms", "hidden", "calls", "MB sent")]
     lines += [(row.name[:70], *cells(row)) for row in rows[:12]]
     return "\n".join(aligned(lines, left=1) + [f"and {len(rows) - 12} more"] * (len(rows) > 12))
 
 
 def cells(row: Part) -> tuple[str, ...]:
-    """What stands beside the name of a part."""
+    """Return what stands beside the name of a part; "-" for what is not known."""
     hidden = f"{1 - row.exposed / row.total:.0%}" if row.total else "-"
     times = (f"{1e3 * t:.2f}" for t in (row.seconds, row.total, row.exposed))
-    return (*times, hidden, f"{row.calls:.4g}", f"{row.num_bytes / 1e6:.2f}")
+    sent = f"{row.num_bytes / 1e6:.2f}" if row.num_bytes else "-"
+    return (*times, hidden, f"{row.calls:.4g}", sent)
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
@@ -105,24 +109,16 @@ def breakdown(timeline: Timeline) -> Breakdown:
         rows = [_part(name, timeline.duration, own, busy) for name, own in groups.items()]
         rows.sort(key=lambda row: (-row.exposed, row.name))
         parts[kind] = rows if [row.name for row in rows] != ["not recorded"] else []
-    return Breakdown(parts, _waited(comm), list(timeline.notes))
+    return Breakdown(parts, _waited(comm), list(timeline.notes), len(comm))
 
 
-def _part(
-    name: str,
-    seconds: float,
-    comm: dict[int, list[Span]],
-    busy: dict[int, list[Interval]],
-    window: dict[int, Interval] | None = None,
-) -> Part:
+def _part(name: str, seconds: float, comm: dict[int, list[Span]], busy: dict) -> Part:
     total = exposed = calls = num_bytes = 0.0
     for rank, spans in comm.items():
-        a, b = (window or {}).get(rank, (float("-inf"), float("inf")))
-        talking = intersect(covered(spans), [(a, b)])
+        talking = covered(spans)
         whole, hidden = measure(talking), measure(intersect(talking, busy[rank]))
         total, exposed = total + whole, exposed + whole - hidden
-        begun = [s.num_bytes for s in spans if a <= s.start < b]
-        calls, num_bytes = calls + len(begun), num_bytes + sum(begun)
+        calls, num_bytes = calls + len(spans), num_bytes + sum(span.num_bytes for span in spans)
     n = max(1, len(comm))
     return Part(name, seconds, total / n, exposed / n, calls / n, num_bytes / n)
 
@@ -134,9 +130,13 @@ def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
             windows[name][rank] = start, end
     rows = []
     for name, window in sorted(windows.items(), key=lambda item: min(item[1].values())):
-        mine = {rank: comm[rank] for rank in window if rank in comm}
         seconds = statistics.mean(end - start for start, end in window.values())
-        rows.append(_part(name, seconds, mine, busy, window))
+        mine = {
+            rank: [span for span in comm[rank] if span.meta.get("step") == name]
+            for rank in window
+            if rank in comm
+        }
+        rows.append(_part(name, seconds, mine, busy))
     if len(rows) > 1:
         fields = ("seconds", "total", "exposed", "calls", "num_bytes")
         values = (statistics.median(getattr(row, field) for row in rows) for field in fields)
@@ -145,20 +145,28 @@ def _steps(timeline: Timeline, comm: dict, busy: dict) -> list[Part]:
 
 
 def _waited(comm: dict[int, list[Span]]) -> list[Waited]:
-    """By rank, the longest first: only collectives of a group that is named, or of all ranks."""
+    """Return ranks by the time that others wait for them, the longest first.
+
+    Only collectives of a known group count. Time in which a rank waits in two of them counts once.
+    """
     shared: dict[Any, dict[int, Span]] = defaultdict(dict)
     for rank, spans in comm.items():
         for key, span in matched(spans).items():
             if span.meta.get("group") or span.axis == "world":
                 shared[key][rank] = span
-    seconds, last, count = defaultdict(float), defaultdict(int), defaultdict(int)
+    waits: dict[int, dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    last, count = defaultdict(int), defaultdict(int)
     for spans in shared.values():
-        if len(spans) > 1 and len({span.name for span in spans.values()}) == 1:
+        if len(spans) > 1:
             late = max(spans, key=lambda rank: spans[rank].start)
             came = spans[late].start
-            seconds[late] += sum(max(0.0, min(came, s.end) - s.start) for s in spans.values())
-            last[late] += 1
-            for rank in spans:
+            for rank, span in spans.items():
+                waits[late][rank].append((span.start, min(came, span.end)))
                 count[rank] += 1
+            last[late] += 1
+    seconds = {
+        late: sum(measure(union(intervals)) for intervals in of.values())
+        for late, of in waits.items()
+    }
     order = sorted(seconds, key=lambda rank: -seconds[rank])
     return [Waited(rank, seconds[rank], last[rank], count[rank]) for rank in order]

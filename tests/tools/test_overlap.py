@@ -1,0 +1,257 @@
+"""`minipar overlap`: a timeline taken apart by hand; and files that strangers hand over."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from minipar.cli import looking
+from minipar.lab import draw
+from minipar.observe.spans import Span
+from minipar.observe.timeline import Timeline
+from minipar.tools.overlap import breakdown
+from minipar.tools.traces import from_profiler
+from tests.tools.test_kineto import NCCL, _host, _kernel, gpu_trace, write
+
+
+def launched(name, at, ts, dur, correlation, cat="kernel", **args):
+    """A kernel, and the call on the host that launched it at `at`."""
+    launch = _host("cudaLaunchKernel", at, 1, 1, cat="cuda_runtime", correlation=correlation)
+    return [launch, _kernel(name, ts, dur, correlation, **args) | {"cat": cat}]
+
+
+def steps_trace(rank, host="a", skew=0.0, late=0.0):
+    """Two steps of 1000 us: a gemm, and an all-gather that it hides by half."""
+    said = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp"}
+    said |= {"Group size": 2, "In msg nelems": 100, "dtype": "Half", "Process Group Ranks": "[0,1]"}
+    events = []
+    for i in range(2):
+        t, number = 1000.0 * i, 10 * i
+        events += [
+            _host(f"ProfilerStep#{i + 3}", t, 990, 1, cat="user_annotation"),
+            _host("train.py(12): step", t + 1, 900, 1, cat="python_function"),
+            _host("torch/nn/modules/module.py(9): f", t + 2, 90, 1, cat="python_function"),
+            _host("record_param_comms", t + 40, 50, 1, **said, Seq=i),
+            *launched("gemm", t + 10, t + 100, 200, number + 1),
+            # No table names these two: the annotation says what they are, and torch's own are not.
+            *launched("vendor_x<1>", t + 50, t + 200 + late, 200 - late, number + 2),
+            *launched("at::native::copy<1>", t + 60, t + 410, 10, number + 3),
+        ]
+    peers = {"fromDevice": 0, "toDevice": 1, "bytes": 77}
+    events += launched("Memcpy DtoD (Device -> Device)", 1500, 1600, 50, 90, "gpu_memcpy", **peers)
+    peers |= {"toDevice": 0}
+    events += launched("Memcpy DtoD (Device -> Device)", 1510, 1700, 50, 91, "gpu_memcpy", **peers)
+    events = [e | {"ts": e["ts"] + skew} for e in events]
+    return {"distributedInfo": {"rank": rank}, "host_name": host, "traceEvents": events}
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Rank 1 on another host, its clock 3 s ahead, and 30 us late for each all-gather."""
+    write(tmp_path / "r0.json", steps_trace(0))
+    write(tmp_path / "r1.json.gz", steps_trace(1, "b", 3e6, 30.0))
+    return tmp_path
+
+
+def test_steps_call_sites_and_who_is_waited_for(two_hosts):
+    """By hand. Catches annotated kernels as computing, seq 0 taken for none, a sign of clocks."""
+    t = from_profiler(two_hosts)
+    assert any("rank 1 (b) -3000.000 ms" in note for note in t.notes)
+    parts = breakdown(t)
+    median, first, second = parts.parts["step"]
+    assert (median.name, first.name, second.name) == ("median", "ProfilerStep#3", "ProfilerStep#4")
+    assert first.seconds == pytest.approx(1e-3)
+    # 200..400 of rank 0, 230..400 of rank 1, beside a gemm until 300 us
+    assert first.total == pytest.approx(185e-6) and first.exposed == pytest.approx(100e-6)
+    assert second.exposed == pytest.approx(150e-6)  # with the copy to the other GPU
+    names = {kind: {row.name for row in rows} for kind, rows in parts.parts.items()}
+    assert names["collective"] == {"all_gather", "peer_copy"}
+    assert names["call site"] == {"train.py(12): step"}
+    (dp,) = (row for row in parts.parts["group"] if row.name == "dp")
+    assert dp.calls == 2 and dp.num_bytes == 2 * 100
+    (copied,) = t.select(kind="comm", rank=0, name="peer_copy")
+    assert copied.num_bytes == 77
+    (waited,) = parts.waited
+    assert (waited.rank, waited.calls, waited.of) == (1, 2, 2)
+    assert waited.seconds == pytest.approx(60e-6)
+
+
+def test_a_call_belongs_to_the_step_that_launched_it(tmp_path):
+    """The host runs ahead: both calls are launched in step 3, and one runs in the time of step 4.
+
+    Mutant: calls are counted where they run.
+    """
+    events = [_host(f"ProfilerStep#{i}", 100 * (i - 3), 90, 1, "user_annotation") for i in (3, 4)]
+    events += launched("gemm", 10, 100, 100, 1) + launched("gemm", 110, 300, 100, 2)
+    events += launched(NCCL, 20, 200, 50, 3) + launched(NCCL, 30, 320, 60, 4)
+    parts = breakdown(from_profiler(write(tmp_path / "a.json", {"traceEvents": events})))
+    _, third, fourth = parts.parts["step"]
+    assert (third.calls, fourth.calls) == (2, 0)
+    assert third.total == pytest.approx(110e-6) and third.exposed == pytest.approx(50e-6)
+    assert " -" in str(parts).splitlines()[1]  # bytes are not known
+
+
+def test_time_in_which_several_collectives_wait_counts_once(tmp_path):
+    """Three wait at once for rank 1, which comes 500 us late. Mutant: 1,500 us are told."""
+    for rank in range(2):
+        named = {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}
+        events = [_kernel(NCCL, 500 * rank, 600 - 500 * rank, i, Seq=i, **named) for i in range(3)]
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank) | {"traceEvents": events})
+    (waited,) = breakdown(from_profiler(tmp_path)).waited
+    assert (waited.rank, waited.calls) == (1, 3) and waited.seconds == pytest.approx(500e-6)
+
+
+def test_steps_are_those_of_the_host(tmp_path):
+    """Mutants: the profiler's copies of them for the GPU count, or a launch that is called so."""
+    document = steps_trace(0)
+    plain = from_profiler(write(tmp_path / "a.json", document)).steps
+    document["traceEvents"] += [
+        _host("ProfilerStep#3", 100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 1100, 650, 7, cat="gpu_user_annotation"),
+        _host("ProfilerStep#4", 5, 5, 1, cat="cuda_runtime", correlation=98),
+        _host("Optimizer.step#A", 5, 5, 1, cat="cuda_runtime", correlation=99),
+    ]
+    assert from_profiler(write(tmp_path / "a.json", document)).steps == plain
+
+
+def test_who_is_waited_for_is_not_told_of_groups_that_are_not_known(tmp_path):
+    """Mutant: collectives of any group are those of all ranks, and one of them is late."""
+    for rank in range(2):
+        document = steps_trace(rank, late=30.0 * rank)
+        for event in document["traceEvents"]:
+            event["args"].pop("Process Group Description", None)
+            event["args"].pop("Process Group Ranks", None)
+        write(tmp_path / f"r{rank}.json", document)
+    parts = breakdown(from_profiler(tmp_path))
+    assert parts.waited == [] and "all_gather" in str(parts)
+
+
+def test_the_page_stands_alone_and_escapes_names(tmp_path, capsys):
+    document = steps_trace(0)
+    document["traceEvents"][0]["name"] = "ProfilerStep#<script>"
+    for event in document["traceEvents"]:
+        event["name"] = event["name"].replace("train.py", "<img src=x onerror=alert()>\x1b[2J")
+    path = write(tmp_path / "a.json", document)
+    looking.overlap(looking.Overlap([str(path)], str(tmp_path / "page.html")))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x" in page
+    assert "data:image/png;base64," in page and "http" not in page
+    said = capsys.readouterr().out
+    assert "\x1b" not in page + said
+    assert said.endswith("page.html: ProfilerStep#4\n")  # of two, the one after a warm-up
+    looking.overlap(looking.Overlap([str(path)], json=True))
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["parts"]["step"][0]["name"] == "median" and numbers["ranks"][0]["rank"] == 0
+
+
+def overlap(path, picture=None) -> str | None:
+    """What `minipar overlap` refuses this file with; None if it shows it, with numbers only."""
+    try:
+        t = looking.read_timeline([str(path)])
+    except ValueError as error:
+        assert path.name in str(error), error
+        return str(error)
+    assert t.spans and all(math.isfinite(s.start) and s.start <= s.end for s in t)
+    str(t).encode() + str(breakdown(t)).encode()
+    if picture is not None:
+        try:
+            draw.save(draw.timeline(t.select(rank=t.ranks[0])), picture)
+        except ValueError as error:
+            assert "no length" in str(error)
+    return None
+
+
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path):
+    deep = b"[" * 200_000
+    for content, why in [
+        (b"", "no readable trace"),
+        (b"\xff\xfe\x00", "no readable trace"),
+        (b'{"traceEvents": [1', "no readable trace"),
+        (deep, "no readable trace"),
+        (b"null", "no list `traceEvents`"),
+        (b'{"traceEvents": {}}', "no list `traceEvents`"),
+        (b'{"traceEvents": [], "distributedInfo": null}', "no operator and no kernel"),
+        (b'{"traceEvents": [1]}', "1 of its 1 events are malformed"),
+        (b'{"minipar": 1, "traceEvents": [{"ph": "X"}]}', "not what Timeline.save writes"),
+        (b'{"minipar": 1, "traceEvents": [], "label": ""}', "a timeline without spans"),
+        (gzip.compress(b"{}")[:-6], "no readable trace"),
+    ]:
+        (tmp_path / "x.json").write_bytes(content)
+        assert why in overlap(tmp_path / "x.json"), content[:50]
+    (tmp_path / "empty").mkdir()
+    assert "no .json or .json.gz in the folder" in overlap(tmp_path / "empty")
+
+
+def test_names_from_outside_are_letters_and_no_formulas(tmp_path):
+    """Catches `$` that matplotlib takes for a formula, and escapes for terminals."""
+    document = gpu_trace(0)
+    for event in document["traceEvents"]:
+        event["name"] = event["name"] + r"$\frac{$_{" if event.get("cat") != "kernel" else r"a$\x$b"
+    document["traceEvents"][-5]["args"]["Process Group Description"] = "\x1b[2J\ud800$^"
+    document["traceEvents"][-5]["args"]["Collective name"] = r"$\sqrt{$"
+    path = write(tmp_path / "a.json", document)
+    assert overlap(path, tmp_path / "a.png") is None
+    t = from_profiler(path)
+    assert {s.axis for s in t if s.kind == "comm"} == {"?[2J?$^"}
+    figure = draw.timeline(t, title=r"$\frac{$")
+    assert draw.save(figure, tmp_path / "a.svg") and r"$\frac{$" in {
+        text.get_text() for ax in figure.axes for text in ax.texts
+    }
+
+
+def test_so_many_ranks_that_no_picture_holds_them_are_drawn_in_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(looking, "MOST_DRAWN", 2)
+    t = Timeline([Span("comm", "send", rank, 0.0, 1.0, "pp") for rank in range(3)])
+    t.save(tmp_path / "t.json")
+    looking.overlap(looking.Overlap([str(tmp_path / "t.json")], str(tmp_path / "t.png")))
+    assert "drawn are the first 2 of 3 ranks" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_run_has_its_timeline(tmp_path, capsys):
+    """Mutant: its config.json and others are taken for traces."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert "has no timeline.json yet" in overlap(tmp_path)
+    Timeline([Span("comm", "send", 0, 0.0, 1.0, "pp")]).save(tmp_path / "timeline.json")
+    assert overlap(tmp_path) is None
+
+
+@pytest.mark.parametrize("verb, moves", [("Broadcast", False), ("AllReduce", True)])
+def test_clocks_are_not_aligned_at_what_need_not_end_together(tmp_path, verb, moves):
+    """A root ends early. Mutant: all collectives end together."""
+    group = {"Process Group Description": "mesh_dp", "Process Group Ranks": "[0, 1]"}
+    for rank in range(2):
+        events = [
+            _kernel(f"ncclDevKernel_{verb}_Sum", 20_000 * i, 1000 + 5000 * rank, i, Seq=i, **group)
+            for i in range(9)
+        ]
+        write(tmp_path / f"r{rank}.json", gpu_trace(rank, f"node{rank}") | {"traceEvents": events})
+    t = from_profiler(tmp_path)
+    assert any("clocks moved: rank 1 (node1) -5.000 ms" in note for note in t.notes) == moves
+    parts = breakdown(t)
+    assert bool(parts.waited) == moves and ("is not known" in str(parts)) != moves
+
+
+ON_NCCL = {"backend": "nccl", "rank": 0}
+ON_MTIA = {"backend": "mtia:hccl,cpu:gloo", "rank": 0}
+ON_BOTH = {"backend": "cpu:gloo,cuda:nccl", "rank": 0}
+
+
+@pytest.mark.parametrize(
+    "info, calls, is_refused",
+    [
+        (ON_NCCL, ["c10d::allreduce_", "nccl:all_reduce"], True),
+        (ON_NCCL, [], True),
+        (ON_MTIA, ["c10d::barrier", "gloo:barrier", "hccl:all_to_all"], True),
+        (ON_BOTH, ["c10d::barrier", "gloo:barrier", "c10d::allreduce_"], True),
+        (ON_BOTH, ["c10d::barrier", "gloo:barrier"], False),
+    ],
+)
+def test_a_job_on_gpus_is_not_read_from_its_host_alone(tmp_path, info, calls, is_refused):
+    """Mutant: how long the host takes to launch is told as communication."""
+    events = [_host("aten::mm", 10, 20, 9)]
+    events += [_host(name, 40 + 50 * i, 40, 9 + i) for i, name in enumerate(calls)]
+    path = write(tmp_path / "r0.json", {"traceEvents": events, "distributedInfo": info})
+    said = overlap(path)
+    assert ("lacks the GPU of its job" in (said or "")) == is_refused
