@@ -118,7 +118,7 @@ def test_experts_simulated_are_emulated(both, text):
         "pp=4,schedule=dualpipe,microbatches=4",
         "pp=4,schedule=dualpipe,microbatches=2",
         "pp=2,schedule=dualpipe_v,microbatches=6",
-        "dp=2,cp=2,compression=random-k,microbatches=2",
+        "dp=4,compression=random-k,microbatches=2",
     ],
 )
 def test_every_schedule_is_replayed_to_its_end(text):
